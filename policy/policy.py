@@ -1,0 +1,244 @@
+"""What a policy is: three storage and compute dtypes, one reduction dtype, and their text form."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from policy.casting import cast_floating
+
+T = TypeVar("T")
+
+# Every name that the text form takes, by dtype; the first one is what `str(policy)` prints.
+dtype_to_names: dict[Any, tuple[str, ...]] = {
+    jnp.bfloat16: ("bfloat16", "bf16"),
+    jnp.float16: ("float16", "f16"),
+    jnp.float32: ("float32", "f32", "full"),
+    jnp.float64: ("float64", "f64"),
+}
+_name_to_dtype = {name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names}
+
+_MIXED = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
+_KEYS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+    "r": "reduction_dtype",
+    "reduction": "reduction_dtype",
+    "inputs": "cast_inputs",
+}
+
+
+def half_dtype() -> np.dtype:
+    """The 16-bit float that the default backend prefers: bfloat16 on TPU, float16 elsewhere (as jmp has it)."""
+    return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """The dtype that a name such as ``bf16``, ``float32``, ``full`` or ``half`` stands for.
+
+    Raises:
+      ValueError: the name stands for no dtype that a policy takes.
+    """
+    if name == "half":
+        return half_dtype()
+    try:
+        return _name_to_dtype[name]
+    except KeyError:
+        known = ", ".join(("half", *_name_to_dtype))
+        raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.") from None
+
+
+def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
+    """`value` as a dtype that a policy field can hold, or a ValueError that names the field."""
+    if isinstance(value, str) and (value in _name_to_dtype or value == "half"):
+        return parse_dtype(value)
+    if value is None:  # jnp.dtype(None) is float64, never what was meant
+        raise ValueError(f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'.")
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(
+            f"Policy({field}={value!r}): not a dtype. Give a floating dtype such as jnp.bfloat16 or 'bf16'."
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"Policy({field}={dtype.name}): only floating dtypes can be a policy's; "
+            "integers, booleans and complex numbers pass through every policy as they are."
+        )
+    if dtype.itemsize < 2:
+        raise ValueError(
+            f"Policy({field}={dtype.name}): floats of 8 bits or fewer are for matmul operands only; use float16 "
+            "or bfloat16 here and give the layer an 8-bit dot_general (flax.linen.Fp8DirectDotGeneralOp)."
+        )
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Policy:
+    """Where numbers are stored, multiplied, summed and returned.
+
+    Attributes:
+      param_dtype: what parameters are created and kept in.
+      compute_dtype: what matmuls, convolutions and activations run in.
+      output_dtype: what a module hands to whoever called it from outside the policy.
+      reduction_dtype: what statistics, softmax, losses and accumulations run in. None stands for the wider of
+        float32 and `compute_dtype`, and is stored as that dtype.
+      cast_inputs: whether floating inputs are cast to `compute_dtype` at a boundary. False leaves them as they
+        come (positions, rotary tables, diffusion times).
+
+    Policies are values: frozen, hashable, equal and of equal hash whatever dtype-like they were made from.
+
+    Raises:
+      ValueError: a field is not a floating dtype of at least 16 bits.
+      TypeError: `cast_inputs` is not a bool.
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+    reduction_dtype: np.dtype
+    cast_inputs: bool
+
+    def __init__(
+        self,
+        param_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        output_dtype: DTypeLike,
+        *,
+        reduction_dtype: DTypeLike | None = None,
+        cast_inputs: bool = True,
+    ):
+        if not isinstance(cast_inputs, bool):
+            raise TypeError(f"Policy(cast_inputs={cast_inputs!r}): it should be True or False.")
+        compute = _floating_dtype("compute_dtype", compute_dtype)
+        if reduction_dtype is None:
+            reduction = _default_reduction_dtype(compute)
+        else:
+            reduction = _floating_dtype("reduction_dtype", reduction_dtype)
+        object.__setattr__(self, "param_dtype", _floating_dtype("param_dtype", param_dtype))
+        object.__setattr__(self, "compute_dtype", compute)
+        object.__setattr__(self, "output_dtype", _floating_dtype("output_dtype", output_dtype))
+        object.__setattr__(self, "reduction_dtype", reduction)
+        object.__setattr__(self, "cast_inputs", cast_inputs)
+
+    def replace(self, **changes: Any) -> Policy:
+        """This policy with some fields changed; a default `reduction_dtype` follows a changed `compute_dtype`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.reduction_dtype == _default_reduction_dtype(self.compute_dtype):
+            fields["reduction_dtype"] = None
+        unknown = sorted(set(changes) - set(fields))
+        if unknown:
+            raise TypeError(f"Policy.replace: no field {', '.join(unknown)}; the fields are {', '.join(fields)}.")
+        return Policy(**(fields | changes))
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
+        """This policy with another `output_dtype`."""
+        return self.replace(output_dtype=output_dtype)
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to `param_dtype`; everything else passes through as it is."""
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to `compute_dtype`; everything else passes through as it is."""
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to `output_dtype`; everything else passes through as it is."""
+        return cast_floating(tree, self.output_dtype)
+
+    def __str__(self) -> str:
+        parts = [
+            f"params={self.param_dtype.name}",
+            f"compute={self.compute_dtype.name}",
+            f"output={self.output_dtype.name}",
+        ]
+        if self.reduction_dtype != _default_reduction_dtype(self.compute_dtype):
+            parts.append(f"reduction={self.reduction_dtype.name}")
+        if not self.cast_inputs:
+            parts.append("inputs=keep")
+        return ",".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Policy('{self}')"
+
+    def __reduce__(self):
+        return get_policy, (str(self),)
+
+
+def _default_reduction_dtype(compute_dtype: np.dtype) -> np.dtype:
+    return jnp.dtype(jnp.float32) if compute_dtype.itemsize < 4 else compute_dtype
+
+
+def get_policy(policy: Policy | str) -> Policy:
+    """The policy that a text stands for; a `Policy` is returned as it is.
+
+    The text is one of
+
+    - a preset: ``float32``, ``bfloat16``, ``float16``, ``float64`` (all three fields), ``mixed_bfloat16`` =
+      (float32, bfloat16, float32), ``mixed_float16`` = (float32, float16, float32);
+    - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (what this backend prefers);
+    - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with ``reduction=DTYPE`` and
+      ``inputs=keep`` where they are not the default. Spaces are allowed. A missing part follows jmp's grammar:
+      params are float32, compute is as params, output is as compute.
+
+    `str(policy)` is such a text, and ``get_policy(str(policy)) == policy``.
+
+    Raises:
+      ValueError: the text has an unknown key or dtype, or says a key twice.
+      TypeError: `policy` is neither a Policy nor a text.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            f"A policy should be a Policy or its text form such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', "
+            f"but got {policy!r} of type {type(policy).__name__}."
+        )
+    text = policy.replace(" ", "")
+    if text in _MIXED:
+        return Policy(jnp.float32, _MIXED[text], jnp.float32)
+    if "=" not in text:
+        try:
+            dtype = parse_dtype(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} A policy's text is such a dtype, a preset ({', '.join(_MIXED)}), or "
+                "'params=DTYPE,compute=DTYPE,output=DTYPE'."
+            ) from None
+        return Policy(dtype, dtype, dtype)
+    return Policy(**_parse_fields(text))
+
+
+def _parse_fields(text: str) -> dict[str, Any]:
+    """The keyword arguments of Policy that a ``key=value,...`` text stands for."""
+    fields: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in _KEYS:
+            raise ValueError(
+                f"Unknown key '{key}' in '{text}': it should be params, compute, output, reduction or inputs "
+                "(short p, c, o, r)."
+            )
+        field = _KEYS[key]
+        if field in fields:
+            raise ValueError(f"Key '{key}' in '{text}' says {field} a second time.")
+        if field == "cast_inputs":
+            if value not in ("keep", "cast"):
+                raise ValueError(f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or 'cast'.")
+            fields[field] = value == "cast"
+        else:
+            fields[field] = parse_dtype(value)
+    fields.setdefault("param_dtype", jnp.dtype(jnp.float32))
+    fields.setdefault("compute_dtype", fields["param_dtype"])
+    fields.setdefault("output_dtype", fields["compute_dtype"])
+    return fields

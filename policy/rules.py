@@ -1,0 +1,181 @@
+"""Ordered rules: a path pattern or a layer class, and the policy that holds where it matches."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from policy.policy import Policy, get_policy
+
+Pattern = str | type
+
+
+def layer_class(cls: type) -> type:
+    """The class that a class pattern stands for: a layer of ours stands for the framework's layer of the same name.
+
+    A layer says so with an attribute of its own, `upstream_class`; a subclass does not inherit the saying.
+    """
+    return cls.__dict__.get("upstream_class", cls)
+
+
+def _name(pattern: Pattern) -> str:
+    return f"'{pattern}'" if isinstance(pattern, str) else pattern.__name__
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+class PolicyRules:
+    """Ordered rules from path patterns and layer classes to policies.
+
+    ``PolicyRules([("encoder/layer_3/.*", "f32"), (nn.LayerNorm, "mixed_bfloat16")])``, or a dict of the same. A path
+    pattern is a regular expression matched in full against a module's path, its names joined by ``/`` (the root's
+    path is empty). A class pattern matches its instances, and the framework's own layer of that name. At one module
+    the first rule that matches wins, and what it says holds for everything below, until a rule matches there.
+
+    Rules are values: immutable, hashable, equal where their rules are.
+
+    Args:
+      rules: pairs, or a mapping, of pattern and policy (or a policy's text form).
+      strict: whether a rule that matches no module is an error.
+
+    Raises:
+      ValueError: a pattern is no regular expression, or stands twice.
+      TypeError: a pattern is neither a text nor a class, or a policy is neither a Policy nor a text.
+    """
+
+    __slots__ = ("_hash", "rules", "strict")
+    rules: tuple[tuple[Pattern, Policy], ...]
+    strict: bool
+
+    def __init__(
+        self,
+        rules: PolicyRules | Mapping[Pattern, Policy | str] | Iterable[tuple[Pattern, Policy | str]] = (),
+        *,
+        strict: bool = True,
+    ):
+        if isinstance(rules, PolicyRules):
+            pairs: list[Any] = list(rules.rules)
+        elif isinstance(rules, Mapping):
+            pairs = list(rules.items())
+        elif isinstance(rules, str) or not isinstance(rules, Iterable):
+            raise TypeError(f"Policy rules should be a dict or a list of (pattern, policy) pairs, but got {rules!r}.")
+        else:
+            pairs = list(rules)
+        checked = tuple(_checked_rule(pair) for pair in pairs)
+        seen: set[Pattern] = set()
+        for pattern, _ in checked:
+            if pattern in seen:
+                raise ValueError(f"Rule {_name(pattern)} stands twice; only the first could ever match.")
+            seen.add(pattern)
+        object.__setattr__(self, "rules", checked)
+        object.__setattr__(self, "strict", bool(strict))
+        object.__setattr__(self, "_hash", hash((checked, bool(strict))))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"PolicyRules are immutable; make new ones instead of setting {name}.")
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __iter__(self):
+        return iter(self.rules)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PolicyRules) and (self.rules, self.strict) == (other.rules, other.strict)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(f"({_name(pattern)}, '{policy}')" for pattern, policy in self.rules)
+        return f"PolicyRules([{pairs}]{'' if self.strict else ', strict=False'})"
+
+    def __reduce__(self):
+        return _rebuild, (self.rules, self.strict)
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether any pattern is a path pattern."""
+        return any(isinstance(pattern, str) for pattern, _ in self.rules)
+
+    def match(self, path: str | None, cls: type | None = None) -> Policy | None:
+        """The policy of the first rule that matches a module by its own path or class, or None.
+
+        Args:
+          path: the module's path, its names joined by ``/``; None where no path is known, which no pattern matches.
+          cls: the module's class, where there is one.
+        """
+        for pattern, policy in self.rules:
+            if _matches(pattern, path, cls):
+                return policy
+        return None
+
+    def check(self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None]) -> None:
+        """Refuses rules that match none of the modules given.
+
+        Args:
+          paths: the modules' paths, or a mapping of path to the module's class (or classes). Without classes, class
+            rules are not checked.
+
+        Raises:
+          ValueError: names every rule that matched nothing, and lists the paths. Never where `strict` is False.
+        """
+        if not self.strict:
+            return
+        seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
+        classes = {cls for group in seen.values() for cls in group}
+        unmatched = [
+            _name(pattern)
+            for pattern, _ in self.rules
+            if not (
+                any(_matches(pattern, path, None) for path in seen)
+                if isinstance(pattern, str)
+                else not isinstance(paths, Mapping) or any(_matches(pattern, None, cls) for cls in classes)
+            )
+        ]
+        if unmatched:
+            listed = ", ".join(sorted(path for path in seen if path)) or "only the root, whose path is empty"
+            plural = "s" if len(unmatched) > 1 else ""
+            raise ValueError(f"Rule{plural} {', '.join(unmatched)} matched no module. Modules seen: {listed}.")
+
+
+def _rebuild(rules: tuple[tuple[Pattern, Policy], ...], strict: bool) -> PolicyRules:
+    return PolicyRules(rules, strict=strict)
+
+
+def _classes(classes: type | Iterable[type] | None) -> tuple[type, ...]:
+    if classes is None:
+        return ()
+    return (classes,) if isinstance(classes, type) else tuple(classes)
+
+
+def _matches(pattern: Pattern, path: str | None, cls: type | None) -> bool:
+    if isinstance(pattern, str):
+        return path is not None and _compiled(pattern).fullmatch(path) is not None
+    return cls is not None and issubclass(cls, layer_class(pattern))
+
+
+def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
+    try:
+        pattern, policy = pair
+    except (TypeError, ValueError):
+        raise TypeError(f"A policy rule should be a (pattern, policy) pair, but got {pair!r}.") from None
+    if isinstance(pattern, str):
+        try:
+            _compiled(pattern)
+        except re.error as error:
+            raise ValueError(f"Rule '{pattern}' is not a regular expression: {error}.") from None
+    elif not isinstance(pattern, type):
+        raise TypeError(f"A rule's pattern should be a path pattern or a layer class, but got {pattern!r}.")
+    try:
+        return pattern, get_policy(policy)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Rule {_name(pattern)}: {error}") from None

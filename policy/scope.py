@@ -1,0 +1,120 @@
+"""The policy in force: one context that is part of JAX's jit cache key."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from policy.casting import require_available
+from policy.policy import Policy, get_policy
+from policy.rules import Pattern, PolicyRules
+
+RulesLike = PolicyRules | Mapping[Pattern, Policy | str] | Iterable[tuple[Pattern, Policy | str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What the context holds, and all it holds: it keys every trace, so a counter here would retrace for ever.
+
+    Attributes:
+      policy: the policy in force, or None.
+      rules: the rules in force, or None.
+      boundary_open: whether a module's call is under way whose inputs were cast to the policy already.
+    """
+
+    policy: Policy | None = None
+    rules: PolicyRules | None = None
+    boundary_open: bool = False
+
+
+# Made once, at import: a second user context would retrace everything that was cached before it.
+_context = jax.make_user_context(Scope())
+
+
+def current_scope() -> Scope:
+    """The scope in force in this thread."""
+    return _context.value
+
+
+def current_policy() -> Policy | None:
+    """The policy in force in this thread: the innermost `use_policy` block's or open module call's, else the global."""
+    return _context.value.policy
+
+
+@contextlib.contextmanager
+def enter(scope: Scope):
+    """Makes `scope` the one in force. A scope equal to the one in force is not entered again."""
+    if scope == _context.value:
+        yield
+    else:
+        with _context(scope):  # a fresh context object for each entry: one object can't be entered twice
+            yield
+
+
+def _checked(policy: Policy | str | None, rules: RulesLike | None) -> tuple[Policy | None, PolicyRules | None]:
+    policy = None if policy is None else get_policy(policy)
+    rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
+    for used in (policy, *(rule_policy for _, rule_policy in rules or ())):
+        if used is not None:
+            require_usable(used)
+    return policy, rules
+
+
+def require_usable(policy: Policy) -> Policy:
+    """`policy` itself, refused where this process can't honour it.
+
+    Raises:
+      ValueError: a field is float64 while x64 is disabled.
+    """
+    for field in ("param_dtype", "compute_dtype", "output_dtype", "reduction_dtype"):
+        require_available(getattr(policy, field))
+    return policy
+
+
+class use_policy(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
+    """``with use_policy("mixed_bfloat16"):`` puts a policy, and rules, in force for a block. Also a decorator.
+
+    linen modules obey the policy in force where they are called, nnx modules the one in force where they were built.
+    An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no policy in force. The scope belongs
+    to this thread: a new thread sees the global policy. It is part of JAX's jit cache key, so a jitted function that
+    is called under another policy is traced again, and going back reuses the first program.
+
+    Args:
+      policy: a Policy, its text form, or None.
+      rules: `PolicyRules`, or what they are made from.
+
+    Raises:
+      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is disabled.
+    """
+
+    def __init__(self, policy: Policy | str | None, rules: RulesLike | None = None):
+        self._policy, self._rules = _checked(policy, rules)
+        self._entered = threading.local()  # one object may be entered again, and by several threads
+
+    def __enter__(self) -> Policy | None:
+        outer = current_scope()
+        rules = outer.rules if self._rules is None else self._rules
+        entered = enter(dataclasses.replace(outer, policy=self._policy, rules=rules))
+        entered.__enter__()
+        self._entered.__dict__.setdefault("stack", []).append(entered)
+        return self._policy
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.stack.pop().__exit__(*exception)
+
+
+def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> None:
+    """Sets the global policy and rules: what is in force in every thread outside of any `use_policy` block.
+
+    ``set_policy(None)`` takes them away. Jitted functions are traced again where the policy changed.
+
+    Raises:
+      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is disabled.
+    """
+    policy, rules = _checked(policy, rules)
+    _context.set_global(Scope(policy, rules))
