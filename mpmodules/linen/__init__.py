@@ -1,0 +1,37 @@
+"""`flax.linen` with dtype policies: everything that `flax.linen` exports, and layers that obey policies in place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as _flax_linen
+from flax.linen import *  # ours below replace what they name
+
+from mpmodules.linen._attention import MultiHeadAttention as MultiHeadAttention
+from mpmodules.linen._attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
+from mpmodules.linen._attention import SelfAttention as SelfAttention
+from mpmodules.linen._attention import dot_product_attention as dot_product_attention
+from mpmodules.linen._attention import dot_product_attention_weights as dot_product_attention_weights
+from mpmodules.linen._containers import Sequential as Sequential
+from mpmodules.linen._convolution import Conv as Conv
+from mpmodules.linen._convolution import ConvLocal as ConvLocal
+from mpmodules.linen._convolution import ConvTranspose as ConvTranspose
+from mpmodules.linen._embedding import Embed as Embed
+from mpmodules.linen._linear import Dense as Dense
+from mpmodules.linen._linear import DenseGeneral as DenseGeneral
+from mpmodules.linen._linear import Einsum as Einsum
+from mpmodules.linen._module import Module as Module
+from mpmodules.linen._normalization import BatchNorm as BatchNorm
+from mpmodules.linen._normalization import GroupNorm as GroupNorm
+from mpmodules.linen._normalization import LayerNorm as LayerNorm
+from mpmodules.linen._normalization import RMSNorm as RMSNorm
+from mpmodules.linen._port import apply_policy as apply_policy
+from mpmodules.linen._stochastic import Dropout as Dropout
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_flax_linen, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_flax_linen)})

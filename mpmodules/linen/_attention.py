@@ -1,0 +1,180 @@
+"""Attention: projections and weighted sums in compute_dtype, logits and softmax in reduction_dtype, on every path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+
+from mpmodules import functional
+from mpmodules.linen._layer import declared_field, dtype_fields
+from mpmodules.linen._module import Module, fields_set
+from mpmodules.linen._port import layers_inside
+from policy.policy import Policy
+from policy.precedence import Effective
+from policy.scope import current_policy
+
+
+def dot_product_attention_weights(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: flax_nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    einsum: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """`flax.linen.dot_product_attention_weights`, with logits and softmax in reduction_dtype whatever the inputs are.
+
+    Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
+
+    Args:
+      query: (batch..., queries, heads, width); `key`: (batch..., keys, heads, width).
+
+    Returns:
+      Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`).
+
+    Raises:
+      ValueError: both `einsum` and `precision` or `einsum_dot_general` are given, or a dropout rate without a key.
+    """
+    query, key = promote_dtype(query, key, dtype=dtype)
+    if not functional.is_half(query.dtype):
+        return flax_nn.dot_product_attention_weights(
+            query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
+            module, force_fp32_for_softmax, einsum_dot_general, einsum,
+        )  # fmt: skip
+    if (precision or einsum_dot_general) and einsum:
+        raise ValueError("precision/einsum_dot_general and einsum are mutually exclusive: give only one of them.")
+    if einsum_dot_general is not None:
+        einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
+    weights = functional.dot_product_attention_weights(
+        query, key, bias=bias, mask=mask, precision=precision, einsum=einsum, reduction_dtype=_reduction_dtype()
+    ).astype(query.dtype)
+    if module:
+        module.sow("intermediates", "attention_weights", weights)
+    if not deterministic and dropout_rate > 0.0:
+        weights = functional.attention_dropout(
+            weights, dropout_rate, broadcast=broadcast_dropout, batch_axes=key.ndim - 3, rng=dropout_rng
+        )
+    return weights
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: flax_nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """`flax.linen.dot_product_attention`, with logits and softmax in reduction_dtype whatever the inputs are.
+
+    Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
+
+    Args:
+      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, heads, width).
+
+    Returns:
+      (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
+
+    Raises:
+      ValueError: one of the two einsums without the other, or together with `precision` or `einsum_dot_general`.
+    """
+    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    if not functional.is_half(query.dtype):
+        return flax_nn.dot_product_attention(
+            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
+            precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
+            attn_weights_value_einsum,
+        )  # fmt: skip
+    if bool(qk_attn_weights_einsum) != bool(attn_weights_value_einsum):
+        raise ValueError("qk_attn_weights_einsum and attn_weights_value_einsum must be specified together.")
+    if (precision or einsum_dot_general) and qk_attn_weights_einsum:
+        raise ValueError(
+            "precision/einsum_dot_general and qk_attn_weights_einsum/attn_weights_value_einsum are mutually "
+            "exclusive: give only one of them."
+        )
+    weights = dot_product_attention_weights(
+        query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
+        einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
+    )  # fmt: skip
+    if einsum_dot_general is not None:
+        attn_weights_value_einsum = functools.partial(
+            jnp.einsum, precision=precision, _dot_general=einsum_dot_general
+        )
+    if attn_weights_value_einsum is not None:
+        return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
+    return functional.weighted_values(weights, value, precision=precision)
+
+
+def _reduction_dtype() -> Any:
+    policy = current_policy()
+    return jnp.float32 if policy is None else policy.reduction_dtype
+
+
+class Attention(Module):
+    """What the attention layers share: they count as modules, and hand their dtypes to the layers that they create."""
+
+    _dtype_fields: ClassVar[bool] = True
+
+    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+        fields = dtype_fields(self, policy)
+        if declared_field(self, "attention_fn") is flax_nn.dot_product_attention:
+            fields["attention_fn"] = dot_product_attention
+        return fields
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        fields = self._policy_fields(effective.policy, None, method.__name__)
+        if effective.dtype is not None:
+            fields["dtype"] = effective.dtype
+        with fields_set(self, fields), layers_inside(effective.policy):
+            return method(self, *args, **kwargs)
+
+
+class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttention):
+    """`flax.linen.MultiHeadDotProductAttention` that obeys policies.
+
+    Projections and the weighted sum of values run in compute_dtype, logits and softmax in reduction_dtype, with
+    dropout, sown weights, masks and decoding alike. An `attention_fn` of the user's own is obeyed.
+    """
+
+    param_dtype: Any = None
+    attention_fn: Callable[..., Any] = dot_product_attention
+
+
+class MultiHeadAttention(Attention, flax_nn.MultiHeadAttention):
+    """`flax.linen.MultiHeadAttention` that obeys policies; see `MultiHeadDotProductAttention`."""
+
+    param_dtype: Any = None
+    attention_fn: Callable[..., Any] = dot_product_attention
+
+
+class SelfAttention(Attention, flax_nn.SelfAttention):
+    """`flax.linen.SelfAttention` that obeys policies; see `MultiHeadDotProductAttention`."""
+
+    param_dtype: Any = None
+    attention_fn: Callable[..., Any] = dot_product_attention

@@ -1,0 +1,43 @@
+"""Conv, ConvLocal and ConvTranspose: convolutions in compute_dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as flax_nn
+
+from mpmodules import functional
+from mpmodules.linen._layer import Layer, dtype_fields
+from mpmodules.linen._linear import accumulator_fields
+from policy.policy import Policy
+
+
+class Conv(Layer, flax_nn.Conv):
+    """`flax.linen.Conv` that obeys policies.
+
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
+    A Conv that is a boundary with a wider output_dtype returns the convolution's accumulator.
+    """
+
+    param_dtype: Any = None
+
+    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+        return dtype_fields(self, policy) | accumulator_fields(
+            self, policy, output_dtype, "conv_general_dilated", functional.accumulating_conv
+        )
+
+
+class ConvLocal(Layer, flax_nn.ConvLocal):
+    """`flax.linen.ConvLocal` that obeys policies; dtypes as in `Conv`, without an accumulator to return."""
+
+    param_dtype: Any = None
+
+
+class ConvTranspose(Layer, flax_nn.ConvTranspose):
+    """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`.
+
+    JAX can't transpose a half convolution with a float32 result, and Flax gives this layer no hook for its operation:
+    one that is a boundary with a wider output_dtype widens its result.
+    """
+
+    param_dtype: Any = None

@@ -1,0 +1,56 @@
+"""What every linen layer of ours shares: how it puts the policy's dtypes in Flax's own fields for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from mpmodules.linen._module import Module, declared_dtypes, fields_set
+from policy.policy import Policy
+from policy.precedence import Effective
+
+
+class Layer(Module):
+    """A Flax layer that obeys policies.
+
+    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold what the policy says.
+    """
+
+    _is_layer: ClassVar[bool] = True
+    _dtype_fields: ClassVar[bool] = True
+    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before any rounding.
+    _takes_inputs_as_they_come: ClassVar[bool] = False
+
+    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+        """The dataclass fields to put in place for a call of `method_name` that is to return `output_dtype`."""
+        return dtype_fields(self, policy)
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        policy = effective.policy
+        output_dtype = None if policy is None else policy.output_dtype if crosses else policy.compute_dtype
+        fields = self._policy_fields(policy, output_dtype, method.__name__)
+        if effective.dtype is not None:
+            fields["dtype"] = effective.dtype
+        with fields_set(self, fields):
+            return method(self, *args, **kwargs)
+
+
+def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
+    """The `dtype` and `param_dtype` that a layer of Flax's is to see: the policy's, else what was declared."""
+    declared = declared_dtypes(module)
+    param_dtype = declared.get("param_dtype")
+    if policy is None:
+        return {"dtype": declared.get("dtype"), "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
+    if param_dtype is not None and jnp.issubdtype(param_dtype, jnp.complexfloating):
+        return {"dtype": policy.compute_dtype, "param_dtype": param_dtype}
+    return {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+
+
+def declared_field(module: Any, name: str) -> Any:
+    """What the user gave for a field, whatever is in it for the length of a call."""
+    declared = module.__dict__.get("_declared_fields")
+    return module.__dict__.get(name) if declared is None else declared.get(name)

@@ -1,0 +1,336 @@
+"""linen's `Module`: carries a dtype policy, and its public methods are boundaries."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import flax.linen as flax_nn
+import jax
+from flax.core import Scope as VariableScope
+
+from policy import boundary
+from policy.policy import Policy, get_policy
+from policy.precedence import Effective, with_explicit_dtypes
+from policy.scope import Scope, current_scope, enter
+
+# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
+NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
+_FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
+
+DtypePolicy = Policy | str | None
+
+
+def is_reference(x: Any) -> bool:
+    """Whether a boundary hands `x` on by identity: it is, or is tied to, state that a copy would lose."""
+    return isinstance(x, flax_nn.Module | VariableScope | flax_nn.Variable)
+
+
+class _ModuleMeta(type):
+    """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks survive a port."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        upstream = cls.__dict__.get("upstream_class")
+        return super().__instancecheck__(instance) if upstream is None else isinstance(instance, upstream)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        upstream = cls.__dict__.get("upstream_class")
+        return super().__subclasscheck__(subclass) if upstream is None else issubclass(subclass, upstream)
+
+
+# Our layer for each of Flax's; filled as the layers are defined.
+LAYER_OF: dict[type, type] = {}
+
+
+class Module(flax_nn.Module, metaclass=_ModuleMeta):
+    """`flax.linen.Module` with a dtype policy.
+
+    A module's call is a *boundary* when it obeys another policy than the one in force, or when none is open yet: its
+    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Everything inside hands on
+    compute_dtype. That holds for every public method that is called from outside.
+
+    Attributes:
+      dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
+      keep_inputs: names of arguments that a boundary leaves as they come. A class attribute:
+        ``keep_inputs = ("positions",)``.
+    """
+
+    dtype_policy: DtypePolicy = dataclasses.field(default=None, kw_only=True)
+
+    keep_inputs: ClassVar[tuple[str, ...]] = ()
+    upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
+    _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("mpmodules.linen."):
+            for base in cls.__bases__:
+                if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
+                    cls.upstream_class = base
+                    LAYER_OF[base] = cls
+        _install_boundaries(cls)
+
+    def __post_init__(self) -> None:
+        policy = self.dtype_policy
+        if policy is not None and not isinstance(policy, Policy):
+            try:
+                policy = get_policy(policy)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{type(self).__name__}(dtype_policy={policy!r}): {error}") from None
+            object.__setattr__(self, "dtype_policy", policy)
+        super().__post_init__()
+
+
+def obeys_policies(module: Any) -> bool:
+    """Whether `module` is one of ours, rather than a Flax Module that merely passes ``isinstance(_, Module)``."""
+    return hasattr(type(module), "_is_layer")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which policy a module obeys
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Calls(threading.local):
+    """The module calls under way in this thread, and what a root call has seen so far."""
+
+    def __init__(self) -> None:
+        self.paths: list[tuple[str, ...]] = []
+        self.seen: dict[str, set[type]] | None = None
+
+
+_calls = _Calls()
+
+
+def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
+    """The module's path from the root, or None for an unbound module."""
+    return None if module.scope is None else module.path
+
+
+def effective_policy(module: Any, scope: Scope) -> Effective:
+    """What `module` obeys, were one of its methods called now under `scope`."""
+    path = path_of(module)
+    own = getattr(module, "dtype_policy", None)
+    if own is None and scope.rules and path is not None:
+        own = scope.rules.match("/".join(path), type(module))
+    base = own if own is not None else _inherited(module, path, scope)
+    if not getattr(type(module), "_dtype_fields", False):
+        return Effective(base, base, own is not None)
+    declared = declared_dtypes(module)
+    return with_explicit_dtypes(
+        base,
+        own=own is not None,
+        dtype=declared.get("dtype"),
+        param_dtype=declared.get("param_dtype"),
+        what=type(module).__name__,
+        where="/".join(path or ()) or type(module).__name__,
+    )
+
+
+def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> Policy | None:
+    """The caller's policy; above a module that nobody of ours is calling, what its ancestors would obey."""
+    if not path or (not scope.rules and _calls.paths):
+        return scope.policy
+    ancestor = module.parent
+    for length in range(len(path) - 1, -1, -1):
+        above = path[:length]
+        if above in _calls.paths:
+            return scope.policy
+        ancestor = ancestor if isinstance(ancestor, flax_nn.Module) and ancestor.path == above else None
+        policy = getattr(ancestor, "dtype_policy", None) if not _calls.paths else None
+        if policy is None and scope.rules:
+            policy = scope.rules.match("/".join(above), None if ancestor is None else type(ancestor))
+        if policy is not None:
+            return policy
+        ancestor = None if ancestor is None else ancestor.parent
+    return scope.policy
+
+
+def declared_dtypes(module: Any) -> Mapping[str, Any]:
+    """The dtype arguments that the user gave a layer, whatever is put in their fields for the length of a call."""
+    declared = module.__dict__.get("_declared_fields")
+    if declared is None:
+        declared = {name: module.__dict__.get(name) for name in ("dtype", "param_dtype")}
+    return declared
+
+
+@contextlib.contextmanager
+def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Puts other values in a layer's dataclass fields for the length of a block.
+
+    What the user declared stays to be read in `_declared_fields`; a block inside a block restores the outer's values.
+    """
+    namespace = module.__dict__
+    outermost = "_declared_fields" not in namespace
+    before = {name: namespace[name] for name in fields if name in namespace}
+    if outermost:
+        names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
+        namespace["_declared_fields"] = {name: namespace[name] for name in names if name in namespace}
+    namespace.update(fields)
+    try:
+        yield
+    finally:
+        for name in fields:
+            if name in before:
+                namespace[name] = before[name]
+            else:
+                namespace.pop(name, None)
+        if outermost:
+            namespace.pop("_declared_fields", None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The boundary around methods
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _install_boundaries(cls: Any) -> None:
+    """Puts the boundary around each public method that `cls` adds, and around its setup where it is a layer's.
+
+    A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it transforms, our mark
+    included: a mark that points to another function tells such a method, and gives it a boundary outside of the
+    transform.
+    """
+    fields = {field.name for field in dataclasses.fields(cls)}
+    names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
+    for name in names:
+        is_setup = name == "setup" and cls._is_layer
+        private = name.startswith("_") and name != "__call__"
+        if name in fields or private or (not is_setup and (name in _FLAX_METHODS or name in NOT_BOUNDARIES)):
+            continue
+        method = inspect.getattr_static(cls, name)
+        if not inspect.isfunction(method) or hasattr(method, "nowrap"):
+            continue
+        mark = method.__dict__.get("_policy_boundary")
+        if mark is method:
+            continue
+        setattr(cls, name, _setup_with_policy(method) if is_setup else _with_boundary(method, lifted=mark is not None))
+
+
+def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, flax_nn.Module) or self.scope is None:
+            return method(self, *args, **kwargs)  # Flax says what is wrong with a call on an unbound module
+        return run_method(self, method, args, kwargs, lifted=lifted)
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call
+
+
+def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters made in `setup` need their dtype before any method runs, through whatever entry setup is reached."""
+
+    @functools.wraps(setup)
+    def call(self: Any) -> Any:
+        return run_setup(self, lambda: setup(self))
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call
+
+
+def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
+    """Runs a layer's setup with its fields as the policy wants them."""
+    policy = effective_policy(module, current_scope()).policy
+    with fields_set(module, module._policy_fields(policy, None, "setup")):
+        return setup()
+
+
+def run_method(
+    module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, lifted: bool = False
+) -> Any:
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
+
+    Args:
+      lifted: `method` is a transformed one, that calls another boundary of the same module inside of the transform:
+        only the casts and the scope are ours.
+    """
+    scope = current_scope()
+    with _call_under_way(module, scope, getattr(method, "__name__", "")):
+        effective = effective_policy(module, scope)
+        is_layer = getattr(type(module), "_is_layer", False)
+        if is_layer:
+            crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
+        else:
+            crosses = boundary.module_crosses(scope, effective.base)
+        if effective.policy is None:
+            inner = scope
+        elif crosses:
+            inner = boundary.inside(scope, effective.policy)
+        else:
+            inner = dataclasses.replace(scope, policy=effective.policy)
+        own_body = hasattr(type(module), "_call_layer") and not lifted
+        if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
+            args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
+        with enter(inner):
+            if own_body:
+                outputs = module._call_layer(effective, crosses and is_layer, method, args, kwargs)
+            else:
+                outputs = method(module, *args, **kwargs)
+        return boundary.cast_outputs(effective.policy, outputs, is_leaf=is_reference) if crosses else outputs
+
+
+def _cast_inputs(
+    module: Any, policy: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def signature() -> inspect.Signature:
+        full = inspect.signature(method)
+        return full.replace(parameters=list(full.parameters.values())[1:])  # without self
+
+    keep = getattr(type(module), "keep_inputs", ())
+    return boundary.cast_inputs(policy, args, kwargs, is_leaf=is_reference, keep=keep, signature=signature)
+
+
+@contextlib.contextmanager
+def _call_under_way(module: Any, scope: Scope, method_name: str) -> Iterator[None]:
+    """Notes the call, and after a root's call refuses rules that matched nothing in it."""
+    path = module.path
+    is_root = not path and _calls.seen is None
+    if is_root:
+        _calls.seen = {}
+    _calls.paths.append(path)
+    try:
+        if _calls.seen is not None:
+            note_seen(path, type(module))
+        yield
+        if is_root and scope.rules:
+            _check_rules(module, scope)
+    finally:
+        _calls.paths.pop()
+        if is_root:
+            _calls.seen = None
+
+
+def note_seen(path: tuple[str, ...], cls: type) -> None:
+    """Notes that a module was called, for the check of rules at the end of the root's call."""
+    if _calls.seen is not None:
+        _calls.seen.setdefault("/".join(path), set()).add(cls)
+
+
+def _check_rules(root: Any, scope: Scope) -> None:
+    """Checks the rules in force against the modules called and those that hold variables.
+
+    Class rules are checked only where every module that holds variables was called: a call of one method of many, or
+    of a cached inner jit, says nothing about the classes of the rest.
+    """
+    if scope.rules is None or not scope.rules.strict or _calls.seen is None:
+        return
+    called = dict(_calls.seen)
+    stored: set[str] = set()
+    for collection in root.variables.values():
+        _collect_paths(collection, (), stored)
+    paths: dict[str, Any] = dict.fromkeys(stored) | called
+    scope.rules.check(paths if stored <= set(called) else list(paths))
+
+
+def _collect_paths(tree: Any, path: tuple[str, ...], into: set[str]) -> None:
+    """Adds the path of each mapping below `tree` that holds something, prefixes included."""
+    if isinstance(tree, Mapping):
+        into.add("/".join(path))
+        for name, child in tree.items():
+            _collect_paths(child, (*path, str(name)), into)

@@ -1,0 +1,185 @@
+"""Policies for linen models that know nothing of us: an interceptor that adopts Flax's own layers as they are called."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import flax.linen as flax_nn
+
+from mpmodules.linen._module import LAYER_OF, NOT_BOUNDARIES, obeys_policies, run_method, run_setup
+from policy.policy import Policy, get_policy
+from policy.rules import PolicyRules
+from policy.scope import RulesLike, Scope, enter, require_usable
+
+M = TypeVar("M", bound=flax_nn.Module)
+
+
+@functools.lru_cache(maxsize=None)
+def adopting_class(cls: type) -> type | None:
+    """The class of ours that an instance of Flax's layer `cls`, or of a subclass of one, is turned into; or None."""
+    for base in cls.__mro__:
+        ours = LAYER_OF.get(base)
+        if ours is not None and hasattr(ours, "_call_layer"):
+            if base is cls:
+                return ours
+            return type(cls.__name__, (cls, ours), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return None
+
+
+def _adopt(module: Any, cls: type, keep_explicit: bool) -> None:
+    """Turns an instance of Flax's layer into ours, its dtype fields unset: the policy decides."""
+    namespace = module.__dict__
+    if not keep_explicit:
+        namespace["dtype"] = None
+    namespace["param_dtype"] = None  # an explicit one can't be told from Flax's default
+    if namespace.get("use_fast_variance") is True:
+        namespace["use_fast_variance"] = None  # nor can this one
+    object.__setattr__(module, "__class__", cls)
+
+
+class _Adopter:
+    """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey policies."""
+
+    def __init__(self, *, keep_explicit: bool, composites: bool):
+        self.keep_explicit = keep_explicit
+        self.composites = composites
+
+    def __call__(
+        self, next_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> Any:
+        module, name = context.module, context.method_name
+        if obeys_policies(module):
+            return next_fun(*args, **kwargs)
+        ours = adopting_class(type(module))
+        if ours is not None:
+            _adopt(module, ours, self.keep_explicit)
+            if name == "setup":
+                return run_setup(module, lambda: next_fun(*args, **kwargs))
+        elif not self.composites:
+            return next_fun(*args, **kwargs)
+        if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
+            return next_fun(*args, **kwargs)
+
+        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return next_fun(*args, **kwargs)
+
+        method.__name__ = name
+        return run_method(module, method, args, kwargs)
+
+
+def layers_inside(policy: Policy | None) -> contextlib.AbstractContextManager[Any]:
+    """While a layer of ours runs Flax's code: the Flax layers that this code creates obey policies and rules too."""
+    if policy is None:
+        return contextlib.nullcontext()
+    return flax_nn.intercept_methods(_Adopter(keep_explicit=False, composites=False))
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.classes: list[type] = []
+
+
+_entered = _Entered()
+
+
+def apply_policy(
+    model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False
+) -> M:
+    """The same linen model under a policy and rules, without an edit.
+
+    Every Flax layer in the model, at whatever depth, obeys the policy: in compact and setup style, shared, scanned,
+    rematerialised, vmapped and jitted, and inside Flax's own composites. Functions (pooling, softmax) are out of reach.
+
+    Args:
+      model: an unbound linen module, Flax's own or ours. A `dtype_policy` that it carries itself is replaced.
+      policy: a Policy or its text form.
+      rules: `PolicyRules` or what they are made from; paths are those of the model's variables.
+      keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An explicit `param_dtype`
+        can't be told from the default and never does.
+
+    Returns:
+      An instance of a subclass of the model's class with the same name, fields, variables and methods; equal for equal
+      arguments, and picklable. A submodule taken out of a bound model and called by itself is not covered.
+
+    Raises:
+      TypeError: `model` is no linen module.
+      ValueError: `model` is bound, or the policy or rules are malformed.
+    """
+    if not isinstance(model, flax_nn.Module):
+        raise TypeError(f"apply_policy takes a linen module here, but got {model!r} of type {type(model).__name__}.")
+    if model.scope is not None:
+        raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
+    policy = require_usable(get_policy(policy))
+    rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
+    for _, rule_policy in rules or ():
+        require_usable(rule_policy)
+    base = getattr(type(model), "_ported_from", type(model))
+    return _instance(_ported_class(base, policy, rules, keep_explicit), _fields_of(model))
+
+
+def _fields_of(model: flax_nn.Module) -> dict[str, Any]:
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+    if "dtype_policy" in fields:
+        fields["dtype_policy"] = None
+    return fields
+
+
+def _instance(cls: Any, fields: dict[str, Any]) -> Any:
+    return cls(**fields, parent=None)
+
+
+def _rebuild(base: type, policy: Policy, rules: PolicyRules | None, keep_explicit: bool, fields: dict) -> Any:
+    return _instance(_ported_class(base, policy, rules, keep_explicit), fields)
+
+
+@functools.lru_cache(maxsize=None)
+def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_explicit: bool) -> Any:
+    """The subclass of `base` whose public methods enter the scope and the adopter."""
+    interceptor = _Adopter(keep_explicit=keep_explicit, composites=True)
+    scope = Scope(policy, rules)
+    flax_methods = frozenset(dir(flax_nn.Module)) - {"__call__"}
+    fields = {field.name for field in dataclasses.fields(base)}
+
+    def entering(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            cls = type(self)
+            if cls in _entered.classes:  # a method of the same model called by another
+                return method(self, *args, **kwargs)
+            _entered.classes.append(cls)
+            try:
+                with enter(scope), flax_nn.intercept_methods(interceptor):
+                    return method(self, *args, **kwargs)
+            finally:
+                _entered.classes.pop()
+
+        call._policy_boundary = call  # type: ignore[attr-defined]
+        return call
+
+    @flax_nn.nowrap
+    def __reduce__(self: Any) -> Any:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init and f.name != "parent"}
+        return _rebuild, (base, policy, rules, keep_explicit, fields)
+
+    names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)} - flax_methods - fields
+    namespace: dict[str, Any] = {
+        name: entering(method)
+        for name in names
+        if (name == "__call__" or not name.startswith("_"))
+        and name not in NOT_BOUNDARIES
+        and inspect.isfunction(method := inspect.getattr_static(base, name))
+        and not hasattr(method, "nowrap")
+    }
+    namespace |= {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__reduce__": __reduce__,
+        "_ported_from": base,
+    }
+    return type(base)(base.__name__, (base,), namespace)

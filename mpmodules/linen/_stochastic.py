@@ -1,0 +1,28 @@
+"""Dropout: no dtype question of its own; under a policy it hands on compute_dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as flax_nn
+
+from mpmodules.linen._layer import Layer
+from policy.casting import cast_array
+from policy.precedence import Effective
+
+
+class Dropout(Layer, flax_nn.Dropout):
+    """`flax.linen.Dropout` that obeys policies: a floating input is cast to compute_dtype. Masks are Flax's, bit for bit."""
+
+    _dtype_fields: ClassVar[bool] = True
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        policy = effective.policy
+        if policy is not None and args:
+            args = (cast_array(args[0], policy.compute_dtype), *args[1:])
+        elif policy is not None:
+            kwargs = kwargs | {"inputs": cast_array(kwargs["inputs"], policy.compute_dtype)}
+        return method(self, *args, **kwargs)

@@ -1,0 +1,83 @@
+"""The boundary: where a call's floating inputs are cast to compute_dtype and its outputs to output_dtype."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from policy.casting import cast_floating
+from policy.policy import Policy
+from policy.scope import Scope
+
+# The casts carry this name on JAX's name stack, so that reports can tell them from the model's own.
+SCOPE_NAME = "policy_boundary"
+
+IsLeaf = Callable[[Any], bool]
+
+
+def module_crosses(scope: Scope, policy: Policy | None) -> bool:
+    """Whether a module's call is a boundary: it obeys another policy than the one in force, or none is open yet."""
+    return policy is not None and (not scope.boundary_open or policy != scope.policy)
+
+
+def layer_crosses(scope: Scope, policy: Policy | None, own: bool) -> bool:
+    """Whether a bare layer's call is a boundary: it carries a policy of its own that is not the one in force."""
+    return own and policy is not None and policy != scope.policy
+
+
+def inside(scope: Scope, policy: Policy | None) -> Scope:
+    """The scope in which the body of a call that crossed into `policy` runs."""
+    return Scope(policy, scope.rules, boundary_open=policy is not None)
+
+
+def cast_inputs(
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    is_leaf: IsLeaf | None = None,
+    keep: Collection[str] = (),
+    signature: Callable[[], inspect.Signature] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with their floating arrays in compute_dtype.
+
+    Args:
+      policy: the policy entered. Where its `cast_inputs` is False, nothing is cast.
+      args, kwargs: the call's arguments, without `self`.
+      is_leaf: what the walk stops at, and returns by identity: references, whose holders a copy would lose.
+      keep: the names of arguments to leave as they come.
+      signature: gives the method's signature without `self`; needed to find `keep` among positional arguments.
+    """
+    kwargs = dict(kwargs)
+    if not policy.cast_inputs:
+        return args, kwargs
+    kept_positions: set[int] = set()
+    if keep and args and signature is not None:
+        kept_positions = _kept_positions(signature(), len(args), keep)
+    with jax.named_scope(SCOPE_NAME):
+
+        def cast(tree: Any) -> Any:
+            return cast_floating(tree, policy.compute_dtype, is_leaf=is_leaf)
+
+        new_args = tuple(arg if i in kept_positions else cast(arg) for i, arg in enumerate(args))
+        return new_args, {name: value if name in keep else cast(value) for name, value in kwargs.items()}
+
+
+def _kept_positions(signature: inspect.Signature, count: int, keep: Collection[str]) -> set[int]:
+    """The positions, among the first `count`, of the parameters named in `keep`."""
+    kept: set[int] = set()
+    for position, parameter in enumerate(signature.parameters.values()):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return kept | (set(range(position, count)) if parameter.name in keep else set())
+        if parameter.name in keep:
+            kept.add(position)
+    return kept
+
+
+def cast_outputs(policy: Policy, outputs: Any, *, is_leaf: IsLeaf | None = None) -> Any:
+    """A call's outputs with their floating arrays in output_dtype; references are returned by identity."""
+    with jax.named_scope(SCOPE_NAME):
+        return cast_floating(outputs, policy.output_dtype, is_leaf=is_leaf)

@@ -1,0 +1,45 @@
+"""Names and walks of trees that gradients and optimizers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+"""Flax's collection of fp8 scales: what `jax.grad` returns for it is its new value, not a gradient."""
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A tree path as it is shown in messages: `encoder/layer_0/kernel`, or `(root)` for a tree that is one leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The path of every leaf, in flattening order."""
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def is_overwritten(path: tuple[Any, ...]) -> bool:
+    """Whether a path runs through a mapping key named `_overwrite_with_gradient`."""
+    return any(getattr(key, "key", getattr(key, "name", None)) == OVERWRITE_WITH_GRADIENT for key in path)
+
+
+def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Maps over the leaves of `tree`, leaving what lies under `_overwrite_with_gradient` as it is."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, *others: leaf if is_overwritten(path) else function(leaf, *others), tree, *rest
+    )
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether a leaf holds floating or complex numbers: what can be differentiated, scaled and checked."""
+    return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
+
+
+def working_dtype(dtype: Any) -> Any:
+    """The dtype a leaf is updated in: float32, or what is wider (float64, complex)."""
+    wide = (jnp.float64, jnp.complex64, jnp.complex128)
+    return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
