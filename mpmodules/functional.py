@@ -69,6 +69,11 @@ def accumulating_conv(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
     return _AccumulatingOp(lax.conv_general_dilated, jnp.dtype(accumulator_dtype))
 
 
+def accumulating_einsum(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
+    """A stand-in for `jnp.einsum` of two operands that returns its accumulator; see `accumulating`."""
+    return _AccumulatingEinsum(jnp.einsum, jnp.dtype(accumulator_dtype))
+
+
 class _AccumulatingOp:
     """A value, so that a layer that holds one is equal to, and hashes as, another that holds its like."""
 
@@ -88,6 +93,13 @@ class _AccumulatingOp:
             return operation(lhs, rhs, *args, **kwargs, **preferred)
 
         return accumulating(bilinear, dtype)(lhs, rhs)
+
+
+class _AccumulatingEinsum(_AccumulatingOp):
+    def __call__(self, subscripts: Any, lhs: Array, rhs: Array, **kwargs: Any) -> Array:  # type: ignore[override]
+        operation, dtype = self._key
+        kwargs.pop("preferred_element_type", None)
+        return accumulating(functools.partial(operation, subscripts, **kwargs), dtype)(lhs, rhs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,6 +128,17 @@ def shifted(x: Array, axes: int | Sequence[int]) -> Array:
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_attention_shapes(query: Array, key: Array, value: Array) -> None:
+    """Refuses queries, keys and values whose ranks, batch axes or lengths do not fit."""
+    arrays = (query, key, value)
+    if len({x.ndim for x in arrays}) != 1:
+        raise ValueError(f"q, k, v must have same rank, but got {', '.join(str(x.ndim) for x in arrays)}.")
+    if len({x.shape[:-3] for x in arrays}) != 1:
+        raise ValueError(f"q, k, v batch dims must match, but got shapes {', '.join(str(x.shape) for x in arrays)}.")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"k, v lengths must match, but got {key.shape[-3]} and {value.shape[-3]}.")
 
 
 def dot_product_attention_weights(
@@ -147,6 +170,8 @@ def dot_product_attention_weights(
     Returns:
       (B..., N, T, S) in `reduction_dtype`.
     """
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"q, k depths must match, but got {query.shape[-1]} and {key.shape[-1]}.")
     heads, key_heads = query.shape[-2], key.shape[-2]
     if heads % key_heads:
         raise ValueError(f"Query heads ({heads}) must be a multiple of key heads ({key_heads}) for grouped queries.")

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import flax.linen as flax_nn
 import jax
-from flax.core import Scope as VariableScope
 
+from mpmodules._references import is_reference
 from policy import boundary
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
@@ -24,11 +24,6 @@ NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
 _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 
 DtypePolicy = Policy | str | None
-
-
-def is_reference(x: Any) -> bool:
-    """Whether a boundary hands `x` on by identity: it is, or is tied to, state that a copy would lose."""
-    return isinstance(x, flax_nn.Module | VariableScope | flax_nn.Variable)
 
 
 class _ModuleMeta(type):

@@ -1,0 +1,33 @@
+"""`flax.nnx` with dtype policies: everything that `flax.nnx` exports, and layers that obey policies in place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.nnx as _flax_nnx
+from flax.nnx import *  # ours below replace what they name
+
+from mpmodules.nnx._attention import MultiHeadAttention as MultiHeadAttention
+from mpmodules.nnx._attention import dot_product_attention as dot_product_attention
+from mpmodules.nnx._containers import Sequential as Sequential
+from mpmodules.nnx._convolution import Conv as Conv
+from mpmodules.nnx._convolution import ConvTranspose as ConvTranspose
+from mpmodules.nnx._embedding import Embed as Embed
+from mpmodules.nnx._linear import Einsum as Einsum
+from mpmodules.nnx._linear import Linear as Linear
+from mpmodules.nnx._linear import LinearGeneral as LinearGeneral
+from mpmodules.nnx._module import Module as Module
+from mpmodules.nnx._normalization import BatchNorm as BatchNorm
+from mpmodules.nnx._normalization import GroupNorm as GroupNorm
+from mpmodules.nnx._normalization import LayerNorm as LayerNorm
+from mpmodules.nnx._normalization import RMSNorm as RMSNorm
+from mpmodules.nnx._port import apply_policy as apply_policy
+from mpmodules.nnx._stochastic import Dropout as Dropout
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_flax_nnx, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_flax_nnx)})

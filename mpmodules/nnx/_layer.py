@@ -1,0 +1,79 @@
+"""What every nnx layer of ours shares: its dtype arguments at construction, and views of it for a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from mpmodules.nnx._module import Module
+from policy.policy import Policy
+from policy.precedence import with_explicit_dtypes
+
+
+class Layer(Module):
+    """A Flax layer that obeys policies: it is built with the policy's dtypes in Flax's own arguments."""
+
+    _is_layer = True
+    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before any rounding.
+    _takes_inputs_as_they_come: ClassVar[bool] = False
+
+    def _construct(
+        self,
+        policy: Policy | None,
+        source: str | None,
+        upstream_init: Callable[..., None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Runs Flax's constructor with the policy's dtypes in its arguments, and captures the policy."""
+        policy, kwargs = constructor_dtypes(type(self), upstream_init, policy, source is not None, kwargs)
+        upstream_init(self, *args, **kwargs)
+        self._capture(policy, source)
+
+    def _call_layer(
+        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs one of Flax's own methods; `crosses` tells that the call is a boundary and returns output_dtype."""
+        return method(self, *args, **kwargs)
+
+    def _returns(self, crosses: bool) -> Any:
+        """The dtype that a call returns under a policy."""
+        return self.dtype_policy.output_dtype if crosses else self.dtype_policy.compute_dtype
+
+
+def constructor_dtypes(
+    cls: type, upstream_init: Callable[..., None], policy: Policy | None, own: bool, kwargs: dict[str, Any]
+) -> tuple[Policy | None, dict[str, Any]]:
+    """A layer's effective policy, and its keyword arguments with the policy's dtypes put in.
+
+    A dtype argument that is None counts as not given; with no policy in force a `param_dtype` of None is float32.
+    """
+    kwargs = dict(kwargs)
+    accepted = inspect.signature(upstream_init).parameters
+    dtype, param_dtype = kwargs.get("dtype"), kwargs.get("param_dtype")
+    if param_dtype is None:
+        kwargs.pop("param_dtype", None)
+    effective = with_explicit_dtypes(
+        policy, own=own, dtype=dtype, param_dtype=param_dtype, what=cls.__name__, where=cls.__name__
+    )
+    if effective.policy is not None:
+        if "dtype" in accepted and effective.dtype is None:
+            kwargs["dtype"] = effective.policy.compute_dtype
+        if "param_dtype" in accepted and not _is_complex(param_dtype):
+            kwargs["param_dtype"] = effective.policy.param_dtype
+    return effective.policy, kwargs
+
+
+def _is_complex(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def viewed(module: Any, **attributes: Any) -> Any:
+    """A shallow copy with other static attributes. Variables are shared: what the view updates, the module sees."""
+    view = object.__new__(type(module))
+    view.__dict__.update(module.__dict__)
+    view.__dict__.update(attributes)
+    return view

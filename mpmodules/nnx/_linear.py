@@ -1,0 +1,96 @@
+"""Linear, LinearGeneral and Einsum: matmuls in compute_dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx as flax_nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
+
+from mpmodules import functional
+from mpmodules.nnx._layer import Layer, viewed
+from policy.casting import cast_array
+
+
+@dataclasses.dataclass(frozen=True)
+class PromoteToAccumulator:
+    """A `promote_dtype` that casts the operands to compute_dtype and a bias to the accumulator's dtype."""
+
+    compute_dtype: np.dtype
+    accumulator_dtype: np.dtype
+
+    def __call__(self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+        inputs, kernel, *bias = arrays
+        operands = promote_dtype((inputs, kernel), dtype=self.compute_dtype)
+        return (*operands, *(None if b is None else jnp.asarray(b, self.accumulator_dtype) for b in bias))
+
+
+class Matmul(Layer):
+    """What the matmul and convolution layers share.
+
+    One that is a boundary with a wider output_dtype returns its accumulator, both backward operations in
+    compute_dtype. A `preferred_element_type` given by the user is the accumulator's dtype; what the layer returns is
+    the policy's all the same. An operation or a `promote_dtype` of the user's own is left in place.
+    """
+
+    # The attribute that takes the operation, the operation that Flax runs by default, and ours that accumulates.
+    _operation: ClassVar[str | None] = None
+    _default_operations: ClassVar[tuple[Any, ...]] = ()
+    _accumulating: ClassVar[Callable[..., Any]]
+
+    def _call_layer(
+        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        policy = self.dtype_policy
+        preferred = getattr(self, "preferred_element_type", None)
+        if policy is None or self.dtype != policy.compute_dtype or self.promote_dtype is not promote_dtype:
+            return method(self, *args, **kwargs)
+        output_dtype = self._returns(crosses)
+        if preferred is not None:
+            promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(preferred))
+            return cast_array(method(viewed(self, promote_dtype=promote), *args, **kwargs), output_dtype)
+        if not (functional.is_wider(output_dtype, policy.compute_dtype) and self._has_default_operation()):
+            return method(self, *args, **kwargs)
+        view = viewed(
+            self,
+            promote_dtype=PromoteToAccumulator(policy.compute_dtype, output_dtype),
+            **{str(self._operation): type(self)._accumulating(output_dtype)},
+        )
+        return method(view, *args, **kwargs)
+
+    def _has_default_operation(self) -> bool:
+        if self._operation is None or getattr(self, "dot_general_cls", None) is not None:
+            return False
+        return any(getattr(self, self._operation) is default for default in self._default_operations)
+
+
+class Linear(Matmul, flax_nnx.Linear):
+    """`flax.nnx.Linear` that obeys policies.
+
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
+    """
+
+    _operation = "dot_general"
+    _default_operations = (lax.dot_general,)
+    _accumulating = staticmethod(functional.accumulating_dot_general)
+
+
+class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` that obeys policies; dtypes as in `Linear`."""
+
+    _operation = "dot_general"
+    _default_operations = (None, lax.dot_general)
+    _accumulating = staticmethod(functional.accumulating_dot_general)
+
+
+class Einsum(Matmul, flax_nnx.Einsum):
+    """`flax.nnx.Einsum` that obeys policies; dtypes as in `Linear`."""
+
+    _operation = "einsum_op"
+    _default_operations = (jnp.einsum,)
+    _accumulating = staticmethod(functional.accumulating_einsum)

@@ -1,0 +1,280 @@
+"""nnx's `Module`: captures a dtype policy when it is built, and its public methods are boundaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx as flax_nnx
+
+from mpmodules._references import is_reference
+from policy import boundary
+from policy.policy import Policy, get_policy
+from policy.precedence import warn_once
+from policy.scope import Scope, current_scope, enter, require_usable
+
+# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
+NOT_BOUNDARIES = frozenset({"initialize_carry", "init_cache", "set_view", "train", "eval"})
+_FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
+
+# Our layer for each of Flax's; filled as the layers are defined.
+LAYER_OF: dict[type, type] = {}
+
+
+class _Building(threading.local):
+    """For each module under construction in this thread: whether an argument or a rule gave it a policy, or nothing."""
+
+    def __init__(self) -> None:
+        self.sources: list[str | None] = []
+
+
+_building = _Building()
+
+
+class ModuleMeta(type(flax_nnx.Module)):
+    """Builds a module under its policy, and stands for Flax's class of that name in ``isinstance``."""
+
+    upstream_class: type
+
+    def __call__(cls, *args: Any, dtype_policy: Policy | str | None = None, **kwargs: Any) -> Any:
+        own = _own_policy(cls, dtype_policy)
+        scope = current_scope()
+        source = "argument" if own is not None else None
+        if scope.rules:
+            if scope.rules.has_paths:
+                raise ValueError(
+                    f"Building {cls.__name__} under use_policy(rules=...): path rules can't hold here, since no path "
+                    "exists while an nnx model is being built. Build the model first and call "
+                    "mpmodules.nnx.apply_policy(model, policy, rules); class rules work in a scope."
+                )
+            if own is None:
+                own = scope.rules.match(None, cls)
+                source = None if own is None else "rule"
+        policy = own if own is not None else scope.policy
+        if policy is not None:
+            require_usable(policy)
+        _building.sources.append(source)
+        try:
+            with enter(scope if policy is None else dataclasses.replace(scope, policy=policy)):
+                module = super().__call__(*args, **kwargs)
+        finally:
+            _building.sources.pop()
+        if "dtype_policy" not in module.__dict__:
+            module._capture(policy, source)
+        if source == "argument":
+            _refuse_children_from_outside(module, policy, (args, kwargs))
+        return module
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        signature = inspect.signature(cls.__init__)
+        parameters = [p for p in list(signature.parameters.values())[1:] if p.name != "dtype_policy"]
+        added = inspect.Parameter(
+            "dtype_policy", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Policy | str | None"
+        )
+        last = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return inspect.Signature([*parameters[:last], added, *parameters[last:]])
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.__subclasscheck__(type(instance)) if "upstream_class" in cls.__dict__ else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if "upstream_class" in cls.__dict__:  # asked of the MRO: Flax's own check asks all its subclasses, us included
+            return cls.__dict__["upstream_class"] in subclass.__mro__
+        return super().__subclasscheck__(subclass)
+
+
+def _own_policy(cls: type, dtype_policy: Any) -> Policy | None:
+    if dtype_policy is None:
+        return None
+    try:
+        return get_policy(dtype_policy)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{cls.__name__}(dtype_policy={dtype_policy!r}): {error}") from None
+
+
+class Module(flax_nnx.Module, metaclass=ModuleMeta):
+    """`flax.nnx.Module` with a dtype policy.
+
+    Every subclass takes ``dtype_policy=`` when it is built, a `Policy` or its text form, without saying so in its
+    ``__init__``. The policy is captured then: the argument, else a class rule in force, else the policy of the module
+    or `use_policy` block that it is built in. It is a static attribute, part of the graph definition and never of the
+    state. A scope around a call of a built model changes no layer.
+
+    A module's call is a *boundary* when its policy differs from the one in force, or when none is open yet: its
+    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Everything inside hands on
+    compute_dtype. That holds for every public method that is called from outside.
+
+    Attributes:
+      dtype_policy: the `Policy` captured, or None.
+      keep_inputs: names of arguments that a boundary leaves as they come. A class attribute:
+        ``keep_inputs = ("positions",)``.
+    """
+
+    dtype_policy = None
+    keep_inputs: ClassVar[tuple[str, ...]] = ()
+    upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
+
+    _policy_source = None  # "argument" or "rule" where the module carries a policy itself, None where it inherits
+    _is_layer = False  # a bare layer is a boundary only by a policy of its own
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("mpmodules.nnx."):
+            for base in cls.__bases__:
+                if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
+                    cls.upstream_class = base
+                    LAYER_OF[base] = cls
+                    if hasattr(cls, "_construct"):
+                        cls.__init__ = _with_policy_dtypes(base.__init__)
+        install_boundaries(cls)
+
+    def _capture(self, policy: Policy | None, source: str | None) -> None:
+        """Captures the policy, as static attributes."""
+        if policy is not None:
+            self.dtype_policy = policy
+        if source is not None:
+            self._policy_source = source
+
+
+def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., None]:
+    """Flax's constructor, run by the layer's `_construct`: also where a user's subclass calls ``super().__init__``."""
+
+    @functools.wraps(upstream_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        source = _building.sources[-1] if _building.sources else None
+        self._construct(current_scope().policy, source, upstream_init, args, kwargs)
+
+    return __init__
+
+
+def obeys_policies(module: Any) -> bool:
+    """Whether `module` is one of ours, rather than a Flax Module that merely passes ``isinstance(_, Module)``."""
+    return hasattr(type(module), "_policy_source")
+
+
+def _refuse_children_from_outside(module: Any, policy: Policy | None, arguments: Any) -> None:
+    """A policy given to a container can't reach children that were built before it."""
+    given = [x for x in jax.tree.leaves(arguments, is_leaf=is_reference) if isinstance(x, flax_nnx.Module)]
+    strangers = sorted(
+        {
+            type(child).__name__
+            for outside in given
+            for _, child in flax_nnx.iter_modules(outside)
+            if (hasattr(child, "param_dtype") or obeys_policies(child))
+            and getattr(child, "_policy_source", None) is None
+            and getattr(child, "dtype_policy", None) != policy
+        }
+    )
+    if strangers:
+        raise ValueError(
+            f"{type(module).__name__}(dtype_policy='{policy}'): {', '.join(strangers)} had been built before, under "
+            "another policy or none, and a parameter's dtype can't follow. Build them inside, or in a use_policy "
+            "block, or call mpmodules.nnx.apply_policy(model, policy) on the whole."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The boundary around methods
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Calls(threading.local):
+    depth = 0
+
+
+_calls = _Calls()
+
+
+def install_boundaries(cls: Any) -> None:
+    """Puts the boundary around each public method that `cls` adds, transformed methods (nnx.jit, nnx.remat) included."""
+    for name in {name for base in cls.__mro__ if base is not object for name in vars(base)}:
+        if (name.startswith("_") and name != "__call__") or name in _FLAX_METHODS or name in NOT_BOUNDARIES:
+            continue
+        method = inspect.getattr_static(cls, name)
+        if not _is_method(method) or method.__dict__.get("_policy_boundary") is method:
+            continue
+        setattr(cls, name, _with_boundary(method, name))
+
+
+def _is_method(attribute: Any) -> bool:
+    if inspect.isfunction(attribute):
+        return True
+    if isinstance(attribute, staticmethod | classmethod | property | type | functools.partial):
+        return False
+    # A transformed method, such as nnx.jit makes: callable, binds like a function, and wraps one.
+    return callable(attribute) and hasattr(attribute, "__get__") and hasattr(attribute, "__wrapped__")
+
+
+def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
+    is_function = inspect.isfunction(method)
+    is_upstream = is_function and method.__module__.split(".")[0] in ("flax", "mpmodules")
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, flax_nnx.Module):
+            return method(self, *args, **kwargs)
+        body = method if is_function else lambda self, *args, **kwargs: method.__get__(self)(*args, **kwargs)
+        return run_method(self, body, args, kwargs, name=name, is_upstream=is_upstream, signature_of=method)
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call
+
+
+def run_method(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    is_upstream: bool,
+    signature_of: Any,
+) -> Any:
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` captured."""
+    scope = current_scope()
+    policy, cls = module.dtype_policy, type(module)
+    if _calls.depth == 0:
+        _warn_of_scope(module, scope)
+    if cls._is_layer:
+        crosses = boundary.layer_crosses(scope, policy, module._policy_source is not None)
+    else:
+        crosses = boundary.module_crosses(scope, policy)
+    if crosses and not (cls._is_layer and cls._takes_inputs_as_they_come):
+        args, kwargs = boundary.cast_inputs(
+            policy,
+            args,
+            kwargs,
+            is_leaf=is_reference,
+            keep=cls.keep_inputs,
+            signature=lambda: _without_self(signature_of),
+        )
+    _calls.depth += 1
+    try:
+        with enter(boundary.inside(scope, policy) if crosses else scope):
+            if is_upstream and cls._is_layer:
+                outputs = module._call_layer(crosses, method, name, args, kwargs)
+            else:
+                outputs = method(module, *args, **kwargs)
+    finally:
+        _calls.depth -= 1
+    return boundary.cast_outputs(policy, outputs, is_leaf=is_reference) if crosses else outputs
+
+
+def _without_self(method: Any) -> inspect.Signature:
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _warn_of_scope(module: Any, scope: Scope) -> None:
+    if scope.policy is not None and not scope.boundary_open and scope.policy != module.dtype_policy:
+        captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
+        warn_once(
+            f"{type(module).__name__} was built under {captured}, and the scope around this call, '{scope.policy}', "
+            "changes no nnx layer: build the model in the scope, or call mpmodules.nnx.apply_policy(model, policy)."
+        )

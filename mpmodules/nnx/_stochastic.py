@@ -1,0 +1,25 @@
+"""Dropout: no dtype question of its own; under a policy it hands on compute_dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx as flax_nnx
+
+from mpmodules.nnx._layer import Layer
+from policy.casting import cast_array
+
+
+class Dropout(Layer, flax_nnx.Dropout):
+    """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype. Masks are Flax's, bit for bit."""
+
+    def _call_layer(
+        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        policy = self.dtype_policy
+        if policy is not None and args:
+            args = (cast_array(args[0], policy.compute_dtype), *args[1:])
+        elif policy is not None:
+            kwargs = kwargs | {"inputs": cast_array(kwargs["inputs"], policy.compute_dtype)}
+        return method(self, *args, **kwargs)
