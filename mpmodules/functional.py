@@ -222,9 +222,7 @@ def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLi
     return accumulating(einsum, dtype)(lhs, rhs)
 
 
-def attention_dropout(
-    weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None
-) -> Array:
+def attention_dropout(weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None) -> Array:
     """Drops attention weights with probability `rate` and scales the rest by 1 / (1 - rate), as Flax does.
 
     Args:

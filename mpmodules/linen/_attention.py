@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.linen._layer import declared_field, dtype_fields
-from mpmodules.linen._module import Module, fields_set
+from mpmodules.linen._layer import declared_field
+from mpmodules.linen._module import Module, dtype_fields, fields_set
 from mpmodules.linen._port import layers_inside
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -121,9 +121,7 @@ def dot_product_attention(
         einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
     )  # fmt: skip
     if einsum_dot_general is not None:
-        attn_weights_value_einsum = functools.partial(
-            jnp.einsum, precision=precision, _dot_general=einsum_dot_general
-        )
+        attn_weights_value_einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
     if attn_weights_value_einsum is not None:
         return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
     return functional.weighted_values(weights, value, precision=precision)

@@ -7,8 +7,9 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules import functional
-from mpmodules.linen._layer import Layer, dtype_fields
+from mpmodules.linen._layer import Layer
 from mpmodules.linen._linear import accumulator_fields
+from mpmodules.linen._module import dtype_fields
 from policy.policy import Policy
 
 

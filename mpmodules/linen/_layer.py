@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
-from mpmodules.linen._module import Module, declared_dtypes, fields_set
+from mpmodules.linen._module import Module, dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
 
@@ -37,17 +35,6 @@ class Layer(Module):
             fields["dtype"] = effective.dtype
         with fields_set(self, fields):
             return method(self, *args, **kwargs)
-
-
-def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
-    """The `dtype` and `param_dtype` that a layer of Flax's is to see: the policy's, else what was declared."""
-    declared = declared_dtypes(module)
-    param_dtype = declared.get("param_dtype")
-    if policy is None:
-        return {"dtype": declared.get("dtype"), "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
-    if param_dtype is not None and jnp.issubdtype(param_dtype, jnp.complexfloating):
-        return {"dtype": policy.compute_dtype, "param_dtype": param_dtype}
-    return {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
 
 
 def declared_field(module: Any, name: str) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.linen._layer import Layer, declared_field, dtype_fields
+from mpmodules.linen._layer import Layer, declared_field
+from mpmodules.linen._module import dtype_fields
 from policy.policy import Policy
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
-import jax
+import jax.numpy as jnp
 
 from mpmodules._references import is_reference
 from policy import boundary
@@ -22,6 +22,9 @@ from policy.scope import Scope, current_scope, enter
 # Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
 NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
 _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
+
+# Marks an instance that became ours while Flax ran its setup, on the way into a method that is not wrapped yet.
+ADOPTED_IN_SETUP = "_adopted_in_setup"
 
 DtypePolicy = Policy | str | None
 
@@ -154,6 +157,23 @@ def declared_dtypes(module: Any) -> Mapping[str, Any]:
     return declared
 
 
+def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
+    """The `dtype` and `param_dtype` that a layer of Flax's is to see: the policy's, else what was declared."""
+    declared = declared_dtypes(module)
+    param_dtype = declared.get("param_dtype")
+    if policy is None:
+        return {"dtype": declared.get("dtype"), "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
+    if param_dtype is not None and jnp.issubdtype(param_dtype, jnp.complexfloating):
+        return {"dtype": policy.compute_dtype, "param_dtype": param_dtype}
+    return {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+
+
+def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
+    """`dtype_fields` with an explicit complex dtype, which no policy can hold, put back."""
+    fields = dtype_fields(module, effective.policy)
+    return fields if effective.dtype is None else fields | {"dtype": effective.dtype}
+
+
 @contextlib.contextmanager
 def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
     """Puts other values in a layer's dataclass fields for the length of a block.
@@ -207,12 +227,19 @@ def _install_boundaries(cls: Any) -> None:
         setattr(cls, name, _setup_with_policy(method) if is_setup else _with_boundary(method, lifted=mark is not None))
 
 
+def is_upstream(method: Callable[..., Any]) -> bool:
+    """Whether a layer's method is Flax's own (or ours), rather than a user's on top of it."""
+    return method.__module__.split(".")[0] in ("flax", "mpmodules")
+
+
 def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
+    own_body = not lifted and is_upstream(method)
+
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nn.Module) or self.scope is None:
             return method(self, *args, **kwargs)  # Flax says what is wrong with a call on an unbound module
-        return run_method(self, method, args, kwargs, lifted=lifted)
+        return run_method(self, method, args, kwargs, lifted=lifted, own_body=own_body)
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call
@@ -237,14 +264,23 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
 
 
 def run_method(
-    module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, lifted: bool = False
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    lifted: bool = False,
+    own_body: bool = True,
 ) -> Any:
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
 
     Args:
       lifted: `method` is a transformed one, that calls another boundary of the same module inside of the transform:
         only the casts and the scope are ours.
+      own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
+        inputs are the user's business, and the layer's own method is a call inside.
     """
+    module.__dict__.pop(ADOPTED_IN_SETUP, None)
     scope = current_scope()
     with _call_under_way(module, scope, getattr(method, "__name__", "")):
         effective = effective_policy(module, scope)
@@ -259,14 +295,16 @@ def run_method(
             inner = boundary.inside(scope, effective.policy)
         else:
             inner = dataclasses.replace(scope, policy=effective.policy)
-        own_body = hasattr(type(module), "_call_layer") and not lifted
         if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         with enter(inner):
-            if own_body:
+            if not getattr(type(module), "_dtype_fields", False) or lifted:
+                outputs = method(module, *args, **kwargs)
+            elif own_body:
                 outputs = module._call_layer(effective, crosses and is_layer, method, args, kwargs)
             else:
-                outputs = method(module, *args, **kwargs)
+                with fields_set(module, plain_fields(module, effective)):
+                    outputs = method(module, *args, **kwargs)
         return boundary.cast_outputs(effective.policy, outputs, is_leaf=is_reference) if crosses else outputs
 
 

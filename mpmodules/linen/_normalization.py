@@ -9,8 +9,8 @@ import flax.linen as flax_nn
 import jax.numpy as jnp
 
 from mpmodules import functional
-from mpmodules.linen._layer import Layer, declared_field, dtype_fields
-from mpmodules.linen._module import fields_set
+from mpmodules.linen._layer import Layer, declared_field
+from mpmodules.linen._module import dtype_fields, fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective

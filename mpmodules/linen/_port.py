@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules.linen._module import LAYER_OF, NOT_BOUNDARIES, obeys_policies, run_method, run_setup
+from mpmodules.linen._module import ADOPTED_IN_SETUP, LAYER_OF, NOT_BOUNDARIES, is_upstream, obeys_policies, run_method, run_setup
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike, Scope, enter, require_usable
@@ -20,7 +20,7 @@ from policy.scope import RulesLike, Scope, enter, require_usable
 M = TypeVar("M", bound=flax_nn.Module)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def adopting_class(cls: type) -> type | None:
     """The class of ours that an instance of Flax's layer `cls`, or of a subclass of one, is turned into; or None."""
     for base in cls.__mro__:
@@ -54,14 +54,15 @@ class _Adopter:
         self, next_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
     ) -> Any:
         module, name = context.module, context.method_name
-        if obeys_policies(module):
+        if obeys_policies(module) and not (name != "setup" and module.__dict__.get(ADOPTED_IN_SETUP)):
             return next_fun(*args, **kwargs)
-        ours = adopting_class(type(module))
+        ours = None if obeys_policies(module) else adopting_class(type(module))
         if ours is not None:
             _adopt(module, ours, self.keep_explicit)
             if name == "setup":
+                module.__dict__[ADOPTED_IN_SETUP] = True
                 return run_setup(module, lambda: next_fun(*args, **kwargs))
-        elif not self.composites:
+        elif not self.composites and not obeys_policies(module):
             return next_fun(*args, **kwargs)
         if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
             return next_fun(*args, **kwargs)
@@ -70,7 +71,8 @@ class _Adopter:
             return next_fun(*args, **kwargs)
 
         method.__name__ = name
-        return run_method(module, method, args, kwargs)
+        own_body = is_upstream(context.orig_method.func)
+        return run_method(module, method, args, kwargs, own_body=own_body)
 
 
 def layers_inside(policy: Policy | None) -> contextlib.AbstractContextManager[Any]:
@@ -88,9 +90,7 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-def apply_policy(
-    model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False
-) -> M:
+def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False) -> M:
     """The same linen model under a policy and rules, without an edit.
 
     Every Flax layer in the model, at whatever depth, obeys the policy: in compact and setup style, shared, scanned,
@@ -138,7 +138,7 @@ def _rebuild(base: type, policy: Policy, rules: PolicyRules | None, keep_explici
     return _instance(_ported_class(base, policy, rules, keep_explicit), fields)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_explicit: bool) -> Any:
     """The subclass of `base` whose public methods enter the scope and the adopter."""
     interceptor = _Adopter(keep_explicit=keep_explicit, composites=True)

@@ -81,7 +81,11 @@ class ModuleMeta(type(flax_nnx.Module)):
         return inspect.Signature([*parameters[:last], added, *parameters[last:]])
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return cls.__subclasscheck__(type(instance)) if "upstream_class" in cls.__dict__ else super().__instancecheck__(instance)
+        return (
+            cls.__subclasscheck__(type(instance))
+            if "upstream_class" in cls.__dict__
+            else super().__instancecheck__(instance)
+        )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         if "upstream_class" in cls.__dict__:  # asked of the MRO: Flax's own check asks all its subclasses, us included

@@ -66,7 +66,9 @@ class Normalization(Layer):
         if self.promote_dtype is not promote_dtype or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return method(self, *args, **kwargs)
         if policy is None:
-            stored = [v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None]
+            stored = [
+                v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None
+            ]
             output_dtype = canonicalize_dtype(x, *stored, dtype=self.dtype)
             if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
                 return method(self, *args, **kwargs)

@@ -17,7 +17,7 @@ from policy.scope import RulesLike, current_scope, require_usable
 M = TypeVar("M", bound=flax_nnx.Module)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def adopting_class(cls: type, *, composites: bool) -> type | None:
     """The class of ours that an instance of Flax's class, or of a user's on top of it, is turned into; or None."""
     if issubclass(cls, Module) and hasattr(cls, "_policy_source"):
@@ -79,9 +79,7 @@ def adopt_children(module: flax_nnx.Module, policy: Policy | None) -> None:
             _adopt(child, own if own is not None else policy, source, keep_explicit=False, composites=False)
 
 
-def apply_policy(
-    model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False
-) -> M:
+def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False) -> M:
     """Puts a built nnx model under a policy and rules, in place, and returns it.
 
     Every layer obeys the policy, or the first rule that matches its path or class, or a rule that holds above it; a
