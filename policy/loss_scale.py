@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from policy.trees import is_inexact, working_dtype
@@ -256,7 +257,7 @@ def require_positive(scale: Any) -> None:
     Raises:
       ValueError: it is not.
     """
-    if isinstance(scale, jax.core.Tracer):
+    if isinstance(scale, Tracer):
         return
     with np.errstate(over="ignore"):  # a Python number above float32's largest becomes inf, and is refused as such
         values = np.asarray(scale).astype(np.float32)
@@ -331,7 +332,7 @@ def _strong_scalar(x: Any, dtype: Any) -> Any:
 
 
 def _python_float(name: str, x: Any) -> float:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise TypeError(f"{name} should be a concrete number, but got the traced {x.aval}: make it outside of jit.")
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) else float(np.asarray(x).astype(np.float64))
 

@@ -22,6 +22,12 @@ def leaf_names(tree: Any) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def shortened(texts: list[str], limit: int = 8) -> str:
+    """The first few of a list, and how many more there are."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more
+
+
 def is_overwritten(path: tuple[Any, ...]) -> bool:
     """Whether a path runs through a mapping key named `_overwrite_with_gradient`."""
     return any(getattr(key, "key", getattr(key, "name", None)) == OVERWRITE_WITH_GRADIENT for key in path)

@@ -6,9 +6,10 @@ behind that one cast. So the loss is traced in the dtypes it was written for, an
 parameter reading the float32 copy through a cast of its own: the same values forward, float32 sums backward.
 
 It reaches every use in `jit`, `scan`, `cond` and `checkpoint`, and looks through what only moves data (reshape,
-transpose, broadcast, slice, gather: so an embedding's or a bias's gradient is a float32 sum too). It ends where a rule is
-someone else's: inside `custom_vjp`, `custom_jvp`, `while` and primitives with a body of their own, cotangents add up in the
-parameter's dtype. The sum within one use, a matmul's, is the backend's: float32 accumulation, rounded once.
+transpose, broadcast, slice, gather: so an embedding's or a bias's gradient is a float32 sum too). It ends where a rule
+is someone else's: inside `custom_vjp`, `custom_jvp`, `while`, a jit with shardings of its own and other primitives with
+a body, cotangents add up in the parameter's dtype. The sum within one use, a matmul's, is the backend's: float32
+accumulation, rounded once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex
+from jax.extend import source_info_util
+from jax.extend.core import Literal
 
 from policy.trees import is_overwritten
 
@@ -49,7 +51,7 @@ def widened_value_and_grad(function: Callable[..., Any], argnums: int | Sequence
 
         def of_wide_leaves(wide: list[Any]) -> Any:
             inputs = [_Wide(w, leaf.dtype) if n else w for w, leaf, n in zip(wide, leaves, narrow, strict=True)]
-            return rebuild([_read(x) for x in _evaluate(traced.jaxpr, traced.consts, inputs)])
+            return rebuild([_read(x) for x in _evaluate(traced, inputs)])
 
         wide = [leaf.astype(jnp.float32) if n else leaf for leaf, n in zip(leaves, narrow, strict=True)]
         value, gradients = jax.value_and_grad(of_wide_leaves, has_aux=True)(wide)
@@ -80,9 +82,7 @@ def _trace(function: Callable[..., Any], leaves: list[Any]) -> tuple[Any, Callab
     def rebuild(arrays: list[Any]) -> Any:
         treedef, is_array, others = found
         remaining = iter(arrays)
-        return jax.tree.unflatten(
-            treedef, [next(remaining) if a else x for x, a in zip(others, is_array, strict=True)]
-        )
+        return jax.tree.unflatten(treedef, [next(remaining) if a else x for x, a in zip(others, is_array, strict=True)])
 
     return traced, rebuild
 
@@ -105,16 +105,22 @@ _MOVES = frozenset(
 )
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    values: dict[Any, Any] = {}
-    values.update(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, inputs, strict=True))
+def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+    # jax 0.12 made one class of open and closed jaxprs: the constants are its leading inputs
+    variables = getattr(jaxpr, "all_invars", None) or [*jaxpr.constvars, *jaxpr.invars]
+    values: dict[Any, Any] = dict(zip(variables, [*consts, *inputs], strict=True))
     for equation in jaxpr.eqns:
-        operands = [x.val if isinstance(x, jex.Literal) else values[x] for x in equation.invars]
-        with jax.named_scope(str(equation.source_info.name_stack)):
+        operands = [_value(x, values) for x in equation.invars]
+        names = source_info_util.current_name_stack() + equation.source_info.name_stack
+        with source_info_util.user_context(equation.source_info.traceback, name_stack=names), equation.ctx.manager:
             results = _apply(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    return [x.val if isinstance(x, jex.Literal) else values[x] for x in jaxpr.outvars]
+    return [_value(x, values) for x in jaxpr.outvars]
+
+
+def _value(atom: Any, values: dict[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, Literal) else values[atom]
 
 
 def _apply(equation: Any, operands: list[Any]) -> list[Any]:
@@ -126,14 +132,13 @@ def _apply(equation: Any, operands: list[Any]) -> list[Any]:
             return [_Wide(x, first.dtype) for x in moved]
         if name == "convert_element_type" and np.dtype(equation.params["new_dtype"]).itemsize >= 4:
             return _bind(equation, [first.value])
-        if name in _RECURSED:
-            return _RECURSED[name](equation.params, operands)
+        if name in _RECURSED and (results := _RECURSED[name](equation, operands)) is not None:
+            return results
     return _bind(equation, [_read(x) for x in operands])
 
 
 def _bind(equation: Any, operands: list[Any]) -> list[Any]:
-    functions, params = equation.primitive.get_bind_params(equation.params)
-    results = equation.primitive.bind(*functions, *operands, **params)
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return list(results) if equation.primitive.multiple_results else [results]
 
 
@@ -147,44 +152,57 @@ def _join(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return [x if d is None else _Wide(x, d) for x, d in zip(arrays, dtypes, strict=True)]
 
 
+# Each of these evaluates the body of one kind of equation, or returns None: then the equation runs as it is.
+
+
 @functools.lru_cache(maxsize=1024)
-def _jitted(closed: Any, dtypes: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
+def _jitted(jaxpr: Any, dtypes: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
     """One jitted function for each traced body, so that a call outside of any jit compiles it once."""
     returned: list[Any] = []
 
     @jax.jit
     def body(*arrays: Any) -> list[Any]:
-        results, returned[:] = _split(_evaluate(closed.jaxpr, closed.consts, _join(arrays, dtypes)))
+        results, returned[:] = _split(_evaluate(jaxpr, _join(arrays, dtypes)))
         return results
 
     return body, returned
 
 
-def _jit(params: dict[str, Any], operands: list[Any]) -> list[Any]:
+def _jit(equation: Any, operands: list[Any]) -> list[Any] | None:
+    shardings = (*equation.params["in_shardings"], *equation.params["out_shardings"])
+    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
+        return None  # a jit made anew would lose them
     arrays, dtypes = _split(operands)
-    body, returned = _jitted(params["jaxpr"], dtypes)
+    body, returned = _jitted(equation.params["jaxpr"], dtypes)
     results = body(*arrays)
     return _join(results, returned)
 
 
-def _checkpoint(params: dict[str, Any], operands: list[Any]) -> list[Any]:
+def _checkpoint(equation: Any, operands: list[Any]) -> list[Any] | None:
+    params = equation.params
+    if params["differentiated"]:
+        return None
     arrays, dtypes = _split(operands)
 
     def body(*arrays: Any) -> list[Any]:
-        return [_read(x) for x in _evaluate(params["jaxpr"], (), _join(arrays, dtypes))]
+        return [_read(x) for x in _evaluate(params["jaxpr"], _join(arrays, dtypes))]
 
     return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*arrays)
 
 
-def _scan(params: dict[str, Any], operands: list[Any]) -> list[Any]:
-    closed, consts, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+def _scan(equation: Any, operands: list[Any]) -> list[Any]:
+    params, jaxpr = equation.params, equation.params["jaxpr"]
+    # Counted by rank: what is scanned over has one axis more outside; the parameters that say so differ in jax 0.12.
+    scanned_count = sum(x.aval.ndim > inner.ndim for x, inner in zip(equation.invars, jaxpr.in_avals, strict=True))
+    carries = sum(x.aval.ndim == inner.ndim for x, inner in zip(equation.outvars, jaxpr.out_avals, strict=True))
+    consts = len(operands) - carries - scanned_count
     start = [_read(x) for x in operands[consts : consts + carries]]  # a carry is new each turn: it keeps its dtype
     constants, constant_dtypes = _split(operands[:consts])
     scanned, scanned_dtypes = _split(operands[consts + carries :])
 
     def body(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
         inputs = [*_join(constants, constant_dtypes), *carry, *_join(sliced, scanned_dtypes)]
-        results = [_read(x) for x in _evaluate(closed.jaxpr, closed.consts, inputs)]
+        results = [_read(x) for x in _evaluate(jaxpr, inputs)]
         return results[:carries], results[carries:]
 
     end, stacked = lax.scan(
@@ -193,16 +211,18 @@ def _scan(params: dict[str, Any], operands: list[Any]) -> list[Any]:
     return [*end, *stacked]
 
 
-def _cond(params: dict[str, Any], operands: list[Any]) -> list[Any]:
+def _cond(equation: Any, operands: list[Any]) -> list[Any] | None:
+    if equation.params.get("branches_platforms") is not None:
+        return None  # one branch for each platform, chosen when lowered
     arrays, dtypes = _split(operands[1:])
 
-    def branch(closed: Any) -> Callable[..., list[Any]]:
-        return lambda *arrays: [_read(x) for x in _evaluate(closed.jaxpr, closed.consts, _join(arrays, dtypes))]
+    def branch(jaxpr: Any) -> Callable[..., list[Any]]:
+        return lambda *arrays: [_read(x) for x in _evaluate(jaxpr, _join(arrays, dtypes))]
 
-    return lax.switch(_read(operands[0]), [branch(closed) for closed in params["branches"]], *arrays)
+    return lax.switch(operands[0], [branch(jaxpr) for jaxpr in equation.params["branches"]], *arrays)
 
 
-_RECURSED: dict[str, Callable[[dict[str, Any], list[Any]], list[Any]]] = {
+_RECURSED: dict[str, Callable[[Any, list[Any]], list[Any] | None]] = {
     "jit": _jit,
     "pjit": _jit,
     "checkpoint": _checkpoint,

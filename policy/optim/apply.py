@@ -1,0 +1,79 @@
+"""The fast path: one step that returns the new params themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from policy.optim.checks import check_params
+from policy.optim.masters import init_masters, without_overwritten
+from policy.optim.state import MixedPrecisionState, states_in
+from policy.optim.wrapper import MixedPrecision
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, params: Any, state: Any, grads: Any, **extra_args: Any
+) -> tuple[Any, MixedPrecisionState, jax.Array]:
+    """One optimizer step, or a skipped one.
+
+    ``params, opt_state, finite = apply_gradients(tx, params, opt_state, grads)``
+
+    Params, masters and the inner state go through one `lax.cond`: a step with non-finite gradients returns them as they
+    are. Safe to donate `params` and `state`.
+
+    Args:
+      tx: what `mixed_precision` returned; nothing around it.
+      params: a tree of floating arrays. Leaves under `_overwrite_with_gradient` take their gradient as their value.
+      state: the `MixedPrecisionState` that `tx.init(params)` made.
+      grads: a plain tree of true gradients, or `ScaledGradients`, divided by the scale that they carry.
+      **extra_args: handed to the inner transform's update.
+
+    Returns:
+      The params in their own dtypes, equal to the rounded masters; the state; a () bool that gates user state
+      (`select_tree`).
+
+    Raises:
+      TypeError: `tx` or `state` is not `mixed_precision`'s own.
+      ValueError: trees, shapes or dtypes don't fit.
+    """
+    recipe = _require_ours(tx, state).recipe
+    params, state = recipe.apply(params, state, grads, extra_args)
+    return params, state, state.finite
+
+
+def init_from_master(tx: optax.GradientTransformation, f32_params: Any) -> tuple[Any, MixedPrecisionState]:
+    """Params in the policy's param_dtype, and a state whose masters keep what that rounding dropped.
+
+    For a load from a float32 checkpoint: `tx.init(cast params)` would start from rounded masters.
+
+    Args:
+      tx: what `mixed_precision` returned.
+      f32_params: a tree of float32 arrays.
+
+    Returns:
+      `(params, state)`.
+
+    Raises:
+      TypeError: `tx` is not `mixed_precision`'s own.
+      ValueError: a leaf is no floating array.
+    """
+    recipe = _require_ours(tx, None).recipe
+    check_params(f32_params)
+    params, masters = init_masters(f32_params, recipe.policy.param_dtype, recipe.master_weights)
+    return params, recipe.make_state(without_overwritten(params), masters)
+
+
+def _require_ours(tx: Any, state: Any) -> MixedPrecision:
+    if isinstance(tx, MixedPrecision):
+        return tx
+    if states_in(state):
+        raise TypeError(
+            f"tx should be what mixed_precision returned, but got {type(tx).__name__} with a mixed_precision inside. "
+            "Put it outermost: mixed_precision(optax.chain(...), policy), and so for MultiSteps, masked and the rest."
+        )
+    raise TypeError(
+        f"tx should be what mixed_precision returned, but got {type(tx).__name__}: wrap it first, "
+        "mixed_precision(tx, policy)."
+    )

@@ -1,0 +1,111 @@
+"""What `mixed_precision` keeps between steps, and how to find it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from policy.loss_scale import LossScale
+
+MasterWeights: TypeAlias = Literal["auto", "full", "none"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """How each param was stored when the state was made. It has no leaves: it lives in the tree's structure.
+
+    Attributes:
+      master_weights: the mode.
+      dtypes: the name of each param's dtype, in flattening order; None stands for any, where the state was made
+        from a tree without leaves (`optax.tree_map_params` does that to learn where the params are).
+    """
+
+    master_weights: MasterWeights
+    dtypes: tuple[str, ...] | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout) or self.master_weights != other.master_weights:
+            return False
+        return self.dtypes is None or other.dtypes is None or self.dtypes == other.dtypes
+
+    def __hash__(self) -> int:
+        return hash(self.master_weights)  # nothing of dtypes: a layout of any dtypes equals each of them
+
+
+class MixedPrecisionState(NamedTuple):
+    """The state of `mixed_precision`.
+
+    Attributes:
+      inner: the wrapped transform's own state; it was made from float32 params.
+      loss_scale: the current scale. It lives here and nowhere else.
+      finite: () bool, whether the last step's gradients were finite.
+      skipped: () int32, steps left out because they weren't.
+      count: () int32, steps applied.
+      masters: a tree like the params: a float32 master where there is one, else an empty `optax.MaskedNode`.
+      layout: each param's dtype when the state was made.
+    """
+
+    inner: optax.OptState
+    loss_scale: LossScale
+    finite: jax.Array
+    skipped: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    masters: Any
+    layout: Layout
+
+
+def loss_scale_of(opt_state: Any) -> LossScale:
+    """The current loss scale in an optimizer state, for `value_and_grad`.
+
+    Args:
+      opt_state: a `MixedPrecisionState`, a state that holds one (`optax.chain`'s, `nnx.Optimizer`'s), or what has one
+        as its attribute `opt_state` (a `TrainState`).
+
+    Raises:
+      ValueError: it holds none, or several.
+    """
+    return _as_arrays(find_state(opt_state).loss_scale)
+
+
+def finite_of(opt_state: Any) -> jax.Array:
+    """() bool: whether the last step's gradients were finite, so that it was applied. True before the first step.
+
+    Takes and raises what `loss_scale_of` does. Gate what a skipped step must not touch with `select_tree`.
+    """
+    return _as_arrays(find_state(opt_state).finite)
+
+
+def find_state(opt_state: Any) -> MixedPrecisionState:
+    """The one MixedPrecisionState in a tree. Raises ValueError where there is none, or are several."""
+    opt_state = getattr(opt_state, "opt_state", opt_state)
+    found = states_in(opt_state)
+    if len(found) != 1:
+        raise ValueError(
+            f"opt_state should hold one MixedPrecisionState, but got {type(opt_state).__name__} with {len(found)}: "
+            "make it with the init of mixed_precision(tx, policy)."
+        )
+    return found[0]
+
+
+def states_in(tree: Any) -> list[MixedPrecisionState]:
+    """Every MixedPrecisionState in a tree, outermost ones only."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState))
+    return [leaf for leaf in leaves if isinstance(leaf, MixedPrecisionState)]
+
+
+def strong(x: Any) -> Any:
+    """An array of its own with a dtype of its own: no weak type that the first update would change, no shared buffer.
+
+    A buffer that is both a param and a state leaf can't be donated, and what a caller passed in isn't ours to donate.
+    """
+    return jnp.array(x, dtype=jnp.result_type(x), copy=True)
+
+
+def _as_arrays(tree: Any) -> Any:
+    # nnx.Optimizer wraps each leaf of its state in a Variable, which is a pytree node and converts to an array
+    return jax.tree.map(jnp.asarray, tree, is_leaf=lambda node: hasattr(node, "__jax_array__"))
