@@ -1,9 +1,26 @@
 """Dtype policies for JAX: where numbers are stored, multiplied, summed and returned."""
 
 from policy.casting import cast_floating as cast_floating
-from policy.casting import cast_to_full as cast_to_full
-from policy.casting import cast_to_half as cast_to_half
+from policy.gradients import ScaledGradients as ScaledGradients
+from policy.gradients import grad as grad
+from policy.gradients import value_and_grad as value_and_grad
+from policy.loss_scale import DynamicLossScale as DynamicLossScale
+from policy.loss_scale import LossScale as LossScale
+from policy.loss_scale import NoOpLossScale as NoOpLossScale
+from policy.loss_scale import StaticLossScale as StaticLossScale
+from policy.loss_scale import all_finite as all_finite
+from policy.loss_scale import select_tree as select_tree
+from policy.optim import MixedPrecisionState as MixedPrecisionState
+from policy.optim import apply_gradients as apply_gradients
+from policy.optim import finite_of as finite_of
+from policy.optim import init_from_master as init_from_master
+from policy.optim import loss_scale_of as loss_scale_of
+from policy.optim import master_params as master_params
+from policy.optim import mixed_precision as mixed_precision
+from policy.optim import resync as resync
 from policy.policy import Policy as Policy
+from policy.policy import cast_to_full as cast_to_full
+from policy.policy import cast_to_half as cast_to_half
 from policy.policy import dtype_to_names as dtype_to_names
 from policy.policy import get_policy as get_policy
 from policy.policy import half_dtype as half_dtype

@@ -66,15 +66,3 @@ def cast_floating(
     """
     dtype = require_available(dtype)
     return jax.tree.map(lambda x: cast_array(x, dtype, complex_too=complex_too), tree, is_leaf=is_leaf)
-
-
-def cast_to_full(tree: T) -> T:
-    """Casts the floating arrays of a tree to float32."""
-    return cast_floating(tree, jnp.float32)
-
-
-def cast_to_half(tree: T) -> T:
-    """Casts the floating arrays of a tree to the 16-bit float that this backend prefers."""
-    from policy.policy import half_dtype  # imported late: policy.policy casts with this file
-
-    return cast_floating(tree, half_dtype())

@@ -42,6 +42,16 @@ def half_dtype() -> np.dtype:
     return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
 
 
+def cast_to_full(tree: T) -> T:
+    """Casts the floating arrays of a tree to float32."""
+    return cast_floating(tree, jnp.float32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating arrays of a tree to the 16-bit float that the default backend prefers."""
+    return cast_floating(tree, half_dtype())
+
+
 def parse_dtype(name: str) -> np.dtype:
     """The dtype that a name such as ``bf16``, ``float32``, ``full`` or ``half`` stands for.
 

@@ -13,6 +13,8 @@ from mpmodules.nnx._containers import Sequential as Sequential
 from mpmodules.nnx._convolution import Conv as Conv
 from mpmodules.nnx._convolution import ConvTranspose as ConvTranspose
 from mpmodules.nnx._embedding import Embed as Embed
+from mpmodules.nnx._gradients import grad as grad
+from mpmodules.nnx._gradients import value_and_grad as value_and_grad
 from mpmodules.nnx._linear import Einsum as Einsum
 from mpmodules.nnx._linear import Linear as Linear
 from mpmodules.nnx._linear import LinearGeneral as LinearGeneral
