@@ -1,0 +1,150 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from mpmodules.nnx._gradients import grad, value_and_grad
+from policy.gradients import ScaledGradients
+from policy.gradients import value_and_grad as plain_value_and_grad
+from policy.loss_scale import DynamicLossScale
+from policy.optim import apply_gradients, finite_of, loss_scale_of, mixed_precision
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+
+
+class Net(nnx.Module):
+    def __init__(self, param_dtype=jnp.float32):
+        rngs = nnx.Rngs(0)
+        self.inner = nnx.Linear(3, 4, rngs=rngs, dtype=jnp.float32, param_dtype=param_dtype)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.outer = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(self.norm(self.inner(x))))
+
+    def loss(self, x):
+        return loss_of(self, x)
+
+
+def loss_of(model, x):
+    return jnp.square(model(x) - 1.0).mean()
+
+
+def leaves(tree):
+    return jax.tree.leaves(tree)
+
+
+def test_gradients_and_updates_equal_flaxs():
+    ours, theirs = Net(), Net()
+    value, gradients = value_and_grad(loss_of, loss_scale=2.0**10)(ours, X)
+    expected_value, expected = nnx.value_and_grad(loss_of)(theirs, X)
+    np.testing.assert_array_equal(value, expected_value)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), gradients, expected)
+    for a, b in zip(leaves(nnx.state(ours, nnx.BatchStat)), leaves(nnx.state(theirs, nnx.BatchStat)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert ours.norm.mean[...].any()  # moved, and still there
+    assert ours.dropout.rngs.count[...] == theirs.dropout.rngs.count[...] > 0
+
+
+def test_compute_gradients_are_still_scaled_and_rounded():
+    model = Net()
+    model.eval()
+    scaled = grad(loss_of, loss_scale=8.0, grads="compute", policy="mixed_bfloat16")(model, X)
+    assert isinstance(scaled, ScaledGradients)
+    assert {leaf.dtype for leaf in leaves(scaled.tree)} == {jnp.dtype(jnp.bfloat16)}
+    plain = grad(loss_of)(model, X)
+    jax.tree.map(
+        lambda s, p: np.testing.assert_allclose(s.astype(jnp.float32), p * 8, rtol=2.0**-8, atol=1e-6),
+        scaled.tree,
+        plain,
+    )
+
+
+def test_aux_argnums_and_filters_work_as_in_flax():
+    model = Net()
+
+    def loss(x, model):
+        return loss_of(model, x), "aux"
+
+    (value, aux), gradients = value_and_grad(loss, argnums=1, has_aux=True)(X, model)
+    assert aux == "aux"
+    assert value.dtype == jnp.float32
+    kernel_only = grad(loss, argnums=nnx.DiffState(1, nnx.PathContains("kernel")), has_aux=True)(X, model)[0]
+    assert len(leaves(kernel_only)) == 2 < len(leaves(gradients))
+
+
+def test_half_precision_params_give_float32_gradients():
+    gradients = grad(loss_of)(Net(jnp.bfloat16), X)
+    assert {leaf.dtype for leaf in leaves(gradients)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_nnx_optimizer_trains_skips_and_moves_its_scale(param_dtype):
+    model = Net(param_dtype)
+    tx = mixed_precision(optax.adam(1e-2), "mixed_bfloat16", loss_scale=DynamicLossScale(2.0**10, period=2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        value, gradients = value_and_grad(loss_of, loss_scale=loss_scale_of(optimizer.opt_state))(model, x)
+        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds float32 updates to bfloat16 params
+            optimizer.update(model, gradients)
+        return value
+
+    first = step(model, optimizer, X)
+    for _ in range(9):
+        last = step(model, optimizer, X)
+    assert last < first
+    assert finite_of(optimizer)
+    assert loss_scale_of(optimizer.opt_state).loss_scale == 2.0**15
+    assert model.inner.kernel[...].dtype == param_dtype
+    before = [np.asarray(leaf) for leaf in leaves(nnx.state(model, nnx.Param))]
+    step(model, optimizer, X * jnp.inf)
+    assert not finite_of(optimizer)
+    assert loss_scale_of(optimizer).loss_scale == 2.0**14
+    for a, b in zip(before, leaves(nnx.state(model, nnx.Param)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nnx_optimizer_rejects_scaled_gradients():
+    model = Net()
+    optimizer = nnx.Optimizer(model, mixed_precision(optax.sgd(0.1), "mixed_bfloat16"), wrt=nnx.Param)
+    scaled = grad(loss_of, grads="compute")(model, X)
+    with pytest.raises(ValueError, match="gradients should have the tree of the params"):
+        optimizer.update(model, scaled)
+
+
+def test_apply_gradients_steps_a_state_of_params():
+    model = Net(jnp.bfloat16)
+    tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16", loss_scale=8.0)
+    params = nnx.state(model, nnx.Param)
+    opt_state = tx.init(params)
+    scaled = grad(loss_of, loss_scale=loss_scale_of(opt_state), grads="compute")(model, X)
+    new, opt_state, finite = apply_gradients(tx, params, opt_state, scaled)
+    nnx.update(model, new)
+    assert finite
+    assert opt_state.count == 1
+    assert model.inner.kernel[...].dtype == jnp.bfloat16
+
+
+def test_the_framework_free_one_refuses_a_model_and_takes_its_state():
+    model = Net()
+    model.eval()
+    with pytest.raises(TypeError, match=r"Argument 0 holds nnx references \(Net\), and what loss_fn writes to them"):
+        plain_value_and_grad(loss_of)(model, X)
+    with pytest.raises(TypeError, match="Argument 0 holds nnx references"):
+        plain_value_and_grad(lambda tree: loss_of(tree["model"], X))({"model": model, "w": X})
+    with pytest.raises(TypeError, match="Argument 0 holds nnx references"):
+        plain_value_and_grad(lambda kernel: jnp.sum(kernel[...]))(model.inner.kernel)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    _, gradients = plain_value_and_grad(lambda params: loss_of(nnx.merge(graphdef, params, rest), X))(params)
+    expected = nnx.grad(loss_of)(model, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), gradients, expected)
+
+
+def test_a_bound_method_is_refused():
+    with pytest.raises(TypeError, match=r"take the model as an argument, but got the bound method Net\.loss"):
+        value_and_grad(Net().loss)

@@ -1,0 +1,200 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    all_finite,
+    fusion_barrier,
+    get_loss_scale,
+    scale_tree,
+    select_tree,
+    unscale_tree,
+)
+
+FINITE, NOT = jnp.array(True), jnp.array(False)
+
+
+def scales_after(loss_scale, flags):
+    values = []
+    for flag in flags:
+        loss_scale = loss_scale.adjust(jnp.array(flag))
+        values.append(float(loss_scale.loss_scale))
+    return values
+
+
+def test_no_op_returns_its_tree_and_has_no_leaves():
+    tree = {"a": jnp.ones(2)}
+    none = NoOpLossScale()
+    assert none.scale(tree) is tree
+    assert none.unscale(tree) is tree
+    assert none.adjust(NOT) is none
+    assert none.loss_scale == 1
+    assert jax.tree.leaves(none) == []
+
+
+def test_static_scales_in_float32_and_has_no_leaves():
+    static = StaticLossScale(2.0**15)
+    assert jax.tree.leaves(static) == []
+    scaled = static.scale({"a": jnp.float16(4.0), "n": jnp.int32(3), "k": jax.random.key(0)})
+    assert scaled["a"].dtype == jnp.float32
+    assert scaled["a"] == 2.0**17  # float16 ends at 65504
+    assert scaled["n"] == 3
+    assert static.unscale(scaled)["a"] == 4.0
+    assert static.adjust(NOT) is static
+
+
+def test_a_static_scale_takes_an_array_as_a_number():
+    assert StaticLossScale(jnp.float32(8)).loss_scale == 8.0
+    assert hash(StaticLossScale(np.float32(8))) == hash(StaticLossScale(8))
+
+
+def test_unscaling_divides_so_that_no_scale_is_rounded_or_flushed():
+    thirds = jnp.float32(3) * jnp.arange(1.0, 100.0, dtype=jnp.float32)
+    np.testing.assert_array_equal(unscale_tree(thirds, 3), np.arange(1.0, 100.0, dtype=np.float32))
+    assert unscale_tree(jnp.float32(2.0**127), 2.0**127) == 1.0
+
+
+def test_scaling_keeps_complex_and_wide_dtypes():
+    assert scale_tree(jnp.complex64(1 + 1j), 2).dtype == jnp.complex64
+    assert scale_tree(jnp.bfloat16(1), 2).dtype == jnp.float32
+    assert scale_tree(1.5, 2) == 3.0
+
+
+def test_the_scale_grows_on_the_period_th_finite_step_and_falls_at_once():
+    start = DynamicLossScale(16.0, period=3, factor=2)
+    assert scales_after(start, [True] * 7) == [16, 16, 32, 32, 32, 64, 64]
+    assert scales_after(start, [True, True, False, True, True, True]) == [16, 16, 8, 8, 8, 16]
+
+
+def test_the_scale_never_falls_below_its_minimum_nor_to_zero():
+    assert scales_after(DynamicLossScale(4.0, min_loss_scale=2.0), [False] * 3) == [2, 2, 2]
+    assert scales_after(DynamicLossScale(2.0**-120, min_loss_scale=0.0), [False] * 10)[-1] == 2.0**-126
+
+
+def test_growth_beyond_the_maximum_or_float32_is_left_out():
+    assert scales_after(DynamicLossScale(8.0, period=1, max_loss_scale=16.0), [True] * 3) == [16, 16, 16]
+    assert scales_after(DynamicLossScale(2.0**127, period=1), [True] * 2) == [2.0**127] * 2
+
+
+def test_hysteresis_spends_its_patience_and_a_growth_interval_fills_it_up():
+    start = DynamicLossScale(64.0, period=2, hysteresis=2)
+    assert len(jax.tree.leaves(start)) == 3
+    assert scales_after(start, [False, False, False]) == [64, 32, 16]
+    assert scales_after(start, [False, True, False]) == [64, 64, 32]
+    assert scales_after(start, [False, True, True, False, False]) == [64, 64, 128, 128, 64]
+
+
+def test_no_field_is_lost_in_jit_or_a_tree_round_trip():
+    start = DynamicLossScale(
+        256.0, period=7, factor=4, min_loss_scale=128.0, max_loss_scale=2.0**20, hysteresis=1
+    )
+    assert [leaf.dtype for leaf in jax.tree.leaves(start)] == [jnp.float32, jnp.int32]
+    for made in (jax.tree.map(lambda x: x, start), jax.jit(lambda s: s)(start)):
+        assert (made.period, made.factor, made.min_loss_scale, made.max_loss_scale) == (7, 4, 128.0, 2.0**20)
+    assert jax.jit(lambda s: s.adjust(NOT))(start).loss_scale == 128.0  # jmp: 64, then 1
+
+
+def test_leaves_keep_their_types_in_a_scan():
+    start = DynamicLossScale(2.0**10, period=2, hysteresis=3)
+    end, history = jax.lax.scan(
+        lambda s, finite: (s.adjust(finite), s.loss_scale), start, jnp.array([True, True, False, True])
+    )
+    assert [leaf.dtype for leaf in jax.tree.leaves(end)] == [jnp.float32, jnp.int32, jnp.int32]
+    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(end))
+    np.testing.assert_array_equal(history, [1024, 1024, 2048, 2048])
+
+
+def test_leaf_paths_have_names():
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(DynamicLossScale())]
+    assert paths == [".loss_scale", ".counter"]
+
+
+def test_it_works_under_vmap():
+    states = jax.vmap(lambda s: DynamicLossScale(s, period=1))(jnp.array([2.0, 4.0]))
+    adjusted = jax.vmap(lambda s, f: s.adjust(f))(states, jnp.array([True, False]))
+    np.testing.assert_array_equal(adjusted.loss_scale, [4.0, 2.0])
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 1e39])
+def test_a_scale_that_is_not_positive_is_refused_where_it_is_used(scale):
+    made = StaticLossScale(scale)
+    for use in (made.scale, made.unscale):
+        with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got"):
+            use(jnp.ones(2))
+    with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got"):
+        get_loss_scale(made)
+    with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got"):
+        DynamicLossScale(np.float32(-1)).scale(jnp.ones(2))
+
+
+def test_bad_settings_are_refused_by_name():
+    with pytest.raises(ValueError, match="period should be a whole number of at least 1, but got 0"):
+        DynamicLossScale(period=0)
+    with pytest.raises(ValueError, match="hysteresis should be a whole number of at least 1, but got 1.5"):
+        DynamicLossScale(hysteresis=1.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="factor should be finite and above 1, but got 1"):
+        DynamicLossScale(factor=1)
+    with pytest.raises(ValueError, match="min_loss_scale should lie between 0 and max_loss_scale, but got .*=4.0"):
+        DynamicLossScale(min_loss_scale=8.0, max_loss_scale=4.0)
+    with pytest.raises(TypeError, match="min_loss_scale should be a concrete number, but got the traced ~?float32"):
+        jax.jit(lambda x: DynamicLossScale(min_loss_scale=x))(1.0)
+    with pytest.raises(ValueError, match=r"grads_finite should be a boolean scalar, but got shape \(1,\)"):
+        DynamicLossScale().adjust(jnp.ones(1))
+
+
+def test_integers_are_warned_about_in_jmps_words():
+    with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32"):
+        made = DynamicLossScale(jnp.int32(4))
+    assert made.loss_scale.dtype == jnp.float32
+    with pytest.warns(UserWarning, match="Expected floating type for min_loss_scale, got int32"):
+        made = DynamicLossScale(min_loss_scale=jnp.int32(1))
+    assert made.min_loss_scale == 1.0
+
+
+def test_get_loss_scale_reads_every_way_of_saying_it():
+    assert get_loss_scale(None) == NoOpLossScale()
+    assert isinstance(get_loss_scale("dynamic"), DynamicLossScale)
+    assert get_loss_scale(8) == get_loss_scale(jnp.float32(8)) == StaticLossScale(8)
+    kept = DynamicLossScale()
+    assert get_loss_scale(kept) is kept
+    with pytest.raises(ValueError, match="loss_scale should be None, 'dynamic', a number or a loss scale, but got 'd'"):
+        get_loss_scale("d")
+    with pytest.raises(TypeError, match="loss_scale should be None, 'dynamic', a concrete number or a loss scale, but"):
+        get_loss_scale(object())
+
+    class Foreign:
+        adjust = loss_scale = None
+
+    with pytest.raises(TypeError, match="should be one of policy's loss scales, but got .*Foreign: make the class"):
+        get_loss_scale(Foreign())
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_all_finite_sees_every_leaf(bad, dtype):
+    tree = {"a": jnp.ones((2, 3), dtype), "b": jnp.ones(4, dtype), "n": jnp.arange(3), "k": jax.random.key(0)}
+    assert all_finite(tree)
+    for name in "ab":
+        assert not all_finite({**tree, name: tree[name].at[-1].set(bad)})
+    assert all_finite(None)
+    assert all_finite({"n": jnp.arange(3)})
+
+
+def test_select_tree_gates_and_refuses_what_is_no_boolean_scalar():
+    a, b = {"x": jnp.ones(2), "n": jnp.int32(1)}, {"x": jnp.zeros(2), "n": jnp.int32(0)}
+    for flag, chosen in ((FINITE, a), (NOT, b)):
+        picked = jax.jit(select_tree)(flag, a, b)
+        jax.tree.map(np.testing.assert_array_equal, picked, chosen)
+    assert select_tree(FINITE, None, None) is None
+    for pred in (jnp.ones(1, bool), jnp.float32(1)):
+        with pytest.raises(AssertionError, match="expected boolean scalar for pred, but got"):
+            select_tree(pred, a, b)
+
+
+def test_the_fusion_barrier_keeps_the_flag():
+    assert fusion_barrier(FINITE) and not fusion_barrier(NOT)
+    np.testing.assert_array_equal(jax.vmap(fusion_barrier)(jnp.array([True, False])), [True, False])
