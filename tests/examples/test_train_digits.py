@@ -1,0 +1,110 @@
+"""The main job, on a handful of images: it trains in both wings, reports and plots; bad arguments are one line."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def job():
+    spec = importlib.util.spec_from_file_location("train_digits", ROOT / "examples/train_digits.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_digits"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["train_digits"]
+
+
+@pytest.fixture
+def few_images(job, monkeypatch):
+    data = job.load()
+    few = job.Digits(data.train_images[:128], data.train_labels[:128], data.test_images[:32], data.test_labels[:32])
+    monkeypatch.setattr(job, "load", lambda: few)
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_the_main_job_trains_reports_and_plots(job, few_images, wing, tmp_path, capsys):
+    path = tmp_path / "curves" / "loss.png"
+    arguments = [
+        "--wing",
+        wing,
+        "--policy",
+        "mixed_float16",
+        "--rule",
+        "head=f32",
+        "--epochs",
+        "2",
+        "--plot",
+        str(path),
+    ]
+    (result,) = job.main(arguments)
+    assert len(result.losses) == 4 and np.isfinite(result.losses).all()
+    assert 0 <= result.accuracy <= 1 and result.skipped == 0
+    assert 2 * result.parameter_bytes <= result.optimizer_bytes  # adam's two moments
+    printed = capsys.readouterr()
+    header = printed.out.splitlines()[0]
+    for column in (
+        "policy",
+        "test accuracy",
+        "final loss",
+        "params",
+        "optimizer",
+        "saved activations",
+        "skipped steps",
+    ):
+        assert column in header
+    assert "mixed_float16" in printed.out and "100%" in printed.err  # the table, and the bar
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_half_precision_halves_what_backward_keeps(job):
+    import jax
+    import jax.numpy as jnp
+
+    from policy import use_policy
+
+    model = job.LinenResNet(4)
+    images = jnp.zeros((2, 8, 8, 1))
+    saved = {}
+    for policy in ("float32", "mixed_bfloat16"):
+        with use_policy(policy):
+            variables = jax.eval_shape(lambda: model.init(jax.random.key(0), images, False))
+
+            def loss_fn(params, batch, variables=variables):
+                stats = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables["batch_stats"])
+                return model.apply({"params": params, "batch_stats": stats}, batch, False).sum()
+
+            saved[policy] = job.saved_bytes(loss_fn, variables["params"], images)
+    assert 0 < saved["mixed_bfloat16"] < 0.8 * saved["float32"]
+
+
+def test_a_rule_divides_at_the_first_equals_sign(job):
+    rules = job.parse_rules(["block_.*=p=f32,c=bf16,o=f32", "head=f32"])
+    assert [pattern for pattern, _ in rules] == ["block_.*", "head"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rule", "head"], "train_digits: --rule head: it should be PATH=TEXT, such as head=f32."),
+        (["--policy", "f33"], "train_digits: Unknown dtype 'f33'"),
+        (["--rule", "head=f33"], "train_digits: Rule 'head': Unknown dtype 'f33'"),
+    ],
+)
+def test_a_bad_argument_is_one_line(job, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        job.main(arguments)
+    assert str(stopped.value).startswith(message)
+    assert "\n" not in str(stopped.value)
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_a_rule_that_matches_nothing_lists_the_layers(job, few_images, wing, tmp_path):
+    with pytest.raises(ValueError, match=r"Rule 'haed' matched no module. Modules seen: .*head"):
+        job.main(["--wing", wing, "--rule", "haed=f32", "--epochs", "1", "--plot", str(tmp_path / "p.png")])
