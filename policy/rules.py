@@ -15,9 +15,9 @@ Pattern = str | type
 def layer_class(cls: type) -> type:
     """The class that a class pattern stands for: a layer of ours stands for the framework's layer of the same name.
 
-    A layer says so with an attribute of its own, `upstream_class`; a subclass does not inherit the saying.
+    A layer says so with an attribute of its own, `_upstream_class`; a subclass does not inherit the saying.
     """
-    return cls.__dict__.get("upstream_class", cls)
+    return cls.__dict__.get("_upstream_class", cls)
 
 
 def _name(pattern: Pattern) -> str:

@@ -33,11 +33,11 @@ class _ModuleMeta(type):
     """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks survive a port."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        upstream = cls.__dict__.get("upstream_class")
+        upstream = cls.__dict__.get("_upstream_class")
         return super().__instancecheck__(instance) if upstream is None else isinstance(instance, upstream)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        upstream = cls.__dict__.get("upstream_class")
+        upstream = cls.__dict__.get("_upstream_class")
         return super().__subclasscheck__(subclass) if upstream is None else issubclass(subclass, upstream)
 
 
@@ -61,7 +61,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     dtype_policy: DtypePolicy = dataclasses.field(default=None, kw_only=True)
 
     keep_inputs: ClassVar[tuple[str, ...]] = ()
-    upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
+    _upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         if cls.__module__.startswith("mpmodules.linen."):
             for base in cls.__bases__:
                 if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
-                    cls.upstream_class = base
+                    cls._upstream_class = base
                     LAYER_OF[base] = cls
         _install_boundaries(cls)
 

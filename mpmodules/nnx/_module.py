@@ -39,7 +39,7 @@ _building = _Building()
 class ModuleMeta(type(flax_nnx.Module)):
     """Builds a module under its policy, and stands for Flax's class of that name in ``isinstance``."""
 
-    upstream_class: type
+    _upstream_class: type
 
     def __call__(cls, *args: Any, dtype_policy: Policy | str | None = None, **kwargs: Any) -> Any:
         own = _own_policy(cls, dtype_policy)
@@ -83,13 +83,13 @@ class ModuleMeta(type(flax_nnx.Module)):
     def __instancecheck__(cls, instance: Any) -> bool:
         return (
             cls.__subclasscheck__(type(instance))
-            if "upstream_class" in cls.__dict__
+            if "_upstream_class" in cls.__dict__
             else super().__instancecheck__(instance)
         )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if "upstream_class" in cls.__dict__:  # asked of the MRO: Flax's own check asks all its subclasses, us included
-            return cls.__dict__["upstream_class"] in subclass.__mro__
+        if "_upstream_class" in cls.__dict__:  # asked of the MRO: Flax's own check asks all its subclasses, us included
+            return cls.__dict__["_upstream_class"] in subclass.__mro__
         return super().__subclasscheck__(subclass)
 
 
@@ -122,7 +122,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
-    upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
+    _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
 
     _policy_source = None  # "argument" or "rule" where the module carries a policy itself, None where it inherits
     _is_layer = False  # a bare layer is a boundary only by a policy of its own
@@ -132,7 +132,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
         if cls.__module__.startswith("mpmodules.nnx."):
             for base in cls.__bases__:
                 if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
-                    cls.upstream_class = base
+                    cls._upstream_class = base
                     LAYER_OF[base] = cls
                     if hasattr(cls, "_construct"):
                         cls.__init__ = _with_policy_dtypes(base.__init__)

@@ -15,7 +15,7 @@ class Layer:
 
 
 class OurLayer(Layer):
-    upstream_class = Layer
+    _upstream_class = Layer
 
 
 class UsersLayer(OurLayer):
