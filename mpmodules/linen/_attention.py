@@ -13,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
 from mpmodules.linen._layer import declared_field
-from mpmodules.linen._module import Module, dtype_fields, fields_set
+from mpmodules.linen._module import Module, declared_dtypes, dtype_fields, fields_set
 from mpmodules.linen._port import layers_inside
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -149,7 +149,8 @@ class Attention(Module):
         fields = self._policy_fields(effective.policy, None, method.__name__)
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
-        with fields_set(self, fields), layers_inside(effective.policy):
+        declared = declared_dtypes(self)
+        with fields_set(self, fields), layers_inside(effective.policy, declared):
             return method(self, *args, **kwargs)
 
 

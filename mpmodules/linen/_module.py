@@ -221,6 +221,8 @@ def _install_boundaries(cls: Any) -> None:
         method = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or hasattr(method, "nowrap"):
             continue
+        if method is inspect.getattr_static(flax_nn.Module, name, None):
+            continue  # a wrapped copy here would come before the layer's own in the order of inheritance
         mark = method.__dict__.get("_policy_boundary")
         if mark is method:
             continue

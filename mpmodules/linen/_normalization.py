@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
+import jax
 import jax.numpy as jnp
 
 from mpmodules import functional
@@ -46,7 +47,8 @@ class Normalization(Layer):
         policy = effective.policy
         x = args[0] if args else kwargs.get("x")
         if policy is None or effective.dtype is not None or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            return super()._call_layer(effective, crosses, method, args, kwargs)
+            with jax.numpy_dtype_promotion("standard"):  # Flax's own arithmetic mixes dtypes where the input is half
+                return super()._call_layer(effective, crosses, method, args, kwargs)
         output_dtype = policy.output_dtype if crosses else policy.compute_dtype
         fields = self._policy_fields(policy, output_dtype, method.__name__)
         x = cast_array(jnp.asarray(x), policy.reduction_dtype)

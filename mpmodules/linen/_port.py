@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import flax.linen as flax_nn
@@ -15,7 +15,7 @@ import flax.linen as flax_nn
 from mpmodules.linen._module import ADOPTED_IN_SETUP, LAYER_OF, NOT_BOUNDARIES, is_upstream, obeys_policies, run_method, run_setup
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
-from policy.scope import RulesLike, Scope, enter, require_usable
+from policy.scope import RulesLike, Scope, current_scope, enter, require_usable
 
 M = TypeVar("M", bound=flax_nn.Module)
 
@@ -32,22 +32,26 @@ def adopting_class(cls: type) -> type | None:
     return None
 
 
-def _adopt(module: Any, cls: type, keep_explicit: bool) -> None:
-    """Turns an instance of Flax's layer into ours, its dtype fields unset: the policy decides."""
+def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
+    """Turns an instance of Flax's layer into ours, its dtype fields unset but for those in `keep`: the policy decides."""
     namespace = module.__dict__
-    if not keep_explicit:
-        namespace["dtype"] = None
-    namespace["param_dtype"] = None  # an explicit one can't be told from Flax's default
+    for name in {"dtype", "param_dtype"} - set(keep):
+        namespace[name] = None
     if namespace.get("use_fast_variance") is True:
         namespace["use_fast_variance"] = None  # nor can this one
     object.__setattr__(module, "__class__", cls)
 
 
 class _Adopter:
-    """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey policies."""
+    """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey policies.
 
-    def __init__(self, *, keep_explicit: bool, composites: bool):
-        self.keep_explicit = keep_explicit
+    Args:
+      keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
+      composites: whether modules that are no layers are boundaries too.
+    """
+
+    def __init__(self, *, keep: Collection[str], composites: bool):
+        self.keep = keep
         self.composites = composites
 
     def __call__(
@@ -58,7 +62,7 @@ class _Adopter:
             return next_fun(*args, **kwargs)
         ours = None if obeys_policies(module) else adopting_class(type(module))
         if ours is not None:
-            _adopt(module, ours, self.keep_explicit)
+            _adopt(module, ours, self.keep)
             if name == "setup":
                 module.__dict__[ADOPTED_IN_SETUP] = True
                 return run_setup(module, lambda: next_fun(*args, **kwargs))
@@ -75,11 +79,18 @@ class _Adopter:
         return run_method(module, method, args, kwargs, own_body=own_body)
 
 
-def layers_inside(policy: Policy | None) -> contextlib.AbstractContextManager[Any]:
-    """While a layer of ours runs Flax's code: the Flax layers that this code creates obey policies and rules too."""
-    if policy is None:
+def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """While a layer of ours runs Flax's code: the Flax layers that this code creates obey policies and rules too.
+
+    Args:
+      policy: what the layer of ours obeys. Where it is None, rules may still reach the layers inside.
+      declared: the dtype arguments that the layer of ours was given; with no policy, its layers inherit them.
+    """
+    if policy is None and not current_scope().rules:
         return contextlib.nullcontext()
-    return flax_nn.intercept_methods(_Adopter(keep_explicit=False, composites=False))
+    names = ("dtype", "param_dtype")
+    given = [] if policy is not None else [name for name in names if declared.get(name) is not None]
+    return flax_nn.intercept_methods(_Adopter(keep=given, composites=False))
 
 
 class _Entered(threading.local):
@@ -141,7 +152,8 @@ def _rebuild(base: type, policy: Policy, rules: PolicyRules | None, keep_explici
 @functools.cache
 def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_explicit: bool) -> Any:
     """The subclass of `base` whose public methods enter the scope and the adopter."""
-    interceptor = _Adopter(keep_explicit=keep_explicit, composites=True)
+    # An explicit param_dtype can't be told from Flax's default.
+    interceptor = _Adopter(keep=["dtype"] if keep_explicit else [], composites=True)
     scope = Scope(policy, rules)
     flax_methods = frozenset(dir(flax_nn.Module)) - {"__call__"}
     fields = {field.name for field in dataclasses.fields(base)}
