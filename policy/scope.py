@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from policy._compat import set_global
 from policy.casting import require_available
 from policy.policy import Policy, get_policy
 from policy.rules import Pattern, PolicyRules
@@ -76,7 +77,7 @@ def require_usable(policy: Policy) -> Policy:
     return policy
 
 
-class use_policy(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
+class use_policy(contextlib.ContextDecorator):
     """``with use_policy("mixed_bfloat16"):`` puts a policy, and rules, in force for a block. Also a decorator.
 
     linen modules obey the policy in force where they are called, nnx modules the one in force where they were built.
@@ -117,4 +118,4 @@ def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> N
       ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is disabled.
     """
     policy, rules = _checked(policy, rules)
-    _context.set_global(Scope(policy, rules))
+    set_global(_context, Scope(policy, rules))
