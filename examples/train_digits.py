@@ -44,7 +44,7 @@ except ImportError as error:
     sys.exit(f"{error}. This example needs: pip install scikit-learn matplotlib tqdm")
 
 matplotlib.use("Agg")  # before pyplot: no display is needed
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 COMPARED = ("float32", "mixed_bfloat16", "mixed_float16")
 
