@@ -55,10 +55,10 @@ class StaticLossScale:
     """Scales and unscales by a fixed number. A pytree without leaves.
 
     Args:
-      loss_scale: a concrete number. One that is not positive is refused where it is used.
+      loss_scale: a concrete number; an array becomes a Python one. One that is not positive is refused where used.
     """
 
-    loss_scale: float
+    loss_scale: ArrayLike
 
     def __post_init__(self):
         if not isinstance(self.loss_scale, (int, float)):

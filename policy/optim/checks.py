@@ -66,10 +66,13 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         for (path, p), g in zip(
             jax.tree_util.tree_leaves_with_path(params), map(_array, jax.tree.leaves(gradients)), strict=True
         )
-        if not is_overwritten(path) and (g.shape != jnp.shape(p) or not is_inexact(g))
+        if not is_overwritten(path) and not (g.shape == p.shape and is_inexact(g) and _is_complex(g) <= _is_complex(p))
     ]
     if wrong:
-        raise ValueError(f"gradients should be floating, of the shapes of the params, but {shortened(wrong)}.")
+        raise ValueError(
+            f"gradients should be floating (complex for complex params only), of the params' shapes, but "
+            f"{shortened(wrong)}."
+        )
 
 
 def check_number(name: str, value: Any) -> float:
@@ -84,6 +87,10 @@ def is_transform(tx: Any) -> bool:
     return isinstance(tx, optax.GradientTransformation) or (
         callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
     )
+
+
+def _is_complex(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _array(x: Any) -> Any:

@@ -90,6 +90,9 @@ def mixed_precision(
 class MixedPrecision(optax.GradientTransformationExtraArgs):
     """What `mixed_precision` returns: an optax transform whose parts can be read."""
 
+    init: Callable[[Any], MixedPrecisionState]  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: Callable[..., tuple[Any, MixedPrecisionState]]  # pyright: ignore[reportIncompatibleVariableOverride]
+
     __slots__ = ()
 
     @property
@@ -250,9 +253,8 @@ class Recipe:
 
 
 def _true_gradients(gradients: Any, scale: ArrayLike, params: Any) -> Any:
-    """Unscaled, in float32 or in what its param is wider in."""
-    true = unscale_tree(gradients, scale)
-    return jax.tree.map(lambda g, p: g.astype(jnp.promote_types(g.dtype, working_dtype(p.dtype))), true, params)
+    """Unscaled, in float32, or in the dtype of a param that is wider."""
+    return jax.tree.map(lambda g, p: g.astype(working_dtype(p.dtype)), unscale_tree(gradients, scale), params)
 
 
 def _rounded(params: Any, wide: Any, updates: Any) -> Any:

@@ -82,7 +82,7 @@ def test_aux_is_left_alone_whatever_it_holds():
         return w.astype(jnp.float32).sum(), {"half": w.astype(jnp.float16) * jnp.float16(2), "name": "text", "n": 3}
 
     for w in (W, W.astype(jnp.bfloat16)):
-        (value, aux), gradient = value_and_grad(loss, has_aux=True, loss_scale=2.0**15)(w)
+        (_, aux), gradient = value_and_grad(loss, has_aux=True, loss_scale=2.0**15)(w)
         assert aux["name"] == "text"
         assert aux["n"] == 3
         assert aux["half"].dtype == jnp.float16

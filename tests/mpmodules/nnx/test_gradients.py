@@ -46,7 +46,8 @@ def test_gradients_and_updates_equal_flaxs():
     for a, b in zip(leaves(nnx.state(ours, nnx.BatchStat)), leaves(nnx.state(theirs, nnx.BatchStat)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert ours.norm.mean[...].any()  # moved, and still there
-    assert ours.dropout.rngs.count[...] == theirs.dropout.rngs.count[...] > 0
+    counts = [model.dropout.rngs.count[...] for model in (ours, theirs) if model.dropout.rngs is not None]
+    assert counts[0] == counts[1] > 0
 
 
 def test_compute_gradients_are_still_scaled_and_rounded():
@@ -94,10 +95,8 @@ def test_nnx_optimizer_trains_skips_and_moves_its_scale(param_dtype):
             optimizer.update(model, gradients)
         return value
 
-    first = step(model, optimizer, X)
-    for _ in range(9):
-        last = step(model, optimizer, X)
-    assert last < first
+    losses = [step(model, optimizer, X) for _ in range(10)]
+    assert losses[-1] < losses[0]
     assert finite_of(optimizer)
     assert loss_scale_of(optimizer.opt_state).loss_scale == 2.0**15
     assert model.inner.kernel[...].dtype == param_dtype
