@@ -110,7 +110,7 @@ def test_the_adamw_master_trajectory_equals_plain_float32_optax_bit_for_bit(dtyp
 def test_a_hundred_steps_of_a_thousandth_move_a_bfloat16_weight_that_has_a_master(master_weights, expected):
     params = jnp.ones(4, jnp.bfloat16)
     tx = mixed_precision(optax.sgd(1e-3), "bfloat16", master_weights=master_weights)
-    step = lambda carry, _: (apply_gradients(tx, *carry, jnp.ones(4))[:2], None)  # noqa: E731
+    step = lambda carry, _: (apply_gradients(tx, carry[0], carry[1], jnp.ones(4))[:2], None)  # noqa: E731
     (end, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=100)
     np.testing.assert_allclose(end.astype(jnp.float32), expected, rtol=2.0**-8)  # half an ulp
 

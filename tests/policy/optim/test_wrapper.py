@@ -245,6 +245,30 @@ def test_named_axes_agree_on_the_flag_and_share_the_norm():
     assert not new["w"].any()
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map_the_flag_is_agreed_and_the_norm_summed_where_leaves_differ(check_vma):
+    devices = np.array(jax.devices())
+    mesh = jax.sharding.Mesh(devices, ("i",))
+    everywhere, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
+    tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=1.0, axis_name=None if check_vma else "i")
+
+    def step(params, gradients):
+        params, _, finite = apply_gradients(tx, params, tx.init(params), gradients)
+        return params, finite
+
+    in_specs = ({"w": split}, {"w": split})
+    sharded = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=({"w": split}, everywhere), check_vma=check_vma)
+    )
+    count = 4 * len(devices)
+    new, finite = sharded({"w": jnp.zeros(count)}, {"w": jnp.ones(count)})
+    assert finite
+    np.testing.assert_allclose(new["w"], -(count**-0.5), rtol=1e-6)
+    new, finite = sharded({"w": jnp.zeros(count)}, {"w": jnp.ones(count).at[-1].set(jnp.nan)})
+    assert not finite
+    assert not new["w"].any()
+
+
 @pytest.mark.parametrize("dtype", ANY)
 @pytest.mark.parametrize("master_weights", ["auto", None])
 def test_a_first_step_can_be_donated(dtype, master_weights):
