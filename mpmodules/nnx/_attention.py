@@ -131,7 +131,7 @@ class MultiHeadAttention(Module, flax_nnx.MultiHeadAttention):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        policy, kwargs = constructor_dtypes(type(self), upstream_init, policy, source is not None, kwargs)
+        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
         if kwargs.get("attention_fn") in (None, flax_nnx.dot_product_attention):
             kwargs["attention_fn"] = dot_product_attention
         upstream_init(self, *args, **kwargs)

@@ -29,7 +29,7 @@ class Layer(Module):
         kwargs: dict[str, Any],
     ) -> None:
         """Runs Flax's constructor with the policy's dtypes in its arguments, and captures the policy."""
-        policy, kwargs = constructor_dtypes(type(self), upstream_init, policy, source is not None, kwargs)
+        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
         upstream_init(self, *args, **kwargs)
         self._capture(policy, source)
 
@@ -45,9 +45,11 @@ class Layer(Module):
 
 
 def constructor_dtypes(
-    cls: type, upstream_init: Callable[..., None], policy: Policy | None, own: bool, kwargs: dict[str, Any]
+    layer: Any, upstream_init: Callable[..., None], policy: Policy | None, own: bool, kwargs: dict[str, Any]
 ) -> tuple[Policy | None, dict[str, Any]]:
     """A layer's effective policy, and its keyword arguments with the policy's dtypes put in.
+
+    What was given explicitly is noted on the layer: only here can it be told from what the policy says.
 
     A dtype argument that is None counts as not given; with no policy in force a `param_dtype` of None is float32.
     """
@@ -57,8 +59,12 @@ def constructor_dtypes(
     if param_dtype is None:
         kwargs.pop("param_dtype", None)
     effective = with_explicit_dtypes(
-        policy, own=own, dtype=dtype, param_dtype=param_dtype, what=cls.__name__, where=cls.__name__
+        policy, own=own, dtype=dtype, param_dtype=param_dtype, what=type(layer).__name__, where=type(layer).__name__
     )
+    if dtype is not None:
+        layer._explicit_dtype = jnp.dtype(dtype)
+    if param_dtype is not None:
+        layer._explicit_param_dtype = jnp.dtype(param_dtype)
     if effective.policy is not None:
         if "dtype" in accepted and effective.dtype is None:
             kwargs["dtype"] = effective.policy.compute_dtype

@@ -26,11 +26,19 @@ _FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
 LAYER_OF: dict[type, type] = {}
 
 
+@dataclasses.dataclass
+class _Frame:
+    """One construction: whether an argument or a rule gave a policy, or nothing, and whether it is captured yet."""
+
+    source: str | None
+    captured: bool = False
+
+
 class _Building(threading.local):
-    """For each module under construction in this thread: whether an argument or a rule gave it a policy, or nothing."""
+    """The modules under construction in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.sources: list[str | None] = []
+        self.frames: list[_Frame] = []
 
 
 _building = _Building()
@@ -41,8 +49,8 @@ class ModuleMeta(type(flax_nnx.Module)):
 
     _upstream_class: type
 
-    def __call__(cls, *args: Any, dtype_policy: Policy | str | None = None, **kwargs: Any) -> Any:
-        own = _own_policy(cls, dtype_policy)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        own, kwargs = _own_policy(cls, args, kwargs)
         scope = current_scope()
         source = "argument" if own is not None else None
         if scope.rules:
@@ -58,22 +66,24 @@ class ModuleMeta(type(flax_nnx.Module)):
         policy = own if own is not None else scope.policy
         if policy is not None:
             require_usable(policy)
-        _building.sources.append(source)
+        frame = _Frame(source)
+        _building.frames.append(frame)
         try:
             with enter(scope if policy is None else dataclasses.replace(scope, policy=policy)):
                 module = super().__call__(*args, **kwargs)
         finally:
-            _building.sources.pop()
-        if "dtype_policy" not in module.__dict__:
+            _building.frames.pop()
+        if not frame.captured:
             module._capture(policy, source)
-        if source == "argument":
+        if policy is not None and source == "argument":
             _refuse_children_from_outside(module, policy, (args, kwargs))
         return module
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        signature = inspect.signature(cls.__init__)
-        parameters = [p for p in list(signature.parameters.values())[1:] if p.name != "dtype_policy"]
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if any(p.name == "dtype_policy" for p in parameters):
+            return inspect.Signature(parameters)
         added = inspect.Parameter(
             "dtype_policy", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Policy | str | None"
         )
@@ -93,13 +103,23 @@ class ModuleMeta(type(flax_nnx.Module)):
         return super().__subclasscheck__(subclass)
 
 
-def _own_policy(cls: type, dtype_policy: Any) -> Policy | None:
-    if dtype_policy is None:
-        return None
+def _own_policy(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Policy | None, dict[str, Any]]:
+    """The policy given as `dtype_policy=`, and the keyword arguments that go on to ``__init__``.
+
+    An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by position.
+    """
+    signature = inspect.signature(cls.__init__)
+    if "dtype_policy" in signature.parameters:
+        given = signature.bind_partial(None, *args, **kwargs).arguments.get("dtype_policy")
+    else:
+        kwargs = dict(kwargs)
+        given = kwargs.pop("dtype_policy", None)
+    if given is None:
+        return None, kwargs
     try:
-        return get_policy(dtype_policy)
+        return get_policy(given), kwargs
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{cls.__name__}(dtype_policy={dtype_policy!r}): {error}") from None
+        raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
 
 
 class Module(flax_nnx.Module, metaclass=ModuleMeta):
@@ -125,6 +145,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
 
     _policy_source = None  # "argument" or "rule" where the module carries a policy itself, None where it inherits
+    _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
+    _explicit_param_dtype = None
     _is_layer = False  # a bare layer is a boundary only by a policy of its own
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -140,7 +162,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def _capture(self, policy: Policy | None, source: str | None) -> None:
         """Captures the policy, as static attributes."""
-        if policy is not None:
+        if policy is not None or self.dtype_policy is not None:  # an __init__ may have stored its own argument there
             self.dtype_policy = policy
         if source is not None:
             self._policy_source = source
@@ -151,8 +173,9 @@ def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., Non
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        source = _building.sources[-1] if _building.sources else None
-        self._construct(current_scope().policy, source, upstream_init, args, kwargs)
+        frame = _building.frames[-1] if _building.frames else _Frame(None)
+        self._construct(current_scope().policy, frame.source, upstream_init, args, kwargs)
+        frame.captured = True
 
     return __init__
 
@@ -162,7 +185,7 @@ def obeys_policies(module: Any) -> bool:
     return hasattr(type(module), "_policy_source")
 
 
-def _refuse_children_from_outside(module: Any, policy: Policy | None, arguments: Any) -> None:
+def _refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
     """A policy given to a container can't reach children that were built before it."""
     given = [x for x in jax.tree.leaves(arguments, is_leaf=is_reference) if isinstance(x, flax_nnx.Module)]
     strangers = sorted(
@@ -170,9 +193,7 @@ def _refuse_children_from_outside(module: Any, policy: Policy | None, arguments:
             type(child).__name__
             for outside in given
             for _, child in flax_nnx.iter_modules(outside)
-            if (hasattr(child, "param_dtype") or obeys_policies(child))
-            and getattr(child, "_policy_source", None) is None
-            and getattr(child, "dtype_policy", None) != policy
+            if (hasattr(child, "param_dtype") or obeys_policies(child)) and not _follows(child, policy)
         }
     )
     if strangers:
@@ -181,6 +202,19 @@ def _refuse_children_from_outside(module: Any, policy: Policy | None, arguments:
             "another policy or none, and a parameter's dtype can't follow. Build them inside, or in a use_policy "
             "block, or call mpmodules.nnx.apply_policy(model, policy) on the whole."
         )
+
+
+def _follows(child: Any, policy: Policy) -> bool:
+    """Whether a built module obeys `policy`, its own dtype arguments aside, or carries one of its own."""
+    captured = getattr(child, "dtype_policy", None)
+    if captured is None or child._policy_source is not None:
+        return captured is not None
+    same: dict[str, Any] = {}
+    if child._explicit_dtype is not None:
+        same |= {"compute_dtype": policy.compute_dtype, "output_dtype": policy.output_dtype, "reduction_dtype": None}
+    if child._explicit_param_dtype is not None:
+        same["param_dtype"] = policy.param_dtype
+    return captured.replace(**same) == policy.replace(**{name: value for name, value in same.items() if value is None})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
