@@ -1,0 +1,293 @@
+"""Reductions, and functions around them that half precision breaks: computed in reduction_dtype, returned as they came.
+
+Each one widens its input to reduction_dtype (the policy's in force, else float32; never narrower than the input),
+computes there, and rounds once to `dtype`, by default the input's own. What backward keeps of a half input is that
+input, not a float32 copy: the rest is computed again (`jax.checkpoint`), which XLA fuses into what reads it. In float32
+and wider each one is JAX's own function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from policy.casting import is_floating, require_available
+from policy.scope import current_policy
+
+Axis = int | Sequence[int] | None
+
+
+def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
+    """What a reduction of `arrays` runs in: the policy's reduction_dtype, else float32; never narrower."""
+    policy = current_policy()
+    dtype = jnp.dtype(jnp.float32) if policy is None else require_available(policy.reduction_dtype)
+    return _widest([dtype, *(jnp.result_type(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact))])
+
+
+def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None = None) -> Any:
+    """``function(*arrays)`` with the arrays in reduction_dtype, and its floating results rounded once to `dtype`.
+
+    Args:
+      function: arrays in, a tree of arrays out; pure.
+      *arrays: floating arrays of any shapes; integers are widened too, None is handed on.
+      dtype: of the results; None is the floating dtype that the arrays have in common, float32 for integers.
+    """
+    given = [x for x in arrays if x is not None]
+    wide = reduction_dtype(*given)
+    floating = [jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    out = jnp.dtype(dtype) if dtype is not None else _widest(floating) if floating else wide
+
+    def run(*arrays: Any) -> Any:
+        results = function(*(None if x is None else _as(x, wide) for x in arrays))
+        return jax.tree.map(lambda y: _as(y, out) if jnp.issubdtype(y.dtype, jnp.inexact) else y, results)
+
+    if all(dtype == wide for dtype in floating):
+        return run(*arrays)  # nothing was widened: nothing to keep small
+    return jax.checkpoint(run, prevent_cse=False)(*arrays)
+
+
+def _widest(dtypes: Sequence[Any]) -> np.dtype:
+    with jax.numpy_dtype_promotion("standard"):  # a question about dtypes, not a promotion of anyone's arrays
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
+def _as(x: Any, dtype: DTypeLike) -> jax.Array:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return x
+    return x if x.dtype == dtype and is_floating(x) else x.astype(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Softmax and its relatives
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    initial: Any = None,
+    *,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """exp(x) / sum(exp(x)) over `axis`; `jax.nn.softmax` in reduction_dtype.
+
+    Args:
+      x: floating, any shape.
+      axis: what sums to one.
+      where: False leaves an entry out; it gets 0.
+      initial: taken for the sake of the signature of older versions; not used, as in JAX.
+      dtype: of the result; None is x's.
+
+    Returns:
+      x's shape. Where `where` leaves no entry, 0.
+    """
+    del initial
+    return widely(lambda x: jax.nn.softmax(x, axis, where=where), x, dtype=dtype)
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    initial: Any = None,
+    *,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """x - log(sum(exp(x))) over `axis`; `jax.nn.log_softmax` in reduction_dtype. Arguments as in `softmax`."""
+    del initial
+    return widely(lambda x: jax.nn.log_softmax(x, axis, where=where), x, dtype=dtype)
+
+
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """log(sum(b * exp(x))) over `axis`; `jax.scipy.special.logsumexp` in reduction_dtype.
+
+    Returns:
+      x's shape without `axis` (with it as 1 where `keepdims`), in `dtype` or x's; with `return_sign` a pair with the
+      sign of the sum. An empty axis gives -inf.
+    """
+
+    def run(x: jax.Array, b: jax.Array | None) -> Any:
+        return jax.scipy.special.logsumexp(x, axis, b=b, keepdims=keepdims, return_sign=return_sign, where=where)
+
+    return widely(run, x, b, dtype=dtype)
+
+
+def log_sigmoid(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
+    """-log(1 + exp(-x)), elementwise, in reduction_dtype; `dtype` or x's out."""
+    return widely(jax.nn.log_sigmoid, x, dtype=dtype)
+
+
+def softplus(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
+    """log(1 + exp(x)), elementwise, in reduction_dtype; `dtype` or x's out."""
+    return widely(jax.nn.softplus, x, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics and sums
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mean(
+    x: ArrayLike, axis: Axis = None, *, keepdims: bool = False, where: ArrayLike | None = None, dtype: Any = None
+) -> jax.Array:
+    """The arithmetic mean over `axis`, summed in reduction_dtype; `dtype` or x's out. Integers give reduction_dtype."""
+    return widely(lambda x: jnp.mean(x, axis, keepdims=keepdims, where=where), x, dtype=dtype)
+
+
+def var(
+    x: ArrayLike,
+    axis: Axis = None,
+    *,
+    ddof: int = 0,
+    keepdims: bool = False,
+    where: ArrayLike | None = None,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """The variance over `axis`, in two passes in reduction_dtype; `dtype` or x's out. `ddof` as in NumPy."""
+    return widely(lambda x: jnp.var(x, axis, ddof=ddof, keepdims=keepdims, where=where), x, dtype=dtype)
+
+
+def std(
+    x: ArrayLike,
+    axis: Axis = None,
+    *,
+    ddof: int = 0,
+    keepdims: bool = False,
+    where: ArrayLike | None = None,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """The standard deviation over `axis`, in two passes in reduction_dtype; `dtype` or x's out."""
+    return widely(lambda x: jnp.std(x, axis, ddof=ddof, keepdims=keepdims, where=where), x, dtype=dtype)
+
+
+def standardize(
+    x: ArrayLike,
+    axis: Axis = -1,
+    mean: ArrayLike | None = None,
+    variance: ArrayLike | None = None,
+    epsilon: float = 1e-5,
+    where: ArrayLike | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """(x - mean) / sqrt(variance + epsilon) over `axis`, in reduction_dtype; `dtype` or x's out.
+
+    Unlike `jax.nn.standardize`, whose E[x^2] - E[x]^2 cancels where the mean is large, a variance that is not given is
+    taken in two passes.
+
+    Args:
+      x: floating, any shape.
+      mean, variance: broadcastable to x, or None to take them over `axis`.
+    """
+
+    def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:
+        centre = jnp.mean(x, axis, keepdims=True, where=where) if mean is None else mean
+        centred = x - _expanded(centre, x)
+        if variance is None:
+            spread = jnp.mean(jnp.square(centred), axis, keepdims=True, where=where)
+            if mean is not None:  # the variance about the data's own mean, whatever mean was given
+                spread = jnp.var(x, axis, keepdims=True, where=where)
+        else:
+            spread = variance
+        return centred * jax.lax.rsqrt(_expanded(spread, x) + epsilon)
+
+    return widely(run, x, mean, variance, dtype=dtype)
+
+
+def _expanded(statistic: jax.Array, x: jax.Array) -> jax.Array:
+    """A statistic with leading axes of 1, so that it broadcasts against `x` without rank promotion."""
+    return statistic.reshape((1,) * (x.ndim - statistic.ndim) + statistic.shape)
+
+
+def cumsum(
+    x: ArrayLike, axis: int | None = None, *, reverse: bool = False, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Running sums along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out."""
+
+    def run(x: jax.Array) -> jax.Array:
+        flat, along = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
+        return jax.lax.cumsum(flat, along, reverse=reverse)
+
+    return widely(run, x, dtype=dtype)
+
+
+def cumprod(
+    x: ArrayLike, axis: int | None = None, *, reverse: bool = False, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Running products along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out."""
+
+    def run(x: jax.Array) -> jax.Array:
+        flat, along = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
+        return jax.lax.cumprod(flat, along, reverse=reverse)
+
+    return widely(run, x, dtype=dtype)
+
+
+def segment_sum(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Sums the rows of `data` by segment, in reduction_dtype and without a one-hot matrix; `dtype` or data's out.
+
+    Args:
+      data: (n, ...) floating.
+      segment_ids: (n,) integers; ids outside of [0, num_segments) are left out.
+      num_segments: how many segments there are; needed under jit.
+
+    Returns:
+      (num_segments, ...).
+    """
+
+    def run(data: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(
+            data, jnp.asarray(segment_ids), num_segments, indices_are_sorted=indices_are_sorted,
+            unique_indices=unique_indices,
+        )  # fmt: skip
+
+    return widely(run, data, dtype=dtype)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The l2 norm of all floating and complex arrays of a tree together.
+
+    Squares and sums in reduction_dtype. `optax.global_norm` of 4096 times 300 in float16 is inf; this is 19200.
+
+    Returns:
+      () in reduction_dtype: float32, or wider where the tree is. 0 for an empty tree.
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    wide = reduction_dtype(*leaves)
+    real = jnp.finfo(wide).dtype
+
+    def sum_of_squares(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return jnp.sum(jnp.square(x.real) + jnp.square(x.imag)).astype(real)
+        return jnp.sum(jnp.square(x)).astype(real)
+
+    total = jnp.zeros((), real)
+    for x in leaves:
+        total = total + widely(sum_of_squares, x, dtype=real)
+    nothing = total == 0  # the norm has a corner there; its gradient is taken to be 0
+    return jnp.where(nothing, 0, jnp.sqrt(jnp.where(nothing, 1, total)))

@@ -1,0 +1,157 @@
+"""Losses of half-precision logits, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.special
+
+from policy import losses
+
+HALVES = [jnp.bfloat16, jnp.float16]
+LABELS = np.array([0, 5, 7, 31])
+
+
+def _logits(dtype, offset=0.0):
+    return jnp.asarray(3 * np.random.default_rng(0).normal(size=(4, 32)) + offset, jnp.float32).astype(dtype)
+
+
+def _cross_entropy(logits, targets, z_loss=0.0):
+    normaliser = scipy.special.logsumexp(logits, -1)
+    return -(targets * (logits - normaliser[:, None])).sum(-1) + z_loss * normaliser**2
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_cross_entropy_is_float64_s_to_float32_precision(dtype, z_loss, smoothing):
+    logits = _logits(dtype)
+    targets = (1 - smoothing) * np.eye(32)[LABELS] + smoothing / 32
+    truth = _cross_entropy(np.asarray(logits, np.float64), targets, z_loss)
+    options = {"label_smoothing": smoothing, "z_loss": z_loss}
+    sparse = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), **options)
+    dense = losses.softmax_cross_entropy(logits, jax.nn.one_hot(LABELS, 32, dtype=dtype), **options)
+    for loss in (sparse, dense):
+        assert loss.dtype == jnp.float32
+        np.testing.assert_allclose(loss, truth, rtol=2e-6)
+
+
+def test_a_thousand_equal_logits_cost_their_logarithm():
+    loss = losses.softmax_cross_entropy_with_integer_labels(jnp.zeros((1, 1000), jnp.bfloat16), jnp.zeros(1, int))
+    np.testing.assert_allclose(loss, np.log(1000), rtol=1e-6)  # optax in bfloat16: 6.875
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_gradient_is_softmax_minus_target_rounded_once(dtype):
+    logits = _logits(dtype)
+    gradient = jax.grad(lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.asarray(LABELS)).sum())(
+        logits
+    )
+    truth = scipy.special.softmax(np.asarray(logits, np.float64), -1) - np.eye(32)[LABELS]
+    assert gradient.dtype == dtype
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), truth, rtol=float(jnp.finfo(dtype).eps), atol=1e-7)
+
+
+def test_backward_keeps_the_half_logits_and_no_wider_copy():
+    logits = jax.ShapeDtypeStruct((4, 1000), jnp.bfloat16)
+
+    def saved(logits):
+        return jax.vjp(lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(4, int)), logits)[1]
+
+    kept = [leaf for leaf in jax.tree.leaves(jax.eval_shape(saved, logits)) if leaf.size >= 4000]
+    assert [leaf.dtype for leaf in kept] == [jnp.bfloat16]
+
+
+def test_the_compiled_step_holds_and_moves_no_more_than_optax_s_in_half():
+    logits, labels = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16), jnp.zeros(64, int)
+
+    def compiled(loss):
+        step = jax.value_and_grad(lambda x: loss(x, labels).astype(jnp.float32).mean())
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.jit(step).lower(logits).compile()
+
+    ours = compiled(losses.softmax_cross_entropy_with_integer_labels)
+    optax_s = compiled(optax.softmax_cross_entropy_with_integer_labels)
+    few = 64 * 64  # a few numbers a row
+    assert ours.memory_analysis().temp_size_in_bytes <= optax_s.memory_analysis().temp_size_in_bytes + few
+    assert ours.cost_analysis()["bytes accessed"] <= optax_s.cost_analysis()["bytes accessed"] + few
+
+
+@pytest.mark.parametrize(("dtype", "extreme"), [(jnp.bfloat16, 1e4), (jnp.float16, 6e4)])
+def test_extreme_logits_cost_their_distance(dtype, extreme):
+    logits = jnp.array([[extreme, -extreme]], dtype)
+    loss = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.array([1]))
+    np.testing.assert_allclose(loss, 2 * float(logits[0, 0]), rtol=1e-6)
+    np.testing.assert_allclose(
+        losses.sigmoid_binary_cross_entropy(logits, jnp.array([[0, 1]], dtype)), [[float(logits[0, 0])] * 2], rtol=1e-6
+    )
+
+
+def test_other_axes_and_masked_classes():
+    logits = _logits(jnp.bfloat16)
+    rows = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS))
+    columns = losses.softmax_cross_entropy_with_integer_labels(logits.T, jnp.asarray(LABELS), axis=0)
+    np.testing.assert_allclose(rows, columns, rtol=1e-6)
+    where = (jnp.arange(32) < 8)[None]
+    first = losses.softmax_cross_entropy_with_integer_labels(
+        logits[:3, :8], jnp.asarray(LABELS[:3]), label_smoothing=0.2
+    )
+    masked = losses.softmax_cross_entropy_with_integer_labels(
+        logits[:3], jnp.asarray(LABELS[:3]), where=where, label_smoothing=0.2
+    )
+    np.testing.assert_allclose(masked, first, rtol=1e-6)
+    targets = jax.nn.one_hot(LABELS[:3], 32)
+    dense = losses.softmax_cross_entropy(
+        logits[:3].astype(jnp.float32), targets, where=jnp.broadcast_to(where, (3, 32)), label_smoothing=0.2
+    )
+    np.testing.assert_allclose(dense, first, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_other_losses_are_float64_s(dtype):
+    x, y = _logits(dtype), _logits(dtype, offset=0.5)
+    x64, y64 = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    p = jnp.asarray(scipy.special.softmax(y64, -1), jnp.float32).astype(dtype)
+    p64 = np.asarray(p, np.float64)
+    log_p64 = np.where(p64 > 0, np.log(np.where(p64 > 0, p64, 1)), 0)
+    cosine = (x64 * y64).sum(-1) / np.linalg.norm(x64, axis=-1) / np.linalg.norm(y64, axis=-1)
+    for loss, truth in (
+        (losses.squared_error(x, y), (x64 - y64) ** 2),
+        (losses.squared_error(x), x64**2),
+        (losses.kl_divergence(x, p), (p64 * (log_p64 - x64)).sum(-1)),
+        (losses.kl_divergence_with_log_targets(x, y), (np.exp(y64) * (y64 - x64)).sum(-1)),
+        (losses.cosine_similarity(x, y), cosine),
+        (losses.cosine_distance(x, y), 1 - cosine),
+        (losses.sigmoid_binary_cross_entropy(x, p), np.logaddexp(0, x64) - p64 * x64),
+    ):
+        assert loss.dtype == jnp.float32
+        np.testing.assert_allclose(loss, truth, rtol=2e-5, atol=2e-6)
+
+
+def test_ctc_of_half_logits_is_float32_s():
+    logits = _logits(jnp.bfloat16)[None, :, :6]
+    paddings, labels = jnp.zeros((1, 4)), jnp.array([[1, 2]])
+    ours = losses.ctc_loss(logits, paddings, labels, jnp.zeros((1, 2)))
+    assert ours.dtype == jnp.float32
+    wide = losses.ctc_loss(logits.astype(jnp.float32), paddings, labels, jnp.zeros((1, 2)))
+    np.testing.assert_allclose(ours, wide, rtol=1e-6)
+    assert (
+        jax.grad(lambda x: losses.ctc_loss(x, paddings, labels, jnp.zeros((1, 2))).sum())(logits).dtype == jnp.bfloat16
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"labels": jnp.zeros(4)},
+            "labels should be integers, but got float32; softmax_cross_entropy takes dense ones",
+        ),
+        ({"label_smoothing": 1.0}, r"label_smoothing should be in \[0, 1\), but got 1.0"),
+        ({"z_loss": -1.0}, "z_loss should be at least 0, but got -1.0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        losses.softmax_cross_entropy_with_integer_labels(_logits(jnp.bfloat16), **({"labels": LABELS} | arguments))
