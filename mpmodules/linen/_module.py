@@ -284,8 +284,8 @@ def run_method(
     """
     module.__dict__.pop(ADOPTED_IN_SETUP, None)
     scope = current_scope()
-    with _call_under_way(module, scope, getattr(method, "__name__", "")):
-        effective = effective_policy(module, scope)
+    effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
+    with _call_under_way(module, scope):
         is_layer = getattr(type(module), "_is_layer", False)
         if is_layer:
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
@@ -322,7 +322,7 @@ def _cast_inputs(
 
 
 @contextlib.contextmanager
-def _call_under_way(module: Any, scope: Scope, method_name: str) -> Iterator[None]:
+def _call_under_way(module: Any, scope: Scope) -> Iterator[None]:
     """Notes the call, and after a root's call refuses rules that matched nothing in it."""
     path = module.path
     is_root = not path and _calls.seen is None

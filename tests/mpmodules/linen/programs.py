@@ -1,0 +1,58 @@
+"""Reads programs without running them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One equation of a jaxpr.
+
+    Attributes:
+      name: the primitive's.
+      inputs, outputs: dtype names; "" for what has none.
+      scope: the name stack, its names joined by ``/``.
+      within: the primitives whose bodies it stands in, outermost first.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    scope: str
+    within: tuple[str, ...]
+
+
+def operations(fn: Callable[..., Any], *args: Any) -> list[Operation]:
+    """Every equation of `fn`'s jaxpr, bodies of scans, jits and checkpoints included, in order."""
+    return list(_walk(jax.make_jaxpr(fn)(*args).jaxpr, (), ""))
+
+
+def _walk(jaxpr: Any, within: tuple[str, ...], above: str) -> Iterator[Operation]:
+    for eqn in jaxpr.eqns:
+        scope = "/".join(part for part in (above, str(eqn.source_info.name_stack)) if part)
+        inputs, outputs = (tuple(_dtype(v) for v in vs) for vs in (eqn.invars, eqn.outvars))
+        yield Operation(eqn.primitive.name, inputs, outputs, scope, within)
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _walk(inner, (*within, eqn.primitive.name), scope)
+
+
+def _dtype(variable: Any) -> str:
+    dtype = getattr(variable.aval, "dtype", None)
+    return "" if dtype is None else dtype.name
+
+
+def boundary_casts(ops: list[Operation]) -> list[Operation]:
+    """The casts that boundaries put in, inputs and outputs alike."""
+    return [op for op in ops if op.name == "convert_element_type" and "policy_boundary" in op.scope]
+
+
+def named(ops: list[Operation], *names: str) -> list[Operation]:
+    return [op for op in ops if op.name in names]

@@ -1,0 +1,708 @@
+"""Where a module's inputs are cast to compute_dtype and its outputs to output_dtype, and where they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpmodules import linen as nn
+from policy import Policy, current_policy, use_policy
+from tests.mpmodules.linen.programs import boundary_casts, named, operations
+
+MIXED = Policy("f32", "bf16", "f32")
+X = jnp.ones((2, 4))
+KEY = jax.random.key(0)
+
+
+def noting(seen: list[str], **fields: Any) -> Any:
+    """An identity that notes the dtype it is handed."""
+
+    class Note(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen.append(x.dtype.name)
+            return x
+
+    return Note(**fields)
+
+
+def shapes(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Output shapes and dtypes of a fresh model, without running it."""
+    return jax.eval_shape(lambda: model.init_with_output(KEY, *args, **kwargs)[0])
+
+
+# --- one boundary for the whole model ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    width: int = 4
+    note: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        if self.note is not None:
+            self.note(("in", x.dtype.name))
+        x = nn.relu(nn.Dense(self.width)(x))
+        if self.note is not None:
+            self.note(("out", x.dtype.name))
+        return x
+
+
+class Net(nn.Module):
+    note: Any = None
+    inner_policy: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = Block(note=self.note)(x)
+        x = Block(note=self.note, dtype_policy=self.inner_policy)(x)
+        x = Block(note=self.note)(x)
+        return nn.Dense(3)(x)
+
+
+def test_activations_are_in_compute_dtype_between_layers_and_logits_in_output_dtype():
+    seen: list[Any] = []
+    assert shapes(Net(note=seen.append, dtype_policy=MIXED), X).dtype == jnp.float32
+    assert {dtype for _, dtype in seen} == {"bfloat16"}
+
+
+def test_a_scope_gives_the_same_boundary_as_a_policy_of_the_models_own():
+    model = Net()
+    variables = model.init(KEY, X)
+    own = jax.jit(Net(dtype_policy=MIXED).apply).lower(variables, X).as_text()
+    with use_policy(MIXED):
+        assert jax.jit(model.apply).lower(variables, X).as_text() == own
+
+
+def test_the_model_has_one_cast_in_and_one_cast_out():
+    model = Net(dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    casts = boundary_casts(operations(model.apply, variables, X))
+    assert [(op.inputs, op.outputs) for op in casts] == [
+        (("float32",), ("bfloat16",)),
+        (("bfloat16",), ("float32",)),
+    ]
+
+
+def test_a_float32_submodule_runs_in_float32_and_hands_on_its_output_dtype():
+    seen: list[Any] = []
+    out = shapes(Net(note=seen.append, inner_policy="f32", dtype_policy=MIXED), X)
+    assert out.dtype == jnp.float32
+    # the third block stands in the model's own policy, so that float32 reaches it and its first layer narrows
+    assert seen == [
+        ("in", "bfloat16"), ("out", "bfloat16"),
+        ("in", "float32"), ("out", "float32"),
+        ("in", "float32"), ("out", "bfloat16"),
+    ]  # fmt: skip
+
+
+def test_a_nested_module_with_an_equal_policy_is_no_boundary():
+    seen: list[Any] = []
+    model = Net(note=seen.append, inner_policy="params=float32,compute=bfloat16,output=float32", dtype_policy="mixed_bfloat16")
+    variables = model.init(KEY, X)
+    assert len(boundary_casts(operations(model.apply, variables, X))) == 2
+    assert {dtype for _, dtype in seen} == {"bfloat16"}
+
+
+def test_current_policy_in_a_module_is_the_one_that_it_obeys():
+    seen = []
+
+    class Asks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen.append(current_policy())
+            return x
+
+    shapes(nn.Sequential([Asks(), Asks(dtype_policy="f16"), Asks()], dtype_policy=MIXED), X)
+    assert [str(policy) for policy in seen] == [str(MIXED), "params=float16,compute=float16,output=float16", str(MIXED)]
+    assert current_policy() is None
+
+
+def test_a_module_stays_under_its_policy_whatever_its_body_raises():
+    class Fails(nn.Module):
+        def __call__(self, x):
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        shapes(Fails(dtype_policy=MIXED), X)
+    assert current_policy() is None
+    assert shapes(noting([], dtype_policy=MIXED), X).dtype == jnp.float32
+
+
+# --- styles ------------------------------------------------------------------------------------------------------------
+
+
+def setup_style():
+    class Model(nn.Module):
+        def setup(self):
+            self.first = Block()
+            self.second = nn.Dense(3)
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    return Model
+
+
+def shared():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = Block()
+            return block(block(x))
+
+    return Model
+
+
+def nested():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Block()(x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Inner()(Inner()(x))
+
+    return Model
+
+
+def passed_as_field():
+    class Holder(nn.Module):
+        block: Any
+
+        @nn.compact
+        def __call__(self, x):
+            return self.block(x)
+
+    def make(**kwargs):
+        return Holder(Block(), **kwargs)
+
+    return make
+
+
+class ScanBody(nn.Module):
+    @nn.compact
+    def __call__(self, carry, _):
+        return Block()(carry), None
+
+
+def scanned():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            body = nn.scan(ScanBody, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+            return body(x, None)[0]
+
+    return Model
+
+
+def rematerialised():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.remat(Block)()(x)
+
+    return Model
+
+
+def vmapped():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.vmap(Block, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True})()(x)
+
+    return Model
+
+
+def jitted():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(Block)()(x)
+
+    return Model
+
+
+STYLES = {f.__name__: f for f in (setup_style, shared, nested, passed_as_field, scanned, rematerialised, vmapped, jitted)}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_has_one_boundary_and_matmuls_in_compute_dtype(style):
+    model = STYLES[style]()(dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"float32"}
+    ops = operations(model.apply, variables, X)
+    assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
+    assert all(op.within == () for op in boundary_casts(ops))
+    dots = named(ops, "dot_general")
+    assert dots and all(op.inputs == ("bfloat16", "bfloat16") and op.outputs == ("bfloat16",) for op in dots)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_keeps_upstreams_tree_and_values(style):
+    ours = STYLES[style]()(dtype_policy=MIXED).init(KEY, X)
+    plain = STYLES[style]()().init(KEY, X)
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# --- the boundary of a lifted class stands outside of the transform ----------------------------------------------------
+
+
+def test_a_scanned_class_with_a_policy_carries_compute_dtype_and_casts_outside():
+    model = nn.scan(ScanBody, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(dtype_policy=MIXED)
+    variables = model.init(KEY, X, None)
+    ops = operations(lambda v, x: model.apply(v, x, None)[0], variables, X)
+    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [(("bfloat16",), ()), (("float32",), ())]
+    (scan,) = named(ops, "scan")
+    assert scan.outputs[0] == "bfloat16"
+
+
+def test_a_rematerialised_class_with_a_policy_saves_compute_dtype():
+    model = nn.remat(Block)(dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    ops = operations(model.apply, variables, X)
+    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [(("bfloat16",), ()), (("float32",), ())]
+    (remat,) = [op for op in ops if "remat" in op.name or op.name == "checkpoint"]
+    assert remat.outputs == ("bfloat16",)
+    assert "bfloat16" in remat.inputs
+
+
+def test_a_vmapped_class_with_a_policy_casts_once_for_the_batch():
+    model = nn.vmap(Block, in_axes=0, variable_axes={"params": None}, split_rngs={"params": False})(dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    casts = boundary_casts(operations(model.apply, variables, X))
+    assert [op.outputs for op in casts] == [("bfloat16",), ("float32",)]
+
+
+def test_a_class_lifted_twice_has_one_boundary_outside_of_both():
+    cls = nn.scan(nn.remat(ScanBody), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    model = cls(dtype_policy=MIXED)
+    variables = model.init(KEY, X, None)
+    ops = operations(lambda v, x: model.apply(v, x, None)[0], variables, X)
+    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [(("bfloat16",), ()), (("float32",), ())]
+
+
+@pytest.mark.parametrize("lift", ["remat", "jit", "vmap"])
+def test_a_lifted_layer_with_a_policy_of_its_own_is_a_boundary_outside(lift):
+    transforms = {
+        "remat": nn.remat,
+        "jit": nn.jit,
+        "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": None}, split_rngs={"params": False}),
+    }
+    model = transforms[lift](nn.Dense)(3, dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    ops = operations(model.apply, variables, X)
+    assert {op.within for op in boundary_casts(ops)} == {()}
+    assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float32
+    (dot,) = named(ops, "dot_general")
+    assert dot.inputs == ("bfloat16", "bfloat16")
+
+
+# --- methods -----------------------------------------------------------------------------------------------------------
+
+
+class AutoEncoder(nn.Module):
+    def setup(self):
+        self.encoder = nn.Dense(2)
+        self.decoder = nn.Dense(4)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, z):
+        return self.decoder(z)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+    def _private(self, x):
+        return self.encoder(x)
+
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    @classmethod
+    def made(cls, **kwargs):
+        return cls(**kwargs)
+
+    @nn.nowrap
+    def unwrapped(self, x):
+        return self.encoder(x)
+
+
+def auto_encoder():
+    model = AutoEncoder(dtype_policy=MIXED)
+    return model, model.init(KEY, X)
+
+
+def test_methods_that_call_each_other_cross_once():
+    model, variables = auto_encoder()
+    assert [op.outputs for op in boundary_casts(operations(model.apply, variables, X))] == [("bfloat16",), ("float32",)]
+
+
+METHODS = {
+    "by name": "encode",
+    "as a function": AutoEncoder.encode,
+    "as a bound method": AutoEncoder().encode,
+    "as a lambda": lambda module, x: module.encode(x),
+}
+
+
+@pytest.mark.parametrize("how", METHODS)
+def test_a_public_method_is_a_boundary_however_it_is_named(how):
+    model, variables = auto_encoder()
+    ops = operations(lambda v, x: model.apply(v, x, method=METHODS[how]), variables, X)
+    assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
+
+
+def test_a_public_method_of_a_bound_module_is_a_boundary():
+    model, variables = auto_encoder()
+    assert model.bind(variables).encode(X).dtype == jnp.float32
+    assert model.bind(variables)(X).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["_private", "unwrapped"])
+def test_private_and_unwrapped_methods_are_no_boundary_but_their_layers_obey(name):
+    model, variables = auto_encoder()
+    ops = operations(lambda v, x: model.apply(v, x, method=name), variables, X)
+    assert boundary_casts(ops) == []
+    (dot,) = named(ops, "dot_general")
+    assert dot.outputs == ("bfloat16",)
+
+
+def test_static_and_class_methods_are_left_alone():
+    assert AutoEncoder.double(X).dtype == jnp.float32
+    assert AutoEncoder.made(dtype_policy=MIXED).dtype_policy == MIXED
+
+
+def test_a_super_call_crosses_once():
+    seen = []
+
+    class Base(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen.append(x.dtype.name)
+            return nn.Dense(4)(x)
+
+    class Derived(Base):
+        @nn.compact
+        def __call__(self, x):
+            x = super().__call__(x)
+            seen.append(x.dtype.name)
+            return x
+
+    assert shapes(Derived(dtype_policy=MIXED), X).dtype == jnp.float32
+    assert seen == ["bfloat16", "bfloat16"]
+
+
+def test_a_layers_super_call_crosses_once_and_keeps_the_accumulator_inside():
+    class Scaled(nn.Dense):
+        @nn.compact
+        def __call__(self, inputs):
+            out = super().__call__(inputs)
+            return out * jnp.asarray(2, out.dtype)
+
+    model = Scaled(3, dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float32
+    ops = operations(model.apply, variables, X)
+    assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
+
+
+def test_setup_and_carry_makers_are_no_boundary():
+    class Cell(nn.Module):
+        @nn.nowrap
+        def helper(self):
+            return None
+
+        def initialize_carry(self, x):
+            return jnp.zeros(x.shape, jnp.float32)
+
+        @nn.compact
+        def __call__(self, x):
+            carry = self.initialize_carry(x)
+            assert carry.dtype == jnp.float32
+            return carry + x.astype(jnp.float32)
+
+    assert shapes(Cell(dtype_policy="bf16"), X).dtype == jnp.bfloat16
+
+
+def test_a_getter_property_is_left_alone():
+    class Model(nn.Module):
+        @property
+        def width(self):
+            return 3
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.width)(x)
+
+    assert shapes(Model(dtype_policy=MIXED), X).shape == (2, 3)
+
+
+# --- inputs that are left alone ----------------------------------------------------------------------------------------
+
+
+class Diffusion(nn.Module):
+    keep_inputs = ("t", "rest")
+
+    @nn.compact
+    def __call__(self, x, t, *rest, scale=None):
+        assert x.dtype == jnp.bfloat16
+        for kept in (t, *rest):
+            assert kept.dtype == jnp.float32
+        assert scale is None or scale.dtype == jnp.bfloat16
+        return nn.Dense(2)(x), t
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "variadic"])
+def test_named_inputs_come_as_they_are(how):
+    t = jnp.float32([999.0, 1001.0])
+    call = {
+        "positional": lambda model: shapes(model, X, t, scale=X),
+        "keyword": lambda model: shapes(model, X, t=t, scale=X),
+        "variadic": lambda model: shapes(model, X, t, t, t),
+    }[how]
+    assert call(Diffusion(dtype_policy=MIXED))[0].dtype == jnp.float32
+
+
+def test_timesteps_that_bfloat16_cannot_tell_apart_stay_apart():
+    t = jnp.float32([999.0, 1001.0])
+    _, kept = Diffusion(dtype_policy=MIXED).init_with_output(KEY, X, t)[0]
+    assert kept[0] != kept[1]
+    assert len(set(np.asarray(t.astype(jnp.bfloat16)).tolist())) == 1
+
+
+def test_a_subclass_inherits_the_names_of_kept_inputs():
+    class Narrower(Diffusion):
+        pass
+
+    shapes(Narrower(dtype_policy=MIXED), X, jnp.ones(2))
+
+
+def test_a_policy_that_keeps_inputs_casts_none_and_layers_still_compute_in_compute_dtype():
+    seen: list[str] = []
+    model = nn.Sequential([noting(seen), nn.Dense(3), noting(seen)], dtype_policy="p=f32,c=bf16,o=f32,inputs=keep")
+    assert shapes(model, X).dtype == jnp.float32
+    assert seen == ["float32", "bfloat16"]
+
+
+def test_integers_booleans_keys_and_other_things_pass_through():
+    tokens, mask, key = jnp.arange(3), jnp.ones(3, bool), jax.random.key(1)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, batch, flag, text):
+            assert batch["x"].dtype == jnp.bfloat16
+            assert (batch["tokens"].dtype, batch["mask"].dtype) == (tokens.dtype, mask.dtype)
+            assert jnp.issubdtype(batch["key"].dtype, jax.dtypes.prng_key)
+            assert batch["z"].dtype == jnp.complex64
+            assert batch["float"] == 1.5 and isinstance(batch["float"], float)
+            assert flag is None and text == "text"
+            return batch
+
+    batch = {"x": X, "tokens": tokens, "mask": mask, "key": key, "z": X.astype(jnp.complex64), "float": 1.5}
+    out = Model(dtype_policy=MIXED).init_with_output(KEY, batch, None, "text")[0]
+    assert out["x"].dtype == jnp.float32
+    assert (out["tokens"].dtype, out["z"].dtype) == (tokens.dtype, jnp.complex64)
+
+
+def test_numpy_inputs_are_cast_too():
+    seen: list[str] = []
+    noting(seen, dtype_policy=MIXED).init_with_output(KEY, np.ones((2, 2), np.float32))
+    assert seen == ["bfloat16"]
+
+
+def test_nan_and_infinity_pass_through_a_boundary():
+    out = noting([], dtype_policy=MIXED).apply({}, jnp.float32([jnp.nan, jnp.inf, -jnp.inf, 0]))
+    np.testing.assert_array_equal(out, [np.nan, np.inf, -np.inf, 0])
+
+
+# --- references survive ------------------------------------------------------------------------------------------------
+
+
+def test_references_passed_as_arguments_keep_their_identity():
+    rngs = nnx.Rngs(0)
+    variable = nnx.Param(jnp.ones(2))
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    module = flax_nn.Dense(2)
+    given = (rngs, variable, dropout, {"inside": module})
+    seen: list[Any] = []
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, *references):
+            seen.append(references)
+            return x, references
+
+    _, returned = Model(dtype_policy=MIXED).apply({}, X, *given)
+    for references in (seen[0], returned):
+        assert references[0] is rngs and references[1] is variable and references[2] is dropout
+        assert references[3]["inside"] is module
+
+
+def test_an_nnx_dropout_passed_through_a_boundary_draws_a_new_mask_each_call():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, dropout):
+            return dropout(x)
+
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    model, x = Model(dtype_policy=MIXED), jnp.ones((64,))
+    assert not np.array_equal(model.apply({}, x, dropout), model.apply({}, x, dropout))
+
+
+def test_a_bound_submodule_passed_as_an_argument_keeps_its_variables():
+    class Uses(nn.Module):
+        @nn.compact
+        def __call__(self, x, layer):
+            return layer(x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(4, name="shared")
+            return Uses()(layer(x), layer)
+
+    model = Model(dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    assert list(variables["params"]) == ["shared"]
+    assert all(op.outputs == ("bfloat16",) for op in named(operations(model.apply, variables, X), "dot_general"))
+
+
+def test_batch_statistics_are_updated_inside_a_boundary():
+    model = nn.Sequential([nn.BatchNorm(use_running_average=False, momentum=0.5)], dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    _, updated = model.apply(variables, 3 * X, mutable=["batch_stats"])
+    np.testing.assert_array_equal(updated["batch_stats"]["layers_0"]["mean"], 1.5)
+
+
+# --- a bare layer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_bare_layer_under_a_scope_returns_compute_dtype_and_casts_nothing_back():
+    with use_policy(MIXED):
+        model = nn.Dense(3)
+        variables = model.init(KEY, X)
+        assert boundary_casts(operations(model.apply, variables, X)) == []
+        assert jax.eval_shape(model.apply, variables, X).dtype == jnp.bfloat16
+
+
+def test_a_layer_whose_own_policy_equals_the_one_in_force_is_no_boundary():
+    model = nn.Sequential([nn.Dense(3, dtype_policy=MIXED), noting(seen := [])], dtype_policy=MIXED)
+    shapes(model, X)
+    assert seen == ["bfloat16"]
+
+
+def accumulator_layers() -> dict[str, tuple[Any, Any, str]]:
+    image = jnp.ones((2, 5, 5, 4))
+    return {
+        "Dense": (nn.Dense(3, dtype_policy=MIXED), X, "__call__"),
+        "DenseGeneral": (nn.DenseGeneral((3, 2), dtype_policy=MIXED), X, "__call__"),
+        "Conv": (nn.Conv(3, (3, 3), dtype_policy=MIXED), image, "__call__"),
+        "Embed.attend": (nn.Embed(5, 4, dtype_policy=MIXED), X, "attend"),
+    }
+
+
+@pytest.mark.parametrize("name", accumulator_layers())
+def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator(name):
+    layer, x, method = accumulator_layers()[name]
+    variables = layer.init(KEY, x, method=method)
+
+    def loss(variables, x):
+        out = layer.apply(variables, x, method=method)
+        assert out.dtype == jnp.float32
+        return jnp.square(out).sum()
+
+    matmul = "conv_general_dilated" if name == "Conv" else "dot_general"
+    forward = named(operations(loss, variables, x), matmul)
+    assert [(op.inputs, op.outputs) for op in forward] == [(("bfloat16", "bfloat16"), ("float32",))]
+    both = named(operations(jax.grad(loss, argnums=(0, 1)), variables, x), matmul)
+    # forward with its accumulator, and both backward ones on half operands: never float32 with half
+    assert sorted(op.outputs for op in both) == [("bfloat16",), ("bfloat16",), ("float32",)]
+    assert all(op.inputs == ("bfloat16", "bfloat16") for op in both)
+
+
+@pytest.mark.parametrize("name", accumulator_layers())
+def test_the_accumulator_is_not_a_rounded_copy_widened_again(name):
+    layer, x, method = accumulator_layers()[name]
+    x = jax.random.normal(jax.random.key(3), x.shape)
+    variables = layer.init(KEY, x, method=method)
+    out = np.asarray(layer.apply(variables, x, method=method))
+    assert not np.array_equal(out, np.asarray(out.astype(jnp.bfloat16), np.float32))
+    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), variables)
+    exact = layer.clone(dtype_policy="f32").apply(rounded, x.astype(jnp.bfloat16).astype(jnp.float32), method=method)
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_forward_mode_derivative_of_an_accumulator_works():
+    layer = nn.Dense(3, dtype_policy=MIXED)
+    variables = layer.init(KEY, X)
+    out, tangent = jax.jvp(lambda x: layer.apply(variables, x), (X,), (X,))
+    assert (out.dtype, tangent.dtype) == (jnp.float32, jnp.float32)
+    np.testing.assert_allclose(out, tangent, rtol=2**-7)  # linear; the tangent is rounded to bfloat16
+
+
+def test_a_dot_general_of_the_users_own_is_obeyed_and_its_result_widened():
+    calls = []
+
+    def dot_general(*args, **kwargs):
+        calls.append(kwargs.get("preferred_element_type"))
+        return jax.lax.dot_general(*args, **kwargs)
+
+    assert shapes(nn.Dense(3, dot_general=dot_general, dtype_policy=MIXED), X).dtype == jnp.float32
+    assert calls == [None]
+
+
+@pytest.mark.parametrize("half", ["bf16", "f16"])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"])
+def test_a_norm_that_is_a_boundary_takes_its_statistics_before_any_rounding(name, half):
+    options = {"GroupNorm": {"num_groups": 1}, "BatchNorm": {"use_running_average": False}}.get(name, {})
+    layer = getattr(nn, name)(**options, dtype_policy=f"p=f32,c={half},o=f32")
+    offset = 0 if name == "RMSNorm" else 1000
+    x = offset + jax.random.normal(jax.random.key(1), (256, 32))
+    variables = layer.init(KEY, x)
+    out = layer.apply(variables, x, mutable=["batch_stats"])[0]
+    exact = np.asarray(x, np.float64)
+    if name == "RMSNorm":
+        exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6)
+    else:
+        axis = 0 if name == "BatchNorm" else -1
+        epsilon = 1e-5 if name == "BatchNorm" else 1e-6
+        exact = (exact - exact.mean(axis, keepdims=True)) / np.sqrt(exact.var(axis, keepdims=True) + epsilon)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact, atol=3e-4)  # a rounding of the input to bfloat16 would be off by 4
+
+
+# --- what the scope does not reach -------------------------------------------------------------------------------------
+
+
+def test_a_function_inside_sees_compute_dtype_and_is_not_wrapped():
+    seen = []
+
+    def function(x):
+        seen.append(x.dtype.name)
+        return x
+
+    shapes(nn.Sequential([nn.Dense(3), function], dtype_policy=MIXED), X)
+    assert seen == ["bfloat16"]
+
+
+def test_our_modules_directly_below_a_composite_of_flax_are_outermost():
+    seen: list[str] = []
+    model = flax_nn.Sequential([noting(seen, dtype_policy=MIXED), noting(seen)])
+    assert shapes(model, X).dtype == jnp.float32
+    with use_policy(MIXED):
+        assert shapes(flax_nn.Sequential([noting(seen), noting(seen)]), X).dtype == jnp.float32
+    assert seen == ["bfloat16", "float32", "bfloat16", "bfloat16"]
