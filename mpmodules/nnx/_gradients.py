@@ -6,9 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
+from mpmodules import functional
 from policy.gradients import Finish, GradientKind, scaled_loss
 from policy.loss_scale import LossScale
 from policy.policy import Policy
@@ -17,7 +20,7 @@ ArgNums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    f: Callable[..., Any] | None = None,
     argnums: ArgNums = 0,
     has_aux: bool = False,
     *,
@@ -25,57 +28,74 @@ def value_and_grad(
     loss_scale: LossScale | ArrayLike | None = None,
     grads: GradientKind = "float32",
     **options: Any,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., Any]:
     """Like `nnx.value_and_grad`, under a policy and a loss scale.
 
     What the model changes in its forward pass (BatchNorm statistics, RNG counts) is kept, as in Flax: `jax.grad` would
-    lose it. The loss is cast to float32 before it is scaled, and returned unscaled.
+    lose it. The loss is cast to float32 before it is scaled, and returned unscaled. Without `policy`, `loss_scale` and
+    `grads` it is Flax's own function, but for gradients and a loss in half precision: they are cast to float32.
 
     Gradients accumulate over the uses of a float32 param in float32. A param that is stored in half precision gets the
     sum that JAX makes, in its own dtype, cast to float32: split the model and take `policy.value_and_grad` of its state
     for a float32 sum there too.
 
     Args:
-      loss_fn: returns a floating scalar, or with `has_aux` a pair `(loss, aux)`.
+      f: the loss: returns a floating scalar, or with `has_aux` a pair `(loss, aux)`. Without it the result decorates.
       argnums: positions, or `nnx.DiffState`s, to differentiate by.
-      has_aux: whether `loss_fn` returns a pair.
-      policy: a Policy or its text form, in force while `loss_fn` is traced; a built model keeps its own.
+      has_aux: whether `f` returns a pair.
+      policy: a Policy or its text form, in force while `f` is traced; a built model keeps its own.
       loss_scale: None, a loss scale such as `loss_scale_of(optimizer.opt_state)`, or a positive number.
       grads: "float32" for `nnx.Optimizer.update`; "compute" returns `ScaledGradients`, for `apply_gradients`.
-      **options: handed to `nnx.value_and_grad` (`graph`, `graph_updates`).
+      **options: handed to `nnx.value_and_grad` (`graph`, `graph_updates`, `holomorphic`, `allow_int`).
 
     Returns:
-      A function of `loss_fn`'s arguments that returns `(loss, gradients)` or `((loss, aux), gradients)`.
+      A function of `f`'s arguments that returns `(loss, gradients)` or `((loss, aux), gradients)`.
 
     Raises:
-      ValueError: `grads` is unknown or the scale not positive.
-      TypeError: `loss_fn` is a bound method of a model; on the call, the loss is not a floating scalar.
+      ValueError: `grads` is unknown or the scale not positive; `f` is a bound method of a model.
+      TypeError: on the call, the loss is not a floating scalar.
     """
-    if isinstance(getattr(loss_fn, "__self__", None), nnx.Module):
-        raise TypeError(
-            f"loss_fn should take the model as an argument, but got the bound method {loss_fn.__qualname__}, whose "
-            "model would get no gradients. Pass a function: lambda model, ...: model.loss(...)."
+    if f is None:
+        return functools.partial(
+            value_and_grad,
+            argnums=argnums,
+            has_aux=has_aux,
+            policy=policy,
+            loss_scale=loss_scale,
+            grads=grads,
+            **options,
+        )
+    if isinstance(getattr(f, "__self__", None), nnx.Module):
+        raise ValueError(
+            f"The loss should take the model as an argument, but got {f.__qualname__} of a model: bound methods are "
+            "refused, since that model would get no gradients. Pass a function: lambda model, ...: model.loss(...)."
         )
     finish = Finish.of(policy, loss_scale, grads)
-    differentiated = nnx.value_and_grad(
-        scaled_loss(loss_fn, finish.scale, has_aux),
-        argnums=argnums,
-        has_aux=True,
-        **options,
-    )
+    if policy is None and loss_scale is None and grads == "float32":
+        differentiated = nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
 
-    @functools.wraps(loss_fn)
+        @functools.wraps(f)
+        def flaxs_value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            value, gradients = differentiated(*args, **kwargs)
+            value = (_widened(value[0]), value[1]) if has_aux else _widened(value)
+            return value, _mapped(_widened_leaves, gradients) if _any_half(gradients) else gradients
+
+        return flaxs_value_and_gradients
+
+    differentiated = nnx.value_and_grad(scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options)
+
+    @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with finish.scope():
             (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
-            gradients = finish(gradients)
+            gradients = _mapped(finish, gradients)
         return ((loss, aux) if has_aux else loss), gradients
 
     return value_and_gradients
 
 
 def grad(
-    loss_fn: Callable[..., Any],
+    f: Callable[..., Any] | None = None,
     argnums: ArgNums = 0,
     has_aux: bool = False,
     *,
@@ -85,13 +105,41 @@ def grad(
     **options: Any,
 ) -> Callable[..., Any]:
     """`value_and_grad` without the value: returns the gradients, or with `has_aux` the pair `(gradients, aux)`."""
-    differentiated = value_and_grad(
-        loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads, **options
-    )
+    options |= {"policy": policy, "loss_scale": loss_scale, "grads": grads}
+    if f is None:
+        return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)
+    differentiated = value_and_grad(f, argnums, has_aux, **options)
 
-    @functools.wraps(loss_fn)
+    @functools.wraps(f)
     def gradients_only(*args: Any, **kwargs: Any) -> Any:
         value, gradients = differentiated(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
     return gradients_only
+
+
+def _widened(x: Any) -> Any:
+    return functional.widen(x, jnp.float32) if hasattr(x, "dtype") else x
+
+
+def _widened_leaves(tree: Any) -> Any:
+    return jax.tree.map(_widened, tree)
+
+
+def _any_half(tree: Any) -> bool:
+    return any(functional.is_half(leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _mapped(function: Callable[[Any], Any], gradients: Any) -> Any:
+    """`function(gradients)`, a map of leaves, with one Variable for each that `gradients` holds, however often."""
+    before = jax.tree.leaves(gradients, is_leaf=_is_variable)
+    after, structure = jax.tree.flatten(function(gradients), is_leaf=_is_variable)
+    made: dict[int, Any] = {}
+    shared = [
+        made.setdefault(id(old), new) if _is_variable(old) else new for old, new in zip(before, after, strict=False)
+    ]
+    return jax.tree.unflatten(structure, shared + after[len(before) :])

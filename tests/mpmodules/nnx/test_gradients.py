@@ -145,5 +145,43 @@ def test_the_framework_free_one_refuses_a_model_and_takes_its_state():
 
 
 def test_a_bound_method_is_refused():
-    with pytest.raises(TypeError, match=r"take the model as an argument, but got the bound method Net\.loss"):
+    with pytest.raises(ValueError, match=r"take the model as an argument, but got Net\.loss of a model: bound methods"):
         value_and_grad(Net().loss)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+def test_both_decorate_as_flaxs_do(loss_scale):
+    @value_and_grad(has_aux=True, loss_scale=loss_scale)
+    def loss_and_aux(model, x):
+        return loss_of(model, x), "aux"
+
+    @grad(loss_scale=loss_scale)
+    def loss(model, x):
+        return loss_of(model, x)
+
+    model = Net()
+    model.eval()
+    (value, aux), gradients = loss_and_aux(model, X)
+    assert aux == "aux"
+    np.testing.assert_array_equal(value, loss_of(model, X))
+    jax.tree.map(np.testing.assert_array_equal, gradients, loss(model, X))
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+@pytest.mark.parametrize("graph_updates", [True, False])
+def test_the_gradient_of_a_shared_parameter_stays_shared(graph_updates, loss_scale, param_dtype):
+    shared = nnx.Param(jnp.ones((), param_dtype))
+    model = nnx.Dict(a=shared, b=nnx.List([shared, nnx.Param(jnp.ones((), param_dtype))]))
+    gradients = grad(
+        lambda m: m["a"][...] * m["b"][0][...] + m["b"][1][...], loss_scale=loss_scale, graph_updates=graph_updates
+    )(model)
+    state = gradients if graph_updates else nnx.state(gradients)
+    assert [leaf.item() for leaf in jax.tree.leaves(state)] == [2.0, 1.0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+
+
+def test_complex_losses_differentiate_as_in_flax():
+    model = nnx.Dict(w=nnx.Param(jnp.asarray(1.0 + 2.0j)))
+    gradients = grad(lambda m: m["w"][...] ** 2, holomorphic=True)(model)
+    np.testing.assert_array_equal(gradients["w"][...], 2.0 + 4.0j)
