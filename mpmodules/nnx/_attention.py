@@ -36,7 +36,7 @@ def dot_product_attention_weights(
 ) -> jax.Array:
     """`flax.nnx`'s attention weights, with logits and softmax in reduction_dtype whatever the inputs are.
 
-    Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
+    Arguments and masks are Flax's. Inputs as wide as reduction_dtype take Flax's own function.
 
     Args:
       query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width).
@@ -48,12 +48,12 @@ def dot_product_attention_weights(
       ValueError: shapes that do not fit, or a dropout rate without a key.
     """
     query, key = promote_dtype((query, key), dtype=dtype)
-    if not functional.is_half(query.dtype):
+    reduction_dtype = _reduction_dtype()
+    if not functional.is_wider(reduction_dtype, query.dtype):
         return _flax_attention_weights(
             query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
             module, promote_dtype, is_causal,
         )  # fmt: skip
-    policy = current_policy()
     weights = functional.dot_product_attention_weights(
         query,
         key,
@@ -61,7 +61,7 @@ def dot_product_attention_weights(
         mask=mask,
         is_causal=is_causal,
         precision=precision,
-        reduction_dtype=jnp.float32 if policy is None else policy.reduction_dtype,
+        reduction_dtype=reduction_dtype,
     ).astype(query.dtype)
     if module:
         module.sow(flax_nnx.Intermediate, "attention_weights", weights)
@@ -90,8 +90,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
 
-    Arguments and masks are Flax's; `precision` is obeyed with and without dropout. In float32 and wider it is Flax's
-    own function.
+    Arguments and masks are Flax's; `precision` is obeyed with and without dropout. Inputs as wide as
+    reduction_dtype take Flax's own function.
 
     Args:
       query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width).
@@ -103,7 +103,7 @@ def dot_product_attention(
       ValueError: shapes that do not fit, or a dropout rate without a key.
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    if not functional.is_half(query.dtype):
+    if not functional.is_wider(_reduction_dtype(), query.dtype):
         return flax_nnx.dot_product_attention(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
             precision, module, promote_dtype, is_causal,
@@ -114,6 +114,11 @@ def dot_product_attention(
         is_causal=is_causal,
     )  # fmt: skip
     return functional.weighted_values(weights, value, precision=precision)
+
+
+def _reduction_dtype() -> Any:
+    policy = current_policy()
+    return jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
 
 
 class MultiHeadAttention(Module, flax_nnx.MultiHeadAttention):

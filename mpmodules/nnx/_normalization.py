@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx as flax_nnx
@@ -19,12 +21,12 @@ from policy.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class PromoteTo:
-    """A `promote_dtype` that casts everything floating to one dtype: nothing is rounded before the statistics."""
+    """A `promote_dtype` that casts everything to one dtype: nothing is rounded before the statistics."""
 
     reduction_dtype: np.dtype
 
     def __call__(self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
-        return tuple(cast_array(x, self.reduction_dtype) for x in arrays)
+        return tuple(None if x is None else jnp.asarray(x, self.reduction_dtype) for x in arrays)
 
 
 class Normalization(Layer):
@@ -62,8 +64,8 @@ class Normalization(Layer):
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         policy = self.dtype_policy
-        x = args[0] if args else kwargs["x"]
-        if self.promote_dtype is not promote_dtype or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        x = args[0] if args else kwargs.get("x")
+        if self.promote_dtype is not promote_dtype or not hasattr(x, "dtype") or _is_complex(x):
             return method(self, *args, **kwargs)
         if policy is None:
             stored = [
@@ -73,14 +75,21 @@ class Normalization(Layer):
             if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
                 return method(self, *args, **kwargs)
             return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)
-        x = cast_array(jnp.asarray(x), policy.reduction_dtype)
+        x = jnp.asarray(x, policy.reduction_dtype)
         view = _in(self, policy.reduction_dtype)
         if self._chooses_variance:
             axes = self._shift_axes(kwargs)
             x = x if axes is None else functional.shifted(x, axes)
             view.__dict__["use_fast_variance"] = axes is not None
         args, kwargs = ((x, *args[1:]), kwargs) if args else (args, kwargs | {"x": x})
-        return cast_array(method(view, *args, **kwargs), self._returns(crosses))
+        # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
+        strict = policy.reduction_dtype == jnp.float32
+        with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
+            return cast_array(method(view, *args, **kwargs), self._returns(crosses))
+
+
+def _is_complex(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _in(module: Any, reduction_dtype: Any) -> Any:

@@ -20,6 +20,6 @@ class Dropout(Layer, flax_nnx.Dropout):
         policy = self.dtype_policy
         if policy is not None and args:
             args = (cast_array(args[0], policy.compute_dtype), *args[1:])
-        elif policy is not None:
+        elif policy is not None and "inputs" in kwargs:
             kwargs = kwargs | {"inputs": cast_array(kwargs["inputs"], policy.compute_dtype)}
         return method(self, *args, **kwargs)

@@ -1,0 +1,505 @@
+"""The boundary: compute_dtype inside, output_dtype where a call comes from outside, references by identity."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import Policy, nnx, use_policy
+
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+MIXED = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+def pure(model, call=lambda model, *args: model(*args)):
+    """`call` on a copy of `model` that is made inside, so that it can be traced."""
+    definition, state = flax_nnx.split(model)
+    return lambda *args: call(flax_nnx.merge(definition, state, copy=True), *args)
+
+
+def dots(function, *args):
+    """The operand and result dtypes of every matmul and convolution in a program."""
+    found = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+                found.append(tuple(str(v.aval.dtype) for v in (*equation.invars, *equation.outvars)))
+            for sub in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            ):
+                sub = getattr(sub, "jaxpr", sub)
+                if hasattr(sub, "eqns"):
+                    visit(sub)
+
+    visit(jax.make_jaxpr(function)(*jax.tree.map(jnp.asarray, args)).jaxpr)
+    return found
+
+
+class Recorder(nnx.Module):
+    """Notes the dtype that passes through it: at the boundary of nothing, since it is always called from inside."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, x):
+        self.seen = [*self.seen, x.dtype.name]
+        return x
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.after = Recorder()
+
+    def __call__(self, x):
+        return self.after(self.linear(x))
+
+
+class Net(nnx.Module):
+    def __init__(self, inner=None, *, rngs):
+        self.before = Recorder()
+        self.first = Block(rngs=rngs)
+        self.second = Block(dtype_policy=inner, rngs=rngs)
+        self.between = Recorder()
+        self.head = Block(rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.between(self.second(self.first(self.before(x)))))
+
+
+def recorded(net):
+    return [r.seen for r in (net.before, net.first.after, net.second.after, net.between, net.head.after)]
+
+
+@pytest.mark.parametrize("given", ["argument", "scope"])
+def test_a_policy_gives_bfloat16_between_layers_and_float32_logits(given):
+    if given == "argument":
+        net = Net(dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    else:
+        with use_policy(MIXED):
+            net = Net(rngs=nnx.Rngs(0))
+    assert net(X).dtype == F32
+    assert recorded(net) == [["bfloat16"]] * 5
+
+
+def test_a_submodule_with_its_own_policy_runs_in_it_and_hands_on_its_output_dtype():
+    net = Net("f32", dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    assert net(X).dtype == F32
+    # The submodule computes and returns float32; the next module is none of its own, and its layer casts again.
+    assert recorded(net) == [["bfloat16"], ["bfloat16"], ["float32"], ["float32"], ["bfloat16"]]
+
+
+def test_a_submodule_can_hand_on_the_outer_compute_dtype():
+    net = Net("p=f32,c=f32,o=bf16", dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    net(X)
+    assert recorded(net) == [["bfloat16"], ["bfloat16"], ["float32"], ["bfloat16"], ["bfloat16"]]
+
+
+def test_a_submodule_given_the_same_policy_is_no_boundary():
+    net = Net("mixed_bfloat16", dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    net(X)
+    assert recorded(net) == [["bfloat16"]] * 5
+
+
+def test_a_shared_module_keeps_the_policy_it_was_built_under():
+    class Shares(nnx.Module):
+        def __init__(self, *, rngs):
+            self.block = Block(rngs=rngs)
+            self.inner = Holder(self.block)
+
+        def __call__(self, x):
+            return self.block(x), self.inner(x)
+
+    class Holder(nnx.Module):
+        def __init__(self, block):
+            self.block = block
+
+        def __call__(self, x):
+            return self.block(x)
+
+    shares = Shares(dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    assert [out.dtype for out in shares(X)] == [F32, F32]
+    assert shares.block.after.seen == ["bfloat16", "bfloat16"]
+    with use_policy("f16"):
+        outer = Holder(shares.block)
+    assert outer(X).dtype == F16
+    assert shares.block.after.seen[-1] == "bfloat16"
+
+
+def test_super_calls_and_methods_that_call_each_other_cross_once():
+    class Base(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.seen = []
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    class Derived(Base):
+        def __call__(self, x):
+            y = super().__call__(x)
+            z = self.encode(y)
+            self.seen = [y.dtype.name, z.dtype.name, self._private(X).dtype.name]
+            return z
+
+        def encode(self, x):
+            return self.decode(x) + 1
+
+        def decode(self, x):
+            return self.linear(x)
+
+        def _private(self, x):
+            return jnp.asarray(x)
+
+        @staticmethod
+        def static(x):
+            return jnp.asarray(x)
+
+        @classmethod
+        def of_class(cls, x):
+            return jnp.asarray(x)
+
+    model = Derived(dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    assert model(X).dtype == F32
+    assert model.seen == ["bfloat16", "bfloat16", "float32"]
+    assert model.encode(X).dtype == model.decode(X).dtype == F32
+    half = Derived(dtype_policy="bf16", rngs=nnx.Rngs(0))
+    assert half.decode(X).dtype == BF16
+    assert half._private(X).dtype == half.static(X).dtype == half.of_class(X).dtype == F32
+
+
+def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes():
+    seen = {}
+
+    class Tree(nnx.Module):
+        def __call__(self, x, *more, key, flag, **options):
+            seen.update(x=x, more=more, key=key, flag=flag, options=options)
+            return {"a": x["a"], "n": x["n"], "c": x["c"], "text": "out", "none": None, "key": key}
+
+    key = jax.random.key(0)
+    tree = {"a": X, "n": np.arange(3), "c": np.ones(2, np.complex64)}
+    out = Tree(dtype_policy=MIXED)(tree, X, 1.5, None, key=key, flag=True, extra=[X])
+    assert seen["x"]["a"].dtype == seen["more"][0].dtype == seen["options"]["extra"][0].dtype == BF16
+    assert seen["x"]["n"] is tree["n"]
+    assert seen["x"]["c"] is tree["c"]
+    assert seen["more"][1:] == (1.5, None)
+    assert seen["key"] is key
+    assert out["key"] is key
+    assert out["a"].dtype == F32
+    assert (out["text"], out["none"], out["n"]) == ("out", None, out["n"])
+
+
+def test_keep_inputs_leaves_named_arguments_as_they_come_by_position_and_by_name():
+    class Diffusion(nnx.Module):
+        keep_inputs = ("t", "rest")
+
+        def __call__(self, x, t, *rest, scale=None):
+            return tuple(None if y is None else y.dtype.name for y in (x, t, *rest, scale))
+
+    model, t = Diffusion(dtype_policy="bf16"), np.array([999.0, 1001.0], np.float32)
+    assert model(X, t) == ("bfloat16", "float32", None)
+    assert model(X, t=t) == ("bfloat16", "float32", None)
+    assert model(X, t, t, t, scale=X) == ("bfloat16", "float32", "float32", "float32", "bfloat16")
+
+
+def test_timesteps_stay_apart_where_inputs_are_kept():
+    class Embedding(nnx.Module):
+        def __call__(self, t):
+            return (t[0] - t[1]).astype(jnp.float32)
+
+    t = np.array([999.0, 1001.0], np.float32)
+    assert Embedding(dtype_policy="bf16")(t) == 0
+    assert Embedding(dtype_policy="c=bf16,inputs=keep")(t) == -2
+
+
+def test_a_bare_root_layer_returns_compute_dtype_unless_it_has_a_policy_of_its_own():
+    with use_policy(MIXED):
+        bare = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    own = nnx.Linear(4, 4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    assert (bare(X).dtype, own(X).dtype) == (BF16, F32)
+    with use_policy("bf16", rules={nnx.Linear: MIXED}):
+        by_rule = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    assert by_rule(X).dtype == F32
+
+
+def test_a_sequential_is_a_module_and_a_boundary():
+    with use_policy(MIXED):
+        model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.relu, Recorder())
+    assert model(X).dtype == F32
+    assert model.layers[2].seen == ["bfloat16"]
+
+
+def test_attention_is_a_module_and_a_boundary():
+    with use_policy(MIXED):
+        layer = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=False)
+    assert layer(X).dtype == F32
+
+
+LAYERS = {
+    "Linear": lambda **k: nnx.Linear(4, 4, rngs=nnx.Rngs(0), **k),
+    "LinearWithoutBias": lambda **k: nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0), **k),
+    "LinearGeneral": lambda **k: nnx.LinearGeneral(4, (2, 2), rngs=nnx.Rngs(0), **k),
+    "Einsum": lambda **k: nnx.Einsum("bc,cd->bd", (4, 4), (4,), rngs=nnx.Rngs(0), **k),
+    "Conv": lambda **k: nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0), **k),
+    "ConvWithOptions": lambda **k: nnx.Conv(
+        4, 4, (3,), strides=2, padding="CIRCULAR", feature_group_count=2, rngs=nnx.Rngs(0), **k
+    ),
+}
+
+
+def build(name, **options):
+    """The layer with parameters of zeros: nothing is compiled to draw them."""
+    definition, state = flax_nnx.split(flax_nnx.eval_shape(lambda: LAYERS[name](**options)))
+    return flax_nnx.merge(definition, jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), state))
+
+
+@pytest.mark.parametrize("half", [BF16, F16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator_and_runs_backward_in_compute_dtype(name, half):
+    layer = build(name, dtype_policy=Policy(F32, half, F32))
+    x = X[None] if name.startswith("Conv") else X
+    narrow = jnp.dtype(half).name
+    forward = pure(layer)
+    assert jax.eval_shape(forward, x).dtype == F32
+    assert dots(forward, x) == [(narrow, narrow, "float32")]
+
+    definition, state = flax_nnx.split(layer)
+
+    def total(state, x):
+        return flax_nnx.merge(definition, state, copy=True)(x).sum()
+
+    gradients = jax.grad(total, argnums=(0, 1))
+    backward = dots(gradients, state, x)
+    assert set(backward) == {(narrow, narrow, "float32"), (narrow, narrow, narrow)}
+    assert backward.count((narrow, narrow, narrow)) >= 2
+    assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(gradients, state, x))} == {jnp.dtype(F32)}
+
+
+def test_the_accumulator_is_nearer_to_float32_than_a_rounded_copy():
+    layer = nnx.Linear(4, 4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    kernel = np.asarray(layer.kernel[...].astype(BF16), np.float64)
+    truth = np.asarray(jnp.asarray(X, BF16), np.float64) @ kernel
+    np.testing.assert_allclose(np.asarray(layer(X)), truth, rtol=2e-6, atol=1e-7)
+
+
+def test_an_inner_layer_or_one_that_returns_compute_dtype_is_flax_s_own_matmul():
+    for layer in (build("Linear", dtype_policy="c=bf16"), nnx.Linear(4, 4, dtype=BF16, rngs=nnx.Rngs(0))):
+        assert dots(pure(layer), X) == [("bfloat16", "bfloat16", "bfloat16")]
+
+
+def test_conv_transpose_as_a_boundary_returns_output_dtype():
+    layer = nnx.ConvTranspose(4, 4, (3,), dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    assert layer(X[None]).dtype == F32
+    assert dots(pure(layer), X[None]) == [("bfloat16", "bfloat16", "bfloat16")]
+
+
+def test_embed_as_a_boundary_looks_up_unrounded_and_attend_returns_its_accumulator():
+    layer = nnx.Embed(3, 4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(np.array([2, 0])), layer.embedding[...][np.array([2, 0])])
+    attend = pure(layer, lambda layer, x: layer.attend(x))
+    assert dots(attend, X) == [("bfloat16", "bfloat16", "float32")]
+    backward = dots(jax.grad(lambda x: attend(x).sum()), X)
+    assert ("bfloat16", "bfloat16", "bfloat16") in backward
+    assert all(operands[:2] == ("bfloat16", "bfloat16") for operands in backward)
+    assert dots(pure(layer, lambda layer, x: layer.attend(query=x)), X) == [("bfloat16", "bfloat16", "float32")]
+    inner = nnx.Embed(3, 4, dtype_policy="c=bf16", rngs=nnx.Rngs(0))
+    assert inner(np.array([2, 0])).dtype == inner.attend(X).dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv"])
+@pytest.mark.parametrize("policy", ["c=bf16", "mixed_bfloat16"])
+def test_a_preferred_element_type_of_the_user_s_accumulates_and_the_policy_says_what_is_returned(name, policy):
+    layer = build(name, dtype_policy=policy, preferred_element_type=F32)
+    x = X[None] if name == "Conv" else X
+    assert jax.eval_shape(pure(layer), x).dtype == layer.dtype_policy.output_dtype
+    assert dots(pure(layer), x) == [("bfloat16", "bfloat16", "float32")]
+    assert jax.eval_shape(jax.grad(lambda x: pure(layer)(x).sum().astype(F32)), x).dtype == F32
+
+
+def test_a_dot_general_of_the_user_s_own_stays_in_place():
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return jax.lax.dot_general(*args, **kwargs)
+
+    layer = nnx.Linear(4, 4, dot_general=counted, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    assert layer(X).dtype == F32
+    assert len(calls) == 1
+
+
+def test_a_norm_that_is_a_boundary_takes_its_statistics_before_rounding():
+    x = (1000 + np.random.default_rng(0).normal(size=(4, 64))).astype(np.float32)
+    wide = x.astype(np.float64)
+    truth = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
+    out = nnx.LayerNorm(64, dtype_policy=MIXED, rngs=nnx.Rngs(0))(x)
+    assert out.dtype == F32
+    np.testing.assert_allclose(out, truth, atol=2e-3)  # float32 holds 1000 to 6e-5; bfloat16 to 4
+    np.testing.assert_allclose(
+        np.asarray(nnx.LayerNorm(64, dtype_policy="c=bf16", rngs=nnx.Rngs(0))(x), np.float64), truth, rtol=2**-7, atol=2e-3
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# References
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Receives(nnx.Module):
+    def __call__(self, x, reference, call=None):
+        out = reference if call is None else call(reference, x)
+        return x, out
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        lambda: nnx.Rngs(0),
+        lambda: nnx.Rngs(0).dropout,
+        lambda: nnx.Param(jnp.ones(3)),
+        lambda: flax_nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+        lambda: nnx.List([nnx.Param(jnp.ones(3))]),
+        lambda: flax_nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
+        lambda: flax_nnx.graphdef(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
+        lambda: jax.new_ref(jnp.ones(3)),
+    ],
+    ids=["Rngs", "RngStream", "Variable", "Module", "List", "State", "GraphDef", "Ref"],
+)
+def test_references_pass_the_boundary_by_identity(reference):
+    reference = reference()
+    x, out = Receives(dtype_policy=MIXED)(X, reference)
+    assert out is reference
+    assert x.dtype == F32
+    _, (inside, (deeper,)) = Receives(dtype_policy=MIXED)(X, None, call=lambda _, x: (reference, [reference]))
+    assert inside is deeper is reference
+    _, out = Receives(dtype_policy=MIXED)(X, {"a": [reference]})
+    assert out["a"][0] is reference
+
+
+def test_dropout_masks_differ_from_call_to_call_where_rngs_are_an_argument():
+    class Drops(nnx.Module):
+        def __init__(self):
+            self.dropout = nnx.Dropout(0.5, deterministic=False)
+
+        def __call__(self, x, rngs):
+            return self.dropout(x, rngs=rngs)
+
+    model, rngs = Drops(dtype_policy=MIXED), nnx.Rngs(0)
+    x = jnp.ones((8, 8))
+    masks = [np.asarray(model(x, rngs)) for _ in range(3)]
+    assert not np.array_equal(masks[0], masks[1])
+    assert not np.array_equal(masks[1], masks[2])
+    assert rngs.default.count[...] == 3
+
+
+def test_batch_statistics_of_an_argument_are_updated():
+    norm = nnx.BatchNorm(4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    theirs = flax_nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    flax_and_ours = Receives(dtype_policy="inputs=keep,c=f32")(X, norm, lambda norm, x: (norm(x), theirs(x)))
+    assert flax_and_ours[0].dtype == F32
+    assert norm.mean[...].dtype == F32
+    np.testing.assert_allclose(norm.mean[...], X.mean(0) * 0.01, rtol=1e-6)
+    np.testing.assert_allclose(norm.mean[...], theirs.mean[...], rtol=1e-6)
+
+
+def test_a_variable_written_inside_a_boundary_keeps_its_value_and_identity():
+    class Counts(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x, other):
+            self.count.set_value(self.count.get_value() + 1)
+            other.set_value(other.get_value() + 2)
+            return x
+
+    model, other = Counts(dtype_policy=MIXED), nnx.Variable(jnp.zeros(()))
+    model(X, other)
+    model(X, other)
+    assert (model.count.get_value(), other.get_value()) == (2.0, 4.0)
+    assert other.get_value().dtype == F32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attempts to break it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_integer_inputs_reach_a_layer_as_they_are_and_leave_in_the_policy_s_dtype():
+    ints = np.ones((2, 4), np.int32)
+    for build in (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), lambda: nnx.LayerNorm(4, rngs=nnx.Rngs(0))):
+        with use_policy(MIXED):
+            layer = build()
+        assert layer(ints).dtype == BF16
+    assert nnx.BatchNorm(4, dtype_policy=MIXED, rngs=nnx.Rngs(0))(ints).dtype == F32
+    with use_policy(MIXED):
+        assert nnx.Dropout(0.0)(ints).dtype == jnp.int32
+
+
+@pytest.mark.parametrize("batch", [(0,), (0, 3), ()])
+def test_empty_and_missing_batches_pass(batch):
+    x = np.zeros((*batch, 4), np.float32)
+    with use_policy(MIXED):
+        model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    assert model(x).shape == x.shape
+    own = nnx.LayerNorm(4, dtype_policy="bf16", rngs=nnx.Rngs(0))
+    assert (own(x).shape, own(x).dtype) == (x.shape, BF16)
+
+
+def test_nan_stays_in_its_own_row():
+    x = np.array(X)
+    x[0, 1] = np.nan
+    with use_policy(MIXED):
+        model = nnx.Sequential(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    out = np.asarray(model(x))
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all()
+
+
+def test_float64_and_python_inputs_are_cast_like_any_other():
+    layer = nnx.Linear(4, 4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(X.astype(np.float64)), layer(X))
+    model = Receives(dtype_policy="bf16")
+    assert model(2.5, None)[0] == 2.5
+    assert model(np.float32(2.5), None)[0].dtype == BF16
+
+
+def test_x64_mode_runs_a_float64_policy_and_a_float32_one(monkeypatch):
+    with jax.enable_x64(True):
+        layer = nnx.Linear(4, 4, dtype_policy="float64", rngs=nnx.Rngs(0))
+        norm = nnx.BatchNorm(4, dtype_policy="float64", rngs=nnx.Rngs(0))
+        x = X.astype(np.float64)
+        assert layer(x).dtype == layer.kernel.dtype == norm(x).dtype == norm.mean[...].dtype == jnp.float64
+        np.testing.assert_allclose(norm.mean[...], x.mean(0) * 0.01, rtol=1e-14)
+        narrow = nnx.Linear(4, 4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+        assert narrow(x).dtype == F32
+        with use_policy("p=f32,c=f32,o=f32,reduction=f64"):
+            wide = nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+            attention = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=False)
+        assert wide(X).dtype == F32
+        text = str(jax.make_jaxpr(pure(wide))(X))
+        assert "f64[2]" in text
+        assert re.search(r"f64\[[\d,]*\] = exp", str(jax.make_jaxpr(pure(attention))(X)))
+    with pytest.raises(ValueError, match=r"^A policy asks for float64, but JAX runs with x64 disabled"):
+        nnx.Linear(4, 4, dtype_policy="float64", rngs=nnx.Rngs(0))
+
+
+def test_recorded_errors_name_missing_arguments_as_flax_does():
+    for layer in (
+        nnx.Linear(4, 4, dtype_policy=MIXED, rngs=nnx.Rngs(0)),
+        nnx.LayerNorm(4, dtype_policy=MIXED, rngs=nnx.Rngs(0)),
+        nnx.Dropout(0.5, dtype_policy=MIXED),
+    ):
+        with pytest.raises(TypeError, match="missing 1 required positional argument: '(inputs|x)'"):
+            layer()
+
+
+def test_arguments_by_name_are_cast_too():
+    with use_policy(MIXED):
+        linear, norm = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+        drop = nnx.Dropout(0.0)
+    assert linear(inputs=X).dtype == norm(x=X).dtype == drop(inputs=jnp.asarray(X)).dtype == BF16
