@@ -1,0 +1,282 @@
+"""Who obeys which policy: six levels, and the effective policy field by field."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mpmodules import linen as nn
+from policy import DtypePolicyWarning, set_policy, use_policy
+from tests.mpmodules.linen.programs import boundary_casts, named, operations
+
+X = jnp.ones((2, 4))
+KEY = jax.random.key(0)
+BF16, F16, F32 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16", "f32"
+obeys_its_own = pytest.mark.filterwarnings("ignore:.*obeys its own:policy.DtypePolicyWarning")
+
+
+class Wrap(nn.Module):
+    """A module around one layer, made by `make`."""
+
+    make: Any = nn.Dense
+
+    @nn.compact
+    def __call__(self, x):
+        return self.make(3, name="layer")(x)
+
+
+def dot_dtype(model: Any, x: Any = X) -> str:
+    variables = jax.eval_shape(lambda: model.init(KEY, x))
+    (dot,) = named(operations(model.apply, variables, x), "dot_general")
+    assert len(set(dot.inputs)) == 1
+    return dot.inputs[0]
+
+
+def stored_dtype(model: Any) -> str:
+    (dtype,) = {leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init(KEY, X)))}
+    return dtype
+
+
+# --- one test for each neighbouring pair of the six levels ---------------------------------------------------------------
+
+
+@obeys_its_own
+def test_an_explicit_dtype_wins_over_the_layers_own_policy():
+    assert dot_dtype(nn.Dense(3, dtype=jnp.float16, dtype_policy=BF16)) == "float16"
+
+
+def test_the_layers_own_policy_wins_over_a_rule():
+    with use_policy(None, rules={"layer": F16}):
+        assert dot_dtype(Wrap(lambda n, name: nn.Dense(n, name=name, dtype_policy=BF16))) == "bfloat16"
+
+
+def test_a_rule_wins_over_an_enclosing_modules_policy():
+    with use_policy(None, rules={"layer": F16}):
+        assert dot_dtype(Wrap(dtype_policy=BF16)) == "float16"
+
+
+def test_a_rule_wins_over_an_inner_scope():
+    class Scoped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with use_policy(BF16):
+                return nn.Dense(3, name="layer")(x)
+
+    with use_policy(None, rules={"layer": F16}):
+        assert dot_dtype(Scoped()) == "float16"
+    assert dot_dtype(Scoped()) == "bfloat16"
+
+
+def test_of_an_enclosing_module_and_a_scope_the_innermost_wins():
+    with use_policy(F16):
+        assert dot_dtype(Wrap(dtype_policy=BF16)) == "bfloat16"
+
+    class Scoped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with use_policy(F16):
+                return nn.Dense(3)(x)
+
+    assert dot_dtype(Scoped(dtype_policy=BF16)) == "float16"
+
+
+def test_a_scope_wins_over_the_global_policy():
+    set_policy(F16)
+    with use_policy(BF16):
+        assert dot_dtype(Wrap()) == "bfloat16"
+    with use_policy(None):
+        assert dot_dtype(Wrap()) == "float32"
+
+
+def test_the_global_policy_wins_over_none():
+    assert dot_dtype(Wrap()) == "float32"
+    set_policy(BF16)
+    assert dot_dtype(Wrap()) == "bfloat16"
+
+
+# --- the effective policy, field by field --------------------------------------------------------------------------------
+
+
+@obeys_its_own
+def test_an_explicit_dtype_replaces_compute_dtype_and_leaves_param_dtype():
+    with use_policy("p=bf16,c=bf16,o=bf16"):
+        layer = nn.Dense(3, dtype=jnp.float32)
+        assert stored_dtype(layer) == "bfloat16"
+        assert dot_dtype(layer) == "float32"
+
+
+@obeys_its_own
+def test_an_explicit_param_dtype_replaces_param_dtype_alone():
+    with use_policy("bf16"):
+        layer = nn.Dense(3, param_dtype=jnp.float32)
+        assert stored_dtype(layer) == "float32"
+        assert dot_dtype(layer) == "bfloat16"
+
+
+@obeys_its_own
+def test_an_explicit_dtype_alone_makes_no_boundary_and_is_what_an_inheriting_layer_returns():
+    with use_policy("mixed_bfloat16"):
+        layer = nn.Dense(3, dtype=jnp.float16)
+        variables = layer.init(KEY, X)
+        assert boundary_casts(operations(layer.apply, variables, X)) == []
+        assert jax.eval_shape(layer.apply, variables, X).dtype == jnp.float16
+
+
+@obeys_its_own
+def test_a_layer_with_a_policy_of_its_own_keeps_its_output_dtype_beside_an_explicit_dtype():
+    layer = nn.Dense(3, dtype=jnp.float16, dtype_policy="mixed_bfloat16")
+    assert jax.eval_shape(lambda: layer.init_with_output(KEY, X))[0].dtype == jnp.float32
+    assert dot_dtype(layer) == "float16"
+
+
+def test_an_explicit_dtype_that_agrees_with_the_policy_is_silent():
+    with use_policy("mixed_bfloat16"):
+        assert dot_dtype(nn.Dense(3, dtype=jnp.bfloat16, param_dtype=jnp.float32)) == "bfloat16"
+
+
+def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = nn.Dense(4, dtype=jnp.float32, name=f"dense_{i}")(x)
+            return nn.Dense(4, param_dtype=jnp.float16, name="last")(x)
+
+    model = Net(dtype_policy="mixed_bfloat16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            jax.eval_shape(lambda: model.init(KEY, X))
+    policy = "params=float32,compute=bfloat16,output=float32"
+    advice = "Delete the argument to let the policy decide, or give the layer a dtype_policy."
+    assert [str(w.message) for w in caught if w.category is DtypePolicyWarning] == [
+        f"Dense at 'dense_0' obeys its own dtype=float32 against the policy in force, '{policy}'. {advice}",
+        f"Dense at 'dense_1' obeys its own dtype=float32 against the policy in force, '{policy}'. {advice}",
+        f"Dense at 'last' obeys its own param_dtype=float16 against the policy in force, '{policy}'. {advice}",
+    ]
+
+
+def test_a_warning_names_both_arguments_and_a_root_by_its_class():
+    with (
+        use_policy("bf16"),
+        pytest.warns(DtypePolicyWarning, match=r"LayerNorm at 'LayerNorm' obeys its own dtype=float16 and param_dtype=float32"),
+    ):
+        nn.LayerNorm(dtype=jnp.float16, param_dtype=jnp.float32).init(KEY, X)
+
+
+def test_a_complex_dtype_is_kept_under_a_policy_and_is_no_boundary():
+    with use_policy("mixed_bfloat16"), warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        layer = nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)
+        out, variables = jax.eval_shape(lambda: layer.init_with_output(KEY, X.astype(jnp.complex64)))
+    assert out.dtype == jnp.complex64
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"complex64"}
+
+
+# --- the caller decides --------------------------------------------------------------------------------------------------
+
+
+def test_a_shared_layer_called_under_two_policies_in_one_trace_obeys_each_caller():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(4, name="shared")
+            outs = []
+            for policy in ("p=bf16,c=bf16,o=bf16", F16, F32, BF16):
+                with use_policy(policy):
+                    outs.append(layer(x))
+            return outs
+
+    out, variables = jax.eval_shape(lambda: Net().init_with_output(KEY, X))
+    assert [o.dtype.name for o in out] == ["bfloat16", "float16", "float32", "bfloat16"]
+    # its first caller decides what its parameters are stored in
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"bfloat16"}
+
+
+def test_a_shared_layer_passed_to_two_modules_obeys_each():
+    class Calls(nn.Module):
+        @nn.compact
+        def __call__(self, x, layer):
+            return layer(x)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(4, name="shared")
+            return Calls(dtype_policy=BF16)(x, layer), Calls(dtype_policy=F16)(x, layer), layer(x)
+
+    out = jax.eval_shape(lambda: Net().init_with_output(KEY, X)[0])
+    assert [o.dtype.name for o in out] == ["bfloat16", "float16", "float32"]
+
+
+def test_resolution_does_not_outlive_the_call():
+    layer = nn.Dense(3)
+    variables = layer.init(KEY, X)
+    bound = layer.bind(variables)
+    for policy, expected in ((BF16, "bfloat16"), (F16, "float16"), (None, "float32")):
+        with use_policy(policy):
+            assert bound(X).dtype == expected
+    assert (bound.dtype, bound.param_dtype) == (None, None)
+    with use_policy(BF16), pytest.raises(Exception, match="shape"):
+        bound(jnp.ones((2, 5)))
+    assert (bound.dtype, bound.param_dtype) == (None, None)
+
+
+class Parent(nn.Module):
+    def setup(self):
+        self.block = Wrap()
+        self.embed = nn.Embed(5, 4)
+
+    def __call__(self, x):
+        return self.block(x) + self.embed(jnp.arange(2)).sum(-1, keepdims=True)
+
+
+def test_a_bound_submodule_called_by_itself_obeys_its_parent():
+    model = Parent(dtype_policy="mixed_bfloat16")
+    bound = model.bind(model.init(KEY, X))
+    (dot,) = named(operations(lambda x: bound.block(x), X), "dot_general")
+    assert dot.inputs == ("bfloat16", "bfloat16")
+    assert bound.block(X).dtype == jnp.float32  # nothing is open: its call is a boundary
+    assert bound.embed(jnp.arange(2)).dtype == jnp.bfloat16  # a bare layer hands on compute_dtype
+
+
+def test_a_bound_submodule_called_by_itself_obeys_the_rules_in_force():
+    model = Parent()
+    bound = model.bind(model.init(KEY, X))
+    with use_policy(None, rules={"block": BF16}):
+        (dot,) = named(operations(lambda x: bound.block(x), X), "dot_general")
+    assert dot.inputs == ("bfloat16", "bfloat16")
+
+
+def test_an_open_call_wins_over_the_parent_chain():
+    class Borrows(nn.Module):
+        layer: Any
+
+        @nn.compact
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Owner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(4, name="owned")
+            return Borrows(layer, dtype_policy=F16)(x), layer(x)
+
+    out = jax.eval_shape(lambda: Owner(dtype_policy=BF16).init_with_output(KEY, X)[0])
+    assert [o.dtype.name for o in out] == ["bfloat16", "bfloat16"]  # the second boundary is the owner's
+    variables = Owner(dtype_policy=BF16).init(KEY, X)
+    dots = named(operations(Owner(dtype_policy=BF16).apply, variables, X), "dot_general")
+    assert [dot.inputs[0] for dot in dots] == ["float16", "bfloat16"]
+
+
+def test_a_sequential_stands_for_flaxs_class_in_isinstance_and_the_other_way_round():
+    assert isinstance(nn.Dense(3), flax_nn.Dense) and isinstance(flax_nn.Dense(3), nn.Dense)
+    assert isinstance(flax_nn.Dense(3), nn.Module) and isinstance(nn.Dense(3), flax_nn.Module)
+    assert not isinstance(flax_nn.Dense(3), nn.Conv)
+    assert issubclass(flax_nn.Dense, nn.Dense) and not issubclass(flax_nn.Dense, Wrap)
+    assert not isinstance(flax_nn.Dense(3), Wrap)
