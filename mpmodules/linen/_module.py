@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import flax.linen as flax_nn
 import jax.numpy as jnp
+from flax.linen.module import module_field
+from flax.linen.kw_only_dataclasses import KW_ONLY
 
 from mpmodules._references import is_reference
 from policy import boundary
@@ -29,16 +32,28 @@ ADOPTED_IN_SETUP = "_adopted_in_setup"
 DtypePolicy = Policy | str | None
 
 
-class _ModuleMeta(type):
+if TYPE_CHECKING:
+    _MetaOfProtocol = type
+else:  # an ABCMeta: a module can have abstract classes and protocols among its bases, as Flax's can
+    _MetaOfProtocol = type(Protocol)
+
+
+class _ModuleMeta(_MetaOfProtocol):
     """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks survive a port."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+        cls: Any = super().__new__(mcs, name, bases, namespace, **kwargs)
+        if not any(isinstance(base, abc.ABCMeta) and not isinstance(base, _ModuleMeta) for base in cls.__mro__):
+            cls.__abstractmethods__ = frozenset()  # no base asked for the check, which Flax's modules do not make
+        return cls
 
     def __instancecheck__(cls, instance: Any) -> bool:
         upstream = cls.__dict__.get("_upstream_class")
-        return super().__instancecheck__(instance) if upstream is None else isinstance(instance, upstream)
+        return type.__instancecheck__(cls, instance) if upstream is None else isinstance(instance, upstream)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         upstream = cls.__dict__.get("_upstream_class")
-        return super().__subclasscheck__(subclass) if upstream is None else issubclass(subclass, upstream)
+        return type.__subclasscheck__(cls, subclass) if upstream is None else issubclass(subclass, upstream)
 
 
 # Our layer for each of Flax's; filled as the layers are defined.
@@ -58,13 +73,19 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         ``keep_inputs = ("positions",)``.
     """
 
-    dtype_policy: DtypePolicy = dataclasses.field(default=None, kw_only=True)
+    # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position reaches it.
+    if TYPE_CHECKING:  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
+        dtype_policy: DtypePolicy = module_field(kw_only=True, default=None)
+    else:
+        dtype_policy: DtypePolicy = dataclasses.field(default=None, kw_only=True, metadata={KW_ONLY: True})
 
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        if cls.__module__.startswith("mpmodules.linen."):
+            _keep_from_flax(cls)
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("mpmodules.linen."):
             for base in cls.__bases__:
@@ -82,6 +103,16 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 raise type(error)(f"{type(self).__name__}(dtype_policy={policy!r}): {error}") from None
             object.__setattr__(self, "dtype_policy", policy)
         super().__post_init__()
+
+
+Module.__annotations__["dtype_policy"] = DtypePolicy  # Flax copies it into subclasses, where the name means nothing
+
+
+def _keep_from_flax(cls: type) -> None:
+    """Keeps our private methods out of Flax's method machinery: interceptors, name stacks, tables of calls."""
+    for name, attribute in vars(cls).items():
+        if inspect.isfunction(attribute) and name.startswith("_") and not name.startswith("__"):
+            attribute.nowrap = True  # type: ignore[attr-defined]
 
 
 def obeys_policies(module: Any) -> bool:
@@ -307,7 +338,9 @@ def run_method(
             else:
                 with fields_set(module, plain_fields(module, effective)):
                     outputs = method(module, *args, **kwargs)
-        return boundary.cast_outputs(effective.policy, outputs, is_leaf=is_reference) if crosses else outputs
+        if not crosses or effective.policy is None:
+            return outputs
+        return boundary.cast_outputs(effective.policy, outputs, is_leaf=is_reference)
 
 
 def _cast_inputs(
