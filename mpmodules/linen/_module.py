@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import flax.linen as flax_nn
 import jax.numpy as jnp
-from flax.linen.module import module_field
 from flax.linen.kw_only_dataclasses import KW_ONLY
+from flax.linen.module import module_field
 
 from mpmodules._references import is_reference
 from policy import boundary
