@@ -71,7 +71,8 @@ class Normalization(Layer):
             stored = [
                 v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None
             ]
-            output_dtype = canonicalize_dtype(x, *stored, dtype=self.dtype)
+            with jax.numpy_dtype_promotion("standard"):  # what Flax infers, asked for without computing anything
+                output_dtype = canonicalize_dtype(x, *stored, dtype=self.dtype)
             if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
                 return method(self, *args, **kwargs)
             return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from mpmodules.nnx._module import LAYER_OF, Module, obeys_policies
@@ -29,37 +31,79 @@ def adopting_class(cls: type, *, composites: bool) -> type | None:
     return _combined(cls, Module) if composites and issubclass(cls, flax_nnx.Module) else None
 
 
-def _combined(cls: type, ours: Any) -> type:
-    return type(ours)(cls.__name__, (cls, ours), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+@functools.cache
+def _combined(cls: type, ours: type) -> type:
+    """A class with the name of `cls` that derives from it and from ours."""
+    meta, own = type(ours), type(cls)
+    if not issubclass(meta, own):
+        meta = own if issubclass(own, meta) else type(own.__name__, (own, meta), {})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+
+    def __reduce__(self: Any) -> Any:
+        return _unpickled, (cls, ours), self.__getstate__()  # the class can't be found by its name: that is cls's
+
+    return meta(cls.__name__, (cls, ours), {**names, "__reduce__": __reduce__})
 
 
-def _adopt(module: Any, policy: Policy | None, source: str | None, *, keep_explicit: bool, composites: bool) -> None:
-    """Makes one built module obey `policy`: its class, its dtype attributes and its own parameters."""
+def _unpickled(cls: type, ours: type) -> Any:
+    return object.__new__(_combined(cls, ours))
+
+
+def _effective(
+    module: Any, policy: Policy | None, source: str | None, *, keep_explicit: bool, where: str
+) -> Policy | None:
+    """The policy of a module, its own dtype put in where that is kept."""
+    if policy is None or not _has_dtypes(module):
+        return policy
+    return with_explicit_dtypes(
+        policy,
+        own=source is not None,
+        dtype=_explicit_dtype(module) if keep_explicit else None,
+        what=type(module).__name__,
+        where=where,
+    ).policy
+
+
+def _adopt(module: Any, policy: Policy | None, source: str | None, *, composites: bool) -> None:
+    """Makes one built module obey `policy`: its class, its dtype attributes and its own variables."""
     ours = adopting_class(type(module), composites=composites)
     if ours is not None:
+        explicit = _explicit_dtype(module)
         object.__setattr__(module, "__class__", ours)
+        if explicit is not None:
+            module._explicit_dtype = explicit
         _replace_attention(module)
     if not obeys_policies(module):
         return
-    if policy is not None and hasattr(module, "dtype") and hasattr(module, "param_dtype"):
-        explicit = module.dtype if keep_explicit and _is_explicit(module) else None
-        effective = with_explicit_dtypes(
-            policy, own=source is not None, dtype=explicit, what=type(module).__name__, where=type(module).__name__
-        )
-        policy = effective.policy or policy
-        module.dtype = policy.compute_dtype
-        module.param_dtype = policy.param_dtype
-        for variable in vars(module).values():
+    if policy is not None:
+        if _has_dtypes(module) and not any(_is_complex(dtype) for dtype in (module.dtype, module.param_dtype)):
+            module.dtype = policy.compute_dtype
+            module.param_dtype = policy.param_dtype
+        for _, variable in _children(module):
             if isinstance(variable, flax_nnx.Param):
                 variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
-    module.dtype_policy = policy
-    module._policy_source = source
+            elif isinstance(variable, flax_nnx.Cache):  # keys and values are written into it as they are computed
+                variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
+    if policy is not None or module.dtype_policy is not None:
+        module.dtype_policy = policy
+    if module._policy_source != source:
+        module._policy_source = source
 
 
-def _is_explicit(module: Any) -> bool:
-    """Whether a layer of Flax's was given a dtype (Embed fills in its table's where it was given none)."""
-    embedding = getattr(module, "embedding", None)
-    return module.dtype is not None and (embedding is None or module.dtype != embedding.dtype)
+def _has_dtypes(module: Any) -> bool:
+    return hasattr(module, "dtype") and hasattr(module, "param_dtype")
+
+
+def _is_complex(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _explicit_dtype(module: Any) -> Any:
+    """The dtype that a layer was given (Flax's Embed fills in its table's where it was given none), or None."""
+    if obeys_policies(module):
+        return module._explicit_dtype
+    dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
+    return None if embedding is not None and dtype == embedding.dtype else dtype
 
 
 def _replace_attention(module: Any) -> None:
@@ -69,22 +113,54 @@ def _replace_attention(module: Any) -> None:
         module.attention_fn = dot_product_attention
 
 
-def adopt_children(module: flax_nnx.Module, policy: Policy | None) -> None:
+def adopt_children(module: Any, policy: Policy | None) -> None:
     """Makes the Flax layers that a layer of ours has just built obey its policy, and the class rules in force."""
     rules = current_scope().rules
     for path, child in flax_nnx.iter_modules(module):
         if path and not obeys_policies(child):
             own = rules.match(None, type(child)) if rules else None
-            source = None if own is None else "rule"
-            _adopt(child, own if own is not None else policy, source, keep_explicit=False, composites=False)
+            _adopt(child, policy if own is None else own, None if own is None else "rule", composites=False)
+            child._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
+
+
+def _children(node: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """The modules and variables that a module holds, itself or in lists and dicts, and the keys that lead to each."""
+
+    entered: list[Any] = []
+
+    def is_child(x: Any) -> bool:
+        entered.append(x)
+        return len(entered) > 1 and isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)  # the first one is node itself
+
+    leaves = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_child)
+    if [path for path, _ in leaves] == [()]:  # made with pytree=False: JAX can't look inside
+        return [((str(key),), child) for key, child in flax_nnx.iter_children(node)]
+    names = [(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf) for path, leaf in leaves]
+    return [(path, leaf) for path, leaf in names if is_child(leaf)]
+
+
+def _paths(module: flax_nnx.Module) -> dict[tuple[str, ...], flax_nnx.Module]:
+    """Every path to every module, shared ones included, from the root down."""
+    found: dict[tuple[str, ...], flax_nnx.Module] = {}
+
+    def visit(node: Any, path: tuple[str, ...], above: frozenset[int]) -> None:
+        if isinstance(node, flax_nnx.Module):
+            found[path] = node
+        for keys, child in _children(node):
+            if not isinstance(child, flax_nnx.Variable) and id(child) not in above:  # a cycle ends where it closes
+                visit(child, (*path, *keys), above | {id(child)})
+
+    visit(module, (), frozenset({id(module)}))
+    return {path: found[path] for path in sorted(found, key=len)}
 
 
 def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False) -> M:
     """Puts a built nnx model under a policy and rules, in place, and returns it.
 
     Every layer obeys the policy, or the first rule that matches its path or class, or a rule that holds above it; a
-    submodule that was built with its own `dtype_policy=` keeps that. Floating parameters are cast to param_dtype;
-    statistics and caches are not. Modules of Flax's own classes, and of classes derived from them, become boundaries
+    submodule that was built with its own `dtype_policy=` keeps that. A module that is shared obeys the first rule that
+    matches one of its paths. Floating parameters are cast to param_dtype and decoding caches to compute_dtype,
+    statistics are not. Modules of Flax's own classes, and of classes derived from them, become boundaries
     and layers of ours: their class is replaced by one of the same name that derives from theirs.
 
     Args:
@@ -106,11 +182,11 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
     rules = PolicyRules() if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
     for _, rule_policy in rules:
         require_usable(rule_policy)
-    modules = {tuple(map(str, path)): module for path, module in flax_nnx.iter_modules(model)}
-    rules.check({"/".join(path): type(module) for path, module in modules.items()})
+    paths = _paths(model)
+    rules.check({"/".join(path): type(module) for path, module in paths.items()})
     holding: dict[tuple[str, ...], Policy] = {}
-    for path in sorted(modules, key=len):
-        module = modules[path]
+    plan: dict[int, tuple[Any, Policy | None, str | None]] = {}
+    for path, module in paths.items():
         above = next((holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding), policy)
         source = getattr(module, "_policy_source", None) if path else None
         if source == "argument":
@@ -120,6 +196,11 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
             source = None if own is None else "rule"
         if not path and own is None:
             source = "argument"
-        holding[path] = own if own is not None else above
-        _adopt(module, holding[path], source, keep_explicit=keep_explicit, composites=True)
+        holding[path] = above if own is None else own
+        if id(module) not in plan or (source == "rule" and plan[id(module)][2] is None):
+            where = "/".join(path) or type(module).__name__
+            effective = _effective(module, holding[path], source, keep_explicit=keep_explicit, where=where)
+            plan[id(module)] = module, effective, source
+    for module, effective, source in plan.values():
+        _adopt(module, effective, source, composites=True)
     return model

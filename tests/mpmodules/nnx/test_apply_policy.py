@@ -1,0 +1,439 @@
+"""`apply_policy` puts a built model, ours or not, under a policy: in place, by path and class, or not at all."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import PolicyRules, get_policy, nnx, use_policy
+from mpmodules.nnx import apply_policy
+from policy import DtypePolicyWarning
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+MIXED, HALF, FULL = get_policy("mixed_bfloat16"), get_policy("bf16"), get_policy("f32")
+IDS = np.array([[0, 2, 1], [3, 3, 0]])
+
+
+class Gated(flax_nnx.Linear):
+    """A user's subclass of a layer of Flax's."""
+
+    def __call__(self, x):
+        return super().__call__(x) * jax.nn.sigmoid(x)
+
+
+class Block(flax_nnx.Module):
+    def __init__(self, *, rngs):
+        self.attn = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.norm = flax_nnx.LayerNorm(4, rngs=rngs)
+        self.mlp = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.gelu, Gated(4, 4, rngs=rngs))
+
+    def __call__(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp(x)
+
+
+class Model(flax_nnx.Module):
+    """A third-party model: it knows nothing of policies."""
+
+    def __init__(self, *, rngs):
+        self.embed = flax_nnx.Embed(4, 4, rngs=rngs)
+        self.blocks = flax_nnx.List([Block(rngs=rngs), Block(rngs=rngs)])
+        self.heads = flax_nnx.Dict(a=flax_nnx.Linear(4, 2, rngs=rngs), b=flax_nnx.Linear(4, 2, rngs=rngs))
+        self.bn = flax_nnx.BatchNorm(4, rngs=rngs)
+
+    def features(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.bn(x)
+
+    def __call__(self, ids):
+        x = self.features(ids)
+        return self.heads.a(x), self.heads.b(x)
+
+
+_cached = []
+
+
+def model():
+    if not _cached:
+        _cached.append(Model(rngs=flax_nnx.Rngs(0)))
+    return flax_nnx.clone(_cached[0])
+
+
+def program(model, *args):
+    definition, state = flax_nnx.split(model)
+    return str(jax.make_jaxpr(lambda state, *args: flax_nnx.merge(definition, state, copy=True)(*args))(state, *args))
+
+
+def modules(model):
+    return {"/".join(map(str, path)): module for path, module in flax_nnx.iter_modules(model)}
+
+
+def policies(model):
+    return {path: module.dtype_policy for path, module in modules(model).items()}
+
+
+def test_it_returns_the_model_changed_in_place():
+    theirs = model()
+    assert apply_policy(theirs, "mixed_bfloat16") is theirs
+    assert isinstance(theirs, Model)
+    assert set(policies(theirs).values()) == {MIXED}
+
+
+def test_every_layer_obeys_and_the_model_is_the_boundary():
+    theirs = apply_policy(model(), "mixed_bfloat16")
+    out = theirs(IDS)
+    assert [x.dtype for x in out] == [F32, F32]
+    assert theirs.features(IDS).dtype == F32
+    text = program(theirs, IDS)
+    dots = [line for line in text.splitlines() if "= dot_general" in line]
+    assert len(dots) == 2 * (4 + 2 + 2) + 2
+    assert all(":bf16[" in line for line in dots if "2,2,3,3" not in line)
+    assert ":f32[2,2,3,3] = exp" in text
+    assert ":bf16[2,2,3,3] = exp" not in text
+
+
+def test_the_result_is_near_float32_and_the_same_program_as_the_ported_model_s():
+    truth = model()(IDS)
+    for ours, theirs in zip(apply_policy(model(), "mixed_bfloat16")(IDS), truth, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=0.05)
+    for ours, theirs in zip(apply_policy(model(), "float32")(IDS), truth, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_state_tree_stays_the_same():
+    theirs = model()
+    before = jax.tree.structure(flax_nnx.state(theirs))
+    apply_policy(theirs, "mixed_bfloat16")
+    assert jax.tree.structure(flax_nnx.state(theirs)) == before
+
+
+def test_parameters_are_cast_and_statistics_are_not():
+    theirs = apply_policy(model(), "bf16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {jnp.dtype(BF16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.BatchStat))} == {jnp.dtype(F32)}
+    theirs(IDS)
+    assert theirs.bn.mean[...].dtype == F32
+    assert np.any(theirs.bn.mean[...] != 0)
+
+
+def test_rules_by_path_reach_lists_dicts_sequentials_and_layers_inside_attention():
+    rules = {
+        "blocks/0/attn/query": "f32",
+        "blocks/1": "f16",
+        "blocks/0/mlp/layers/2": "p=bf16,c=f32",
+        "heads/b": "f32",
+        "embed": "p=bf16,c=bf16",
+    }
+    found = policies(apply_policy(model(), "mixed_bfloat16", rules))
+    expected = {
+        "": MIXED,
+        "embed": get_policy("p=bf16,c=bf16"),
+        "blocks/0": MIXED,
+        "blocks/0/attn": MIXED,
+        "blocks/0/attn/query": FULL,
+        "blocks/0/attn/key": MIXED,
+        "blocks/0/mlp/layers/0": MIXED,
+        "blocks/0/mlp/layers/2": get_policy("p=bf16,c=f32"),
+        "blocks/1": get_policy("f16"),
+        "blocks/1/attn/query": get_policy("f16"),
+        "blocks/1/mlp/layers/2": get_policy("f16"),
+        "heads/a": MIXED,
+        "heads/b": FULL,
+    }
+    assert {path: found[path] for path in expected} == expected
+
+
+def test_rules_change_what_runs():
+    theirs = apply_policy(model(), "mixed_bfloat16", {"heads/b": "f32", "blocks/0/attn/query": "f32"})
+    a, b = theirs(IDS)
+    assert a.dtype == b.dtype == F32
+    text = program(theirs, IDS)
+    assert len([line for line in text.splitlines() if "= dot_general" in line and ":f32[2,3,2,2]" in line]) == 1
+    assert len([line for line in text.splitlines() if "= dot_general" in line and ":f32[2,3,2]" in line]) == 1
+
+
+def test_rules_by_class_take_flax_s_class_and_ours_alike():
+    for cls in (flax_nnx.LayerNorm, nnx.LayerNorm):
+        found = policies(apply_policy(model(), "mixed_bfloat16", {cls: "f32"}))
+        assert found["blocks/0/norm"] == found["blocks/1/norm"] == FULL
+        assert found["blocks/0/attn"] == MIXED
+    found = policies(apply_policy(model(), "mixed_bfloat16", {Block: "f16", Gated: "f32"}))
+    assert found["blocks/1/attn/out"] == get_policy("f16")
+    assert found["blocks/1/mlp/layers/2"] == FULL
+    assert found["embed"] == MIXED
+    found = policies(apply_policy(model(), "mixed_bfloat16", {flax_nnx.Linear: "f32"}))
+    assert found["blocks/1/mlp/layers/2"] == found["heads/a"] == FULL
+    assert found["blocks/1/attn/query"] == MIXED
+
+
+def test_the_first_rule_that_matches_wins_and_a_deeper_one_holds_below():
+    found = policies(apply_policy(model(), "f32", [("heads/.*", "bf16"), (flax_nnx.Linear, "f16")]))
+    assert found["heads/a"] == HALF
+    assert found["blocks/0/mlp/layers/0"] == get_policy("f16")
+    found = policies(apply_policy(model(), "f32", [("blocks/0", "bf16"), ("blocks/0/norm", "f16")]))
+    assert (found["blocks/0/attn/out"], found["blocks/0/norm"]) == (HALF, get_policy("f16"))
+
+
+def test_a_rule_for_the_root_has_the_empty_path():
+    assert apply_policy(model(), "f32", [("", "bf16")]).dtype_policy == HALF
+
+
+def test_a_rule_that_matches_nothing_lists_the_paths_and_leaves_the_model_as_it_was():
+    theirs = model()
+    before = flax_nnx.graphdef(theirs)
+    expected = (
+        r"^Rules 'blokcs/\.\*', Conv matched no module\. Modules seen: blocks, blocks/0, blocks/0/attn, "
+        r"blocks/0/attn/key, .*, bn, embed, heads, heads/a, heads/b\.$"
+    )
+    with pytest.raises(ValueError, match=expected):
+        apply_policy(theirs, "bf16", {"blokcs/.*": "f32", nnx.Conv: "f32", "embed": "f32"})
+    assert flax_nnx.graphdef(theirs) == before
+    assert type(theirs) is Model
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs))} == {jnp.dtype(F32)}
+    apply_policy(theirs, "bf16", PolicyRules({"blokcs/.*": "f32"}, strict=False))
+    assert theirs.dtype_policy == HALF
+
+
+def test_other_errors_leave_the_model_as_it_was_too():
+    theirs = model()
+    before = flax_nnx.graphdef(theirs)
+    for error, match, arguments in (
+        (TypeError, r"^A policy should be a Policy or its text form", (None,)),
+        (ValueError, r"^Unknown dtype 'bf15'", ("bf15",)),
+        (ValueError, r"^Rule 'heads\(' is not a regular expression: ", ("bf16", {"heads(": "f32"})),
+        (ValueError, r"^A policy asks for float64, but JAX runs with x64 disabled", ("f32", {"embed": "f64"})),
+        (TypeError, r"^A rule's pattern should be a path pattern or a layer class", ("f32", {3: "f32"})),
+    ):
+        with pytest.raises(error, match=match):
+            apply_policy(theirs, *arguments)
+    assert flax_nnx.graphdef(theirs) == before
+    with pytest.raises(TypeError, match=r"^apply_policy takes an nnx module here, but got .* of type dict\.$"):
+        apply_policy({}, "bf16")
+
+
+def test_a_change_of_mind_goes_anywhere_from_anywhere():
+    theirs = model()
+    kernel = theirs.heads.a.kernel[...]
+    for text, param, out in (("bf16", BF16, BF16), ("mixed_float16", F32, F32), ("f32", F32, F32), ("f16", F16, F16)):
+        apply_policy(theirs, text)
+        assert theirs.heads.a.kernel.dtype == param
+        assert [x.dtype for x in theirs(IDS)] == [out, out]
+    np.testing.assert_allclose(theirs.heads.a.kernel[...].astype(F32), kernel, rtol=2**-7)
+
+
+def test_a_change_of_mind_forgets_the_rules_of_before():
+    theirs = apply_policy(model(), "mixed_bfloat16", {"heads/b": "f32", "blocks": "f16"})
+    apply_policy(theirs, "mixed_bfloat16")
+    assert set(policies(theirs).values()) == {MIXED}
+
+
+def test_a_shared_module_is_changed_once_and_stays_shared():
+    class Shares(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.one = flax_nnx.Linear(4, 4, rngs=rngs)
+            self.two = self.one
+
+        def __call__(self, x):
+            return self.two(self.one(x))
+
+    shares = apply_policy(Shares(rngs=flax_nnx.Rngs(0)), "bf16")
+    assert shares.one is shares.two
+    assert shares(np.ones((2, 4), np.float32)).dtype == BF16
+
+
+@pytest.mark.parametrize("path", ["one", "two"])
+def test_a_shared_module_is_found_by_each_of_its_paths(path):
+    class Shares(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.one = flax_nnx.Linear(4, 4, rngs=rngs)
+            self.two = self.one
+
+    shares = apply_policy(Shares(rngs=flax_nnx.Rngs(0)), "bf16", {path: "f32"})
+    assert shares.one.dtype_policy == FULL
+
+
+def test_a_root_layer_becomes_a_layer_of_ours_and_a_boundary():
+    layer = flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))
+    apply_policy(layer, "mixed_bfloat16")
+    assert type(layer) is nnx.Linear
+    assert layer(np.ones((2, 4), np.float32)).dtype == F32
+    assert ":f32[2,4] = dot_general" in program(layer, np.ones((2, 4), np.float32))
+
+
+def test_a_user_s_subclass_keeps_its_name_and_its_methods():
+    layer = Gated(4, 4, rngs=flax_nnx.Rngs(0))
+    apply_policy(layer, "c=bf16")
+    assert (type(layer).__name__, type(layer).__module__) == ("Gated", Gated.__module__)
+    assert isinstance(layer, Gated)
+    assert isinstance(layer, nnx.Linear)
+    x = np.ones((2, 4), np.float32)
+    assert layer(x).dtype == BF16
+    assert type(apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), "bf16")) is type(layer)
+
+
+def test_ours_built_under_one_policy_moves_to_another():
+    with use_policy("mixed_bfloat16"):
+        ours = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    apply_policy(ours, "f16")
+    assert ours(np.ones((2, 4), np.float32)).dtype == F16
+    assert ours.layers[0].kernel.dtype == F16
+
+
+def test_a_submodule_built_with_its_own_policy_keeps_it_and_so_do_its_children():
+    with use_policy("bf16"):
+        ours = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0)))
+    apply_policy(ours, "f16")
+    assert [str(layer.dtype_policy.compute_dtype) for layer in ours.layers] == ["float16", "float32"]
+    apply_policy(ours.layers[1], "bf16")
+    assert ours.layers[1].dtype_policy == HALF
+
+
+def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
+    def build(module):
+        rngs = module.Rngs(0)
+        return module.Sequential(
+            module.Linear(4, 4, dtype=F16, rngs=rngs), module.Linear(4, 4, rngs=rngs), module.Embed(4, 4, rngs=rngs)
+        )
+
+    for module in (flax_nnx, nnx):
+        assert {layer.dtype for layer in apply_policy(build(module), MIXED).layers} == {jnp.dtype(BF16)}
+        kept = build(module)
+        for policy, found in ((MIXED, BF16), ("f32", F32), ("bf16", BF16)):
+            with pytest.warns(DtypePolicyWarning, match="^Linear at 'layers/0' obeys its own dtype=float16"):
+                apply_policy(kept, policy, keep_explicit=True)
+            assert [layer.dtype for layer in kept.layers] == [F16, found, found]
+
+
+def test_keep_explicit_on_a_model_of_ours_that_was_built_under_a_policy_keeps_only_what_was_given():
+    with use_policy("mixed_bfloat16"):
+        ours = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)))
+    apply_policy(ours, "f16", keep_explicit=True)
+    assert ours.layers[0].dtype == ours.layers[1].query.dtype == F16
+
+
+def test_a_decoding_cache_follows_the_policy():
+    layer = flax_nnx.MultiHeadAttention(2, 4, decode=True, rngs=flax_nnx.Rngs(0))
+    layer.init_cache((1, 3, 4))
+    apply_policy(layer, "mixed_bfloat16")
+    assert layer(np.ones((1, 1, 4), np.float32)).dtype == F32
+    assert layer.cached_key[...].dtype == BF16
+    assert layer.cache_index[...] == 1
+
+
+def test_an_attention_fn_of_the_user_s_own_stays_in_place():
+    calls = []
+
+    def mine(query, key, value, **options):
+        calls.append(query.dtype)
+        return value
+
+    layer = flax_nnx.MultiHeadAttention(2, 4, decode=False, attention_fn=mine, rngs=flax_nnx.Rngs(0))
+    apply_policy(layer, "mixed_bfloat16")(np.ones((1, 3, 4), np.float32))
+    assert calls == [BF16]
+
+
+def test_it_works_after_split_and_merge_and_the_merged_model_keeps_it():
+    definition, state = flax_nnx.split(model())
+    theirs = apply_policy(flax_nnx.merge(definition, state, copy=True), "mixed_bfloat16")
+    again = flax_nnx.merge(*flax_nnx.split(theirs))
+    assert policies(again) == policies(theirs)
+    assert [x.dtype for x in again(IDS)] == [F32, F32]
+
+
+def test_an_abstract_model_gets_a_policy_too():
+    theirs = flax_nnx.eval_shape(lambda: Model(rngs=flax_nnx.Rngs(0)))
+    apply_policy(theirs, "bf16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {jnp.dtype(BF16)}
+
+
+@pytest.mark.parametrize("copied", ["clone", "deepcopy", "pickle"])
+def test_copies_keep_the_policy(copied):
+    copies = {"clone": flax_nnx.clone, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+    layer = apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
+    twin = copies[copied](layer)
+    assert type(twin) is type(layer)
+    assert twin.dtype_policy == MIXED
+    np.testing.assert_array_equal(twin(np.ones((2, 4), np.float32)), layer(np.ones((2, 4), np.float32)))
+
+
+def test_references_and_training_work_through_an_adopted_model():
+    class Net(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+            self.drop = flax_nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(self.linear(x))
+
+    net = apply_policy(Net(rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
+    x = jnp.ones((8, 4))
+    assert not np.array_equal(net(x) == 0, net(x) == 0)
+    net.eval()
+    assert np.array_equal(net(x), net(x))
+    gradient = flax_nnx.grad(lambda net: (net(x) ** 2).mean())(net)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
+
+
+def test_the_layers_of_a_module_that_was_not_given_a_policy_stay_flax_s():
+    theirs = model()
+    apply_policy(theirs.heads.a, "bf16")
+    assert theirs.heads.a.kernel.dtype == BF16
+    assert type(theirs.heads.b) is flax_nnx.Linear
+
+
+def test_bare_parameters_of_a_module_are_cast_and_cycles_end():
+    class Bare(flax_nnx.Module):
+        def __init__(self):
+            self.position = flax_nnx.Param(jnp.ones(4))
+            self.stack = flax_nnx.data([flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))])
+            self.me = self
+
+        def __call__(self, x):
+            return self.stack[0](x + self.position[None])
+
+    bare = apply_policy(Bare(), "bf16", {"stack/0": "p=f32,c=bf16"})
+    assert bare.position[...].dtype == BF16
+    assert bare.stack[0].kernel.dtype == F32
+    assert bare(np.ones((2, 4), np.float32)).dtype == BF16
+
+
+def test_complex_layers_keep_their_dtypes():
+    layer = flax_nnx.Linear(4, 4, param_dtype=jnp.complex64, rngs=flax_nnx.Rngs(0))
+    apply_policy(layer, "bf16")
+    assert layer.kernel.dtype == jnp.complex64
+    assert layer(np.ones((2, 4), np.complex64)).dtype == jnp.complex64
+
+
+def test_a_model_with_a_metaclass_of_its_own_is_adopted():
+    class Meta(type(flax_nnx.Module)):
+        pass
+
+    class Theirs(flax_nnx.Module, metaclass=Meta):
+        def __init__(self, *, rngs):
+            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    theirs = apply_policy(Theirs(rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
+    assert theirs(np.ones((2, 4), np.float32)).dtype == F32
+    assert isinstance(type(theirs), Meta)
+
+
+def test_a_module_that_is_no_pytree_is_adopted():
+    class Theirs(flax_nnx.Module, pytree=False):
+        def __init__(self, *, rngs):
+            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    theirs = apply_policy(Theirs(rngs=flax_nnx.Rngs(0)), "mixed_bfloat16", {"linear": "bf16"})
+    assert theirs.linear.kernel.dtype == BF16
+    assert theirs(np.ones((2, 4), np.float32)).dtype == F32

@@ -1,0 +1,459 @@
+"""What upstream gets wrong in low precision, shown first (skipped where a newer Flax repaired it), and what ours gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from flax.errors import TraceContextError
+
+from mpmodules import Policy, nnx, use_policy
+from mpmodules.nnx import dot_product_attention
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+HALVES = [pytest.param(BF16, id="bf16"), pytest.param(F16, id="f16")]
+
+
+def mixed(half):
+    return Policy(F32, half, F32)
+
+
+def ulp(dtype):
+    """The spacing of `dtype` at 1, as a relative tolerance: one ulp of a result of any size."""
+    return float(jnp.finfo(dtype).eps)
+
+
+def relaxed(function, *args, **kwargs):
+    """Upstream can't be traced under strict promotion here, so its figures are taken under standard promotion."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return function(*args, **kwargs)
+
+
+def repaired(condition):
+    if condition:
+        pytest.skip("this release of Flax has repaired it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Embed's gradient is summed over a token's occurrences in float32
+# ---------------------------------------------------------------------------------------------------------------------
+
+TOKENS = np.zeros((4096,), np.int32)
+
+
+def embedding_gradient(layer, tokens=TOKENS):
+    definition, state = flax_nnx.split(layer)
+
+    def total(state):
+        return flax_nnx.merge(definition, state, copy=True)(tokens).astype(F32).sum()
+
+    return jax.tree.leaves(jax.grad(total)(state))[0]
+
+
+@pytest.mark.parametrize(("half", "figure"), [(BF16, 256), (F16, 2048)], ids=["bf16", "f16"])
+def test_flax_s_embedding_gradient_stops_growing(half, figure):
+    gradient = embedding_gradient(flax_nnx.Embed(2, 3, dtype=half, rngs=flax_nnx.Rngs(0)))
+    repaired(gradient[0, 0] == 4096)
+    np.testing.assert_array_equal(gradient[0], figure)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_our_embedding_gradient_counts_every_occurrence(half):
+    for policy in (mixed(half), Policy(half, half, half), Policy(F32, half, half)):
+        layer = nnx.Embed(2, 3, dtype_policy=policy, rngs=nnx.Rngs(0))
+        gradient = embedding_gradient(layer)
+        assert gradient.dtype == policy.param_dtype
+        np.testing.assert_array_equal(gradient[0].astype(F32), 4096)
+        np.testing.assert_array_equal(gradient[1].astype(F32), 0)
+    explicit = nnx.Embed(2, 3, dtype=half, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(embedding_gradient(explicit)[0], 4096)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention: float32 logits and softmax on every path
+# ---------------------------------------------------------------------------------------------------------------------
+
+_random = np.random.default_rng(0)
+QUERY = (3 * _random.normal(size=(1, 64, 4, 64))).astype(np.float32)
+KEY, VALUE = (_random.normal(size=(1, 512, 4, 64)).astype(np.float32) for _ in range(2))
+
+
+def attention_in_float64(query, key, value, mask=None, bias=None):
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    repeats = query.shape[-2] // key.shape[-2]
+    key, value = np.repeat(key, repeats, -2), np.repeat(value, repeats, -2)
+    logits = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(query.shape[-1])
+    logits = logits if bias is None else logits + bias
+    logits = logits if mask is None else np.where(mask, logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+MASK = np.asarray(_random.uniform(size=(1, 1, 64, 512)) < 0.5)
+BIAS = _random.normal(size=(1, 4, 64, 512)).astype(np.float32)
+CAUSAL = np.tril(np.ones((1, 1, 64, 512), bool))
+
+# Every path through attention: its options, and what float64 is told of them.
+PATHS = {
+    "plain": ({}, {}),
+    "dropout rate, deterministic": ({"dropout_rate": 0.1, "deterministic": True}, {}),
+    "mask": ({"mask": MASK}, {"mask": MASK}),
+    "bias": ({"bias": jnp.asarray(BIAS, BF16)}, {"bias": np.asarray(jnp.asarray(BIAS, BF16), np.float64)}),
+    "causal": ({"is_causal": True}, {"mask": CAUSAL}),
+    "causal and mask": (
+        {"is_causal": True, "mask": MASK | np.eye(64, 512, dtype=bool)},
+        {"mask": CAUSAL & (MASK | np.eye(64, 512, dtype=bool))},
+    ),
+}
+
+
+def attention_error(function, options, told, key=KEY, value=VALUE):
+    q, k, v = (jnp.asarray(x, BF16) for x in (QUERY, key, value))
+    out = function(q, k, v, **options)
+    assert out.dtype == BF16
+    return np.abs(np.asarray(out, np.float64) - attention_in_float64(q, k, v, **told)).max()
+
+
+def test_flax_s_attention_with_a_dropout_rate_rounds_its_softmax():
+    error = relaxed(attention_error, flax_nnx.dot_product_attention, *PATHS["dropout rate, deterministic"])
+    repaired(error < 0.013)
+    assert error > 0.02
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_our_attention_keeps_a_float32_softmax_on_every_path(path):
+    assert attention_error(dot_product_attention, *PATHS[path]) < 0.0125
+
+
+def test_our_attention_keeps_a_float32_softmax_with_grouped_queries():
+    assert attention_error(dot_product_attention, {}, {}, KEY[:, :, :2], VALUE[:, :, :2]) < 0.0125
+
+
+def test_our_attention_keeps_a_float32_softmax_when_weights_are_sown():
+    class Holder(nnx.Module):
+        def __call__(self, q, k, v):
+            return dot_product_attention(q, k, v, module=self)
+
+    forward = flax_nnx.capture(Holder(), flax_nnx.Intermediate)
+    sown = []
+
+    def function(q, k, v):
+        out, state = forward(q, k, v)
+        sown.append(state["attention_weights"].get_value()[0])
+        return out
+
+    assert attention_error(function, {}, {}) < 0.0125
+    assert (sown[0].shape, sown[0].dtype) == ((1, 4, 64, 512), BF16)
+
+
+def test_the_gradients_of_our_attention_follow_float32():
+    q, k, v = (jnp.asarray(x[:, :32, :2], BF16) for x in (QUERY, KEY, VALUE))
+
+    def gradients(function, *args):
+        return jax.grad(lambda q, k, v: (function(q, k, v).astype(F32) ** 2).sum(), (0, 1, 2))(*args)
+
+    ours = gradients(dot_product_attention, q, k, v)
+    truth = gradients(flax_nnx.dot_product_attention, *(x.astype(F32) for x in (q, k, v)))
+    for a, b in zip(ours, truth, strict=True):
+        assert a.dtype == BF16
+        scale = float(jnp.abs(b).max())
+        np.testing.assert_allclose(np.asarray(a, np.float32) / scale, np.asarray(b) / scale, atol=4 * ulp(BF16))
+
+
+ATTENTION = [
+    {},
+    {"dropout_rate": 0.5, "deterministic": True},
+    {"num_kv_heads": 2},
+    {"normalize_qk": True},
+    {"dropout_rate": 0.5, "deterministic": False},
+]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("options", ATTENTION, ids=str)
+def test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half(options, half):
+    with use_policy(mixed(half)):
+        layer = flax_nnx.eval_shape(
+            lambda: nnx.MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), decode=False, **options)
+        )
+    definition, state = flax_nnx.split(layer)
+
+    def forward(state, x, mask):
+        return flax_nnx.merge(definition, state, copy=True)(x, mask=mask)
+
+    for call in (forward, jax.grad(lambda *args: forward(*args).sum(), allow_int=True)):
+        text = str(jax.make_jaxpr(call)(state, jnp.ones((2, 3, 8)), jnp.ones((2, 1, 3, 3), bool)))
+        narrow = {BF16: "bf16", F16: "f16"}[half]
+        assert f":{narrow}[2,4,3,3] = exp" not in text
+        assert ":f32[2,4,3,3] = exp" in text
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_decoding_runs_in_half_precision_from_its_first_step(half):
+    with use_policy(Policy(F32, half, half)):
+        layer = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=True)
+    layer.init_cache((2, 3, 4))
+    assert layer.cached_key[...].dtype == half
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+    step = flax_nnx.jit(lambda layer, x: layer(x))
+    steps = np.concatenate([np.asarray(step(layer, x[:, i : i + 1]), np.float32) for i in range(3)], axis=1)
+    whole = np.asarray(layer(x, decode=False, is_causal=True), np.float32)
+    np.testing.assert_allclose(steps, whole, atol=4 * ulp(half))
+
+
+def test_a_cache_s_dtype_can_be_said():
+    layer = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=True, dtype_policy="bf16")
+    layer.init_cache((1, 2, 4), dtype=F32)
+    assert layer.cached_key[...].dtype == F32
+
+
+def test_flax_s_float16_attention_fails_under_jit_on_cpu():
+    layer = flax_nnx.MultiHeadAttention(2, 4, dtype=F16, rngs=flax_nnx.Rngs(0), decode=False)
+    try:
+        relaxed(flax_nnx.jit(lambda layer, x: layer(x)), layer, jnp.ones((1, 3, 4), F16))
+    except Exception as error:
+        assert "F16_F16_F32" in str(error)
+    else:
+        pytest.skip("this backend or release runs it")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"normalize_qk": True}], ids=str)
+def test_our_float16_attention_works_under_jit(options):
+    def layer():
+        return nnx.MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), decode=False, **options)
+
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 8)), F32)
+    run = flax_nnx.jit(lambda layer, x: layer(x, is_causal=True))
+    with use_policy("mixed_float16"):
+        half = run(layer(), x)
+    assert half.dtype == F32
+    np.testing.assert_allclose(half, run(layer(), x), atol=8 * ulp(F16))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Normalisation: statistics before any rounding, and no cancellation
+# ---------------------------------------------------------------------------------------------------------------------
+
+OFFSET = (1000 + np.random.default_rng(2).normal(size=(8, 32, 16))).astype(np.float32)
+WIDE = OFFSET.astype(np.float64)
+
+
+def normalised(x, axes, epsilon):
+    mean = x.mean(axes, keepdims=True)
+    return (x - mean) / np.sqrt(((x - mean) ** 2).mean(axes, keepdims=True) + epsilon)
+
+
+def grouped(x):
+    groups = x.reshape(8, 32, 4, 4)
+    return normalised(groups, (1, 3), 1e-6).reshape(x.shape)
+
+
+NORMS = {
+    "LayerNorm": (lambda m, **k: m.LayerNorm(16, rngs=m.Rngs(0), **k), normalised(WIDE, -1, 1e-6)),
+    "GroupNorm": (lambda m, **k: m.GroupNorm(16, num_groups=4, rngs=m.Rngs(0), **k), grouped(WIDE)),
+    "BatchNorm": (lambda m, **k: m.BatchNorm(16, rngs=m.Rngs(0), **k), normalised(WIDE, (0, 1), 1e-5)),
+    "RMSNorm": (
+        lambda m, **k: m.RMSNorm(16, rngs=m.Rngs(0), **k),
+        WIDE / np.sqrt((WIDE**2).mean(-1, keepdims=True) + 1e-6),
+    ),
+}
+
+
+def test_flax_s_layer_norm_rounds_its_input_before_the_statistics():
+    layer = flax_nnx.LayerNorm(16, dtype=BF16, rngs=flax_nnx.Rngs(0))
+    error = np.abs(np.asarray(relaxed(layer, OFFSET), np.float64) - NORMS["LayerNorm"][1]).max()
+    repaired(error < 0.1)
+    assert error > 1
+
+
+def test_flax_s_fast_variance_cancels_in_float32():
+    error = np.abs(flax_nnx.LayerNorm(16, rngs=flax_nnx.Rngs(0))(OFFSET) - NORMS["LayerNorm"][1]).max()
+    repaired(error < 1e-2)
+    assert error > 0.05
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", NORMS)
+def test_our_norms_are_within_an_ulp_of_the_output_dtype_on_an_offset_input(name, half):
+    build, truth = NORMS[name]
+    out = build(nnx, dtype_policy=Policy(F32, half, half))(OFFSET)
+    assert out.dtype == half
+    # Half an ulp is the rounding; float32 itself adds up to 1e-4 at this offset.
+    np.testing.assert_allclose(np.asarray(out, np.float64), truth, rtol=ulp(half), atol=2e-4)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_our_norms_in_float32_under_a_policy_are_near_float64(name):
+    build, truth = NORMS[name]
+    np.testing.assert_allclose(build(nnx, dtype_policy="f32")(OFFSET), truth, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_our_norms_gradients_under_a_policy_are_near_float64(name):
+    build, _ = NORMS[name]
+    weights = np.random.default_rng(3).normal(size=OFFSET.shape).astype(np.float32)
+
+    def gradient(layer, x, weights):
+        definition, state = flax_nnx.split(layer)
+        return jax.grad(lambda x: (flax_nnx.merge(definition, state, copy=True)(x).astype(x.dtype) * weights).sum())(x)
+
+    ours = gradient(build(nnx, dtype_policy=mixed(BF16)), jnp.asarray(OFFSET), weights)
+    with jax.enable_x64(True):
+        wide = build(nnx, dtype_policy="f64")
+        truth = np.asarray(gradient(wide, jnp.asarray(WIDE), weights.astype(np.float64)))
+    assert ours.dtype == F32
+    scale = np.abs(truth).max()
+    np.testing.assert_allclose(np.asarray(ours) / scale, truth / scale, atol=2e-3)
+
+
+def test_use_fast_variance_given_by_the_user_is_obeyed():
+    truth = NORMS["LayerNorm"][1]
+
+    def error(**options):
+        layer = nnx.LayerNorm(16, rngs=nnx.Rngs(0), dtype_policy="f32", **options)
+        return np.abs(layer(OFFSET) - truth).max()
+
+    assert error() < 2e-4
+    assert error(use_fast_variance=None) < 2e-4
+    assert error(use_fast_variance=False) < 2e-4
+    assert error(use_fast_variance=True) > 0.05
+
+
+def test_a_masked_layer_norm_is_accurate_too():
+    mask = np.ones_like(OFFSET, bool)
+    mask[..., 12:] = False
+    masked = np.where(mask, WIDE, np.nan)
+    mean = np.nanmean(masked, -1, keepdims=True)
+    truth = (WIDE - mean) / np.sqrt(np.nanmean((masked - mean) ** 2, -1, keepdims=True) + 1e-6)
+    out = nnx.LayerNorm(16, rngs=nnx.Rngs(0), dtype_policy=mixed(BF16))(OFFSET, mask=mask)
+    np.testing.assert_allclose(out, truth, atol=1e-3)
+
+
+def test_flax_s_norms_round_their_scale():
+    layer = flax_nnx.LayerNorm(16, dtype=BF16, rngs=flax_nnx.Rngs(0))
+    x = np.random.default_rng(4).normal(size=(4, 16)).astype(np.float32)
+    before = relaxed(layer, x)
+    layer.scale.set_value(layer.scale[...] * 1.003)
+    repaired(not np.array_equal(before, relaxed(layer, x)))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_our_norms_apply_their_scale_unrounded(name):
+    layer = NORMS[name][0](nnx, dtype_policy=mixed(BF16))
+    before = layer(OFFSET)
+    layer.scale.set_value(layer.scale[...] * 1.003)
+    np.testing.assert_allclose(layer(OFFSET), before * 1.003, rtol=1e-6)
+
+
+def test_flax_s_batch_norm_in_eval_loses_a_large_variance_in_float16():
+    layer = flax_nnx.BatchNorm(2, dtype=F16, use_running_average=True, rngs=flax_nnx.Rngs(0))
+    layer.var.set_value(jnp.full((2,), 1e5, F32))
+    out = relaxed(layer, jnp.full((1, 2), 300.0, F16))
+    repaired(np.all(np.asarray(out, np.float32) != 0))
+    np.testing.assert_array_equal(out, 0)
+
+
+@pytest.mark.parametrize("given", [{"dtype": F16}, {"dtype_policy": "c=f16"}, {"dtype_policy": "mixed_float16"}], ids=str)
+def test_our_batch_norm_in_eval_is_exact(given):
+    layer = nnx.BatchNorm(2, use_running_average=True, rngs=nnx.Rngs(0), **given)
+    layer.var.set_value(jnp.full((2,), 1e5, F32))
+    layer.mean.set_value(jnp.full((2,), 0.25, F32))
+    out = np.asarray(layer(np.full((1, 2), 300, np.float16)), np.float64)
+    np.testing.assert_allclose(out, (300 - 0.25) / np.sqrt(1e5 + 1e-5), rtol=ulp(F16))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output dtypes and strict promotion
+# ---------------------------------------------------------------------------------------------------------------------
+
+_x = np.ones((2, 3, 4), np.float32)
+LAYERS = {
+    "Linear": (lambda m, **k: m.Linear(4, 3, rngs=m.Rngs(0), **k), _x),
+    "LinearGeneral": (lambda m, **k: m.LinearGeneral(4, 3, rngs=m.Rngs(0), **k), _x),
+    "Einsum": (lambda m, **k: m.Einsum("btc,cd->btd", (4, 3), (3,), rngs=m.Rngs(0), **k), _x),
+    "Conv": (lambda m, **k: m.Conv(4, 3, (3,), rngs=m.Rngs(0), **k), _x),
+    "ConvTranspose": (lambda m, **k: m.ConvTranspose(4, 3, (3,), rngs=m.Rngs(0), **k), _x),
+    "Embed": (lambda m, **k: m.Embed(4, 3, rngs=m.Rngs(0), **k), np.zeros((2, 3), np.int32)),
+    "LayerNorm": (lambda m, **k: m.LayerNorm(4, rngs=m.Rngs(0), **k), _x),
+    "RMSNorm": (lambda m, **k: m.RMSNorm(4, rngs=m.Rngs(0), **k), _x),
+    "GroupNorm": (lambda m, **k: m.GroupNorm(4, num_groups=2, rngs=m.Rngs(0), **k), _x),
+    "BatchNorm": (lambda m, **k: m.BatchNorm(4, rngs=m.Rngs(0), **k), _x),
+    "BatchNormEval": (lambda m, **k: m.BatchNorm(4, use_running_average=True, rngs=m.Rngs(0), **k), _x),
+    "MultiHeadAttention": (
+        lambda m, **k: m.MultiHeadAttention(2, 4, rngs=m.Rngs(0), normalize_qk=True, decode=False, **k),
+        _x,
+    ),
+}
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16", "p=f32,c=bf16", "p=bf16,c=f32,o=bf16"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("input_dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
+def test_every_layer_returns_what_the_policy_says_under_strict_promotion_forward_and_backward(name, input_dtype):
+    build, x = LAYERS[name]
+    x = jnp.asarray(x, input_dtype if x.dtype == np.float32 else None)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for text in POLICIES:
+            layer = flax_nnx.eval_shape(lambda text=text: build(nnx, dtype_policy=text))
+            definition, state, rest = flax_nnx.split(layer, flax_nnx.Param, ...)
+
+            def forward(state, x, rest, definition=definition):
+                return flax_nnx.merge(definition, state, rest, copy=True)(x)
+
+            assert jax.eval_shape(forward, state, x, rest).dtype == layer.dtype_policy.output_dtype
+            gradients = jax.eval_shape(jax.grad(lambda *args, f=forward: f(*args).astype(F32).sum()), state, x, rest)
+            dtypes = {leaf.dtype for leaf in jax.tree.leaves(gradients)}
+            assert dtypes == {layer.dtype_policy.param_dtype}
+
+
+def test_flax_s_layers_return_float32_from_half_inputs():
+    layer = flax_nnx.Linear(4, 3, rngs=flax_nnx.Rngs(0))
+    repaired(relaxed(layer, jnp.ones((1, 4), BF16)).dtype == BF16)
+    layer = flax_nnx.Linear(4, 3, dtype=BF16, preferred_element_type=F32, rngs=flax_nnx.Rngs(0))
+    repaired(relaxed(layer, jnp.ones((1, 4), BF16)).dtype == BF16)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "BatchNormEval"])
+def test_without_a_policy_half_dtypes_are_widened_in_the_reduction_and_returned_as_flax_does(name):
+    build, x = LAYERS[name]
+    for options, x_dtype in (({"dtype": BF16}, F32), ({"dtype": BF16}, BF16), ({"param_dtype": BF16}, BF16)):
+        ours = build(nnx, **options)(jnp.asarray(x, x_dtype))
+        theirs = relaxed(lambda o=options, d=x_dtype: build(flax_nnx, **o)(jnp.asarray(x, d)))
+        assert ours.dtype == theirs.dtype
+
+
+def test_flax_s_norms_and_attention_can_t_be_traced_under_strict_promotion():
+    failed = []
+    with jax.numpy_dtype_promotion("strict"):
+        for name in ("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "MultiHeadAttention"):
+            build, x = LAYERS[name]
+            try:
+                build(flax_nnx, dtype=BF16)(jnp.asarray(x, BF16))
+            except (jax.errors.JaxRuntimeError, TraceContextError):
+                raise
+            except Exception as error:
+                assert "promotion" in str(error)
+                failed.append(name)
+    repaired(not failed)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_updates_its_running_statistics_as_flax_does(training):
+    ours, theirs = (m.BatchNorm(4, use_running_average=not training, rngs=m.Rngs(0)) for m in (nnx, flax_nnx))
+    for x in np.random.default_rng(5).normal(size=(3, 8, 4)).astype(np.float32):
+        np.testing.assert_array_equal(ours(x), theirs(x))
+    for name in ("mean", "var"):
+        np.testing.assert_array_equal(getattr(ours, name)[...], getattr(theirs, name)[...])
+    assert bool(np.any(ours.mean[...] != 0)) is training
+
+
+def test_batch_norm_under_a_policy_keeps_float32_running_statistics():
+    ours = nnx.BatchNorm(4, rngs=nnx.Rngs(0), dtype_policy="bf16")
+    theirs = flax_nnx.BatchNorm(4, rngs=flax_nnx.Rngs(0))
+    x = np.random.default_rng(5).normal(size=(64, 4)).astype(np.float32)
+    ours(x), theirs(x)
+    assert ours.scale[...].dtype == BF16
+    for name in ("mean", "var"):
+        assert getattr(ours, name)[...].dtype == F32
+        np.testing.assert_allclose(getattr(ours, name)[...], getattr(theirs, name)[...], rtol=1e-5, atol=1e-7)
