@@ -230,6 +230,7 @@ def train_linen(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: 
         logits = model.apply({"params": params, "batch_stats": batch_stats}, images, train=False)
         return (logits.argmax(-1) == labels).sum()
 
+    opt_state: Any
     with mp.use_policy(policy, rules):
         variables = jax.jit(functools.partial(model.init, train=False))(
             jax.random.key(config.seed), data.train_images[: config.batch_size]
@@ -292,6 +293,8 @@ def train_nnx(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Co
         bar.update()
     evaluated = nnx.view(model, use_running_average=True)
     right = correct(evaluated, data.test_images, data.test_labels)
+    opt_state: Any = trainer.opt_state
+    skipped = int(opt_state.skipped[...])
     return Result(
         name=str(policy),
         losses=[float(loss) for loss in losses],
@@ -299,7 +302,7 @@ def train_nnx(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Co
         parameter_bytes=nbytes(nnx.state(model, nnx.Param)),
         optimizer_bytes=nbytes(nnx.state(trainer, nnx.optimizer.OptState)),
         activation_bytes=activation_bytes,
-        skipped=int(trainer.opt_state.skipped[...]),
+        skipped=skipped,
         seconds=time.perf_counter() - start,
     )
 

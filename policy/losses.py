@@ -11,7 +11,6 @@ fused into the sum) and the gradient in the logits' own dtype.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jax.typing import ArrayLike
 
 from policy.reductions import reduction_dtype, widely
 
-Axis = int | Sequence[int]
+Axis = int | tuple[int, ...]
 
 
 def softmax_cross_entropy_with_integer_labels(

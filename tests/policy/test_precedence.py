@@ -11,7 +11,7 @@ from policy.precedence import warn_once, with_explicit_dtypes
 MIXED = get_policy("mixed_bfloat16")
 
 
-def _form(base=MIXED, own=False, **dtypes):
+def _form(base: Policy | None = MIXED, own=False, **dtypes):
     return with_explicit_dtypes(base, own=own, what="Dense", where="head", **dtypes)
 
 
