@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib as _importlib
+from importlib import util as _util
 from typing import Any
 
 import flax.linen as _flax_linen
 from flax.linen import *  # ours below replace what they name
 
+from mpmodules.activations import log_sigmoid as log_sigmoid
+from mpmodules.activations import log_softmax as log_softmax
+from mpmodules.activations import logsumexp as logsumexp
+from mpmodules.activations import softmax as softmax
+from mpmodules.activations import softplus as softplus
+from mpmodules.activations import standardize as standardize
+from mpmodules.activations import standardize as normalize  # Flax's deprecated name for it
 from mpmodules.linen._attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.linen._attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from mpmodules.linen._attention import SelfAttention as SelfAttention
@@ -27,10 +36,18 @@ from mpmodules.linen._normalization import LayerNorm as LayerNorm
 from mpmodules.linen._normalization import RMSNorm as RMSNorm
 from mpmodules.linen._port import apply_policy as apply_policy
 from mpmodules.linen._stochastic import Dropout as Dropout
+from mpmodules.pooling import avg_pool as avg_pool
+from mpmodules.pooling import max_pool as max_pool
+from mpmodules.pooling import pool as pool
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_flax_linen, name)
+    try:
+        return getattr(_flax_linen, name)
+    except AttributeError:
+        if name.startswith("_") or _util.find_spec(f"flax.linen.{name}") is None:
+            raise
+        return _importlib.import_module(f"flax.linen.{name}")  # a submodule that Flax does not import by itself
 
 
 def __dir__() -> list[str]:

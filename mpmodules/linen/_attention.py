@@ -44,7 +44,8 @@ def dot_product_attention_weights(
       query: (batch..., queries, heads, width); `key`: (batch..., keys, heads, width).
 
     Returns:
-      Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`).
+      Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`); with `force_fp32_for_softmax` in
+      float32 where no policy holds, as Flax's.
 
     Raises:
       ValueError: both `einsum` and `precision` or `einsum_dot_general` are given, or a dropout rate without a key.
@@ -61,7 +62,9 @@ def dot_product_attention_weights(
         einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
     weights = functional.dot_product_attention_weights(
         query, key, bias=bias, mask=mask, precision=precision, einsum=einsum, reduction_dtype=_reduction_dtype()
-    ).astype(query.dtype)
+    )
+    if not force_fp32_for_softmax or current_policy() is not None:  # what it asks for is so in any case
+        weights = weights.astype(query.dtype)
     if module:
         module.sow("intermediates", "attention_weights", weights)
     if not deterministic and dropout_rate > 0.0:
@@ -97,7 +100,8 @@ def dot_product_attention(
       query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, heads, width).
 
     Returns:
-      (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
+      (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with `force_fp32_for_softmax` in float32
+      where no policy holds, as Flax's.
 
     Raises:
       ValueError: one of the two einsums without the other, or together with `precision` or `einsum_dot_general`.
@@ -118,7 +122,7 @@ def dot_product_attention(
         )
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
-        einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
+        force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
     )  # fmt: skip
     if einsum_dot_general is not None:
         attn_weights_value_einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)

@@ -130,6 +130,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.paths: list[tuple[str, ...]] = []
+        self.crossed: dict[str, Policy] = {}  # the boundaries below the outermost call, by path
         self.seen: dict[str, set[type]] | None = None
 
 
@@ -330,7 +331,7 @@ def run_method(
             inner = dataclasses.replace(scope, policy=effective.policy)
         if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
-        with enter(inner):
+        with enter(inner), _scan_carries_explained(module, crosses, effective.policy):
             if not getattr(type(module), "_dtype_fields", False) or lifted:
                 outputs = method(module, *args, **kwargs)
             elif own_body:
@@ -354,6 +355,30 @@ def _cast_inputs(
     return boundary.cast_inputs(policy, args, kwargs, is_leaf=is_reference, keep=keep, signature=signature)
 
 
+_CARRY_ADVICE = "Modules inside are boundaries with a policy of their own"
+
+
+@contextlib.contextmanager
+def _scan_carries_explained(module: Any, crosses: bool, policy: Policy | None) -> Iterator[None]:
+    """Adds, to JAX's error for a scan whose carry changes its dtype, the boundaries inside that change dtypes."""
+    path = "/".join(module.path)
+    if crosses and policy is not None:
+        _calls.crossed[path] = policy
+    try:
+        yield
+    except TypeError as error:
+        inside = {at: p for at, p in _calls.crossed.items() if at != path}
+        explained = any(note.startswith(_CARRY_ADVICE) for note in getattr(error, "__notes__", ()))
+        if inside and "carry" in str(error) and not explained:
+            listed = ", ".join(f"'{at}' (returns {p.output_dtype.name})" for at, p in sorted(inside.items()))
+            error.add_note(
+                f"{_CARRY_ADVICE}: {listed}. Where one is the body of a scan, "
+                "give it the policy that its caller obeys, lift its class (nn.scan(Block)) instead of a function, or "
+                "cast the carry to its output_dtype before the scan."
+            )
+        raise
+
+
 @contextlib.contextmanager
 def _call_under_way(module: Any, scope: Scope) -> Iterator[None]:
     """Notes the call, and after a root's call refuses rules that matched nothing in it."""
@@ -370,6 +395,8 @@ def _call_under_way(module: Any, scope: Scope) -> Iterator[None]:
             _check_rules(module, scope)
     finally:
         _calls.paths.pop()
+        if not _calls.paths:
+            _calls.crossed.clear()
         if is_root:
             _calls.seen = None
 

@@ -46,12 +46,12 @@ class Normalization(Layer):
     ) -> Any:
         policy = effective.policy
         x = args[0] if args else kwargs.get("x")
-        if policy is None or effective.dtype is not None or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        if policy is None or effective.dtype is not None or jnp.iscomplexobj(x):
             with jax.numpy_dtype_promotion("standard"):  # Flax's own arithmetic mixes dtypes where the input is half
                 return super()._call_layer(effective, crosses, method, args, kwargs)
         output_dtype = policy.output_dtype if crosses else policy.compute_dtype
         fields = self._policy_fields(policy, output_dtype, method.__name__)
-        x = cast_array(jnp.asarray(x), policy.reduction_dtype)
+        x = jnp.asarray(x, policy.reduction_dtype)
         axes = self._shift_axes(kwargs) if declared_field(self, "use_fast_variance") is None else None
         if axes is not None:
             x = functional.shifted(x, axes)

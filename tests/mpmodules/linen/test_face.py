@@ -1,0 +1,337 @@
+"""What a model's own code, and Flax's tools, see of our layers: the same as of Flax's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpmodules
+from mpmodules import linen as our_nn
+from policy import Policy, use_policy
+
+KEY = jax.random.key(0)
+X = jnp.ones((2, 4))
+BOTH = pytest.mark.parametrize("nn", [our_nn, flax_nn], ids=["ours", "flax"])
+
+
+class Net(our_nn.Module):
+    width: int = 4
+
+    @our_nn.compact
+    def __call__(self, x):
+        x = our_nn.relu(our_nn.Dense(self.width)(x))
+        return our_nn.Dense(2)(our_nn.LayerNorm()(x))
+
+
+class FlaxNet(flax_nn.Module):
+    width: int = 4
+
+    @flax_nn.compact
+    def __call__(self, x):
+        x = flax_nn.relu(flax_nn.Dense(self.width)(x))
+        return flax_nn.Dense(2)(flax_nn.LayerNorm()(x))
+
+
+FlaxNet.__name__ = FlaxNet.__qualname__ = "Net"  # names and tables carry the class's name
+PAIR = (Net, FlaxNet)
+
+
+def attention_model(nn: Any) -> Any:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Embed(5, 4)(x)
+            x = nn.MultiHeadDotProductAttention(2)(x)
+            return nn.Sequential([nn.Dense(4), nn.GroupNorm(2)])(x)
+
+    return Model()
+
+
+# --- names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_dir_covers_flaxs():
+    assert not set(dir(flax_nn)) - set(dir(our_nn))
+
+
+def test_every_public_name_of_flax_is_here_and_is_flaxs_own_unless_it_is_a_layer_of_ours():
+    ours = {n for n in dir(flax_nn) if not n.startswith("__") and getattr(our_nn, n) is not getattr(flax_nn, n)}
+    assert ours == {
+        "BatchNorm", "Conv", "ConvLocal", "ConvTranspose", "Dense", "DenseGeneral", "Dropout", "Einsum", "Embed",
+        "GroupNorm", "LayerNorm", "Module", "MultiHeadAttention", "MultiHeadDotProductAttention", "RMSNorm",
+        "SelfAttention", "Sequential", "dot_product_attention", "dot_product_attention_weights",
+    }  # fmt: skip
+
+
+def test_submodules_of_flax_linen_stay_reachable():
+    assert our_nn.linear is flax_nn.linear and our_nn.module is flax_nn.module and our_nn.attention is flax_nn.attention
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_of_the_kind'"):
+        our_nn.nothing_of_the_kind
+
+
+def test_the_policy_names_come_along():
+    names = ("Policy", "PolicyRules", "use_policy", "set_policy", "current_policy")
+    assert all(hasattr(mpmodules, name) for name in names)
+
+
+@pytest.mark.parametrize("name", ["Dense", "Conv", "Embed", "LayerNorm", "MultiHeadDotProductAttention", "Sequential"])
+def test_a_layer_is_flaxs_layer_and_our_module(name):
+    cls = getattr(our_nn, name)
+    assert issubclass(cls, getattr(flax_nn, name)) and issubclass(cls, our_nn.Module)
+    assert cls.__name__ == name
+
+
+def test_positional_fields_are_flaxs():
+    assert our_nn.Dense(3, False).use_bias is False
+    assert our_nn.Conv(3, (2, 2), 2).strides == 2
+    assert Net(7).width == 7
+    for name in ("Dense", "Conv", "Embed", "LayerNorm", "BatchNorm", "MultiHeadDotProductAttention", "Dropout"):
+        theirs = [f for f, field in getattr(flax_nn, name).__dataclass_fields__.items() if field.init and not field.kw_only]
+        fields = getattr(our_nn, name).__dataclass_fields__
+        ours = [f for f, field in fields.items() if field.init and not field.kw_only and "ClassVar" not in str(field.type)]
+        assert ours == theirs, name
+
+
+def test_a_users_own_field_called_policy_is_the_users():
+    class Agent(our_nn.Module):
+        policy: Any
+        keep: str = "x"
+
+        @our_nn.compact
+        def __call__(self, x):
+            return self.policy(x)
+
+    agent = Agent(our_nn.Dense(2), dtype_policy="mixed_bfloat16")
+    variables = agent.init(KEY, X)
+    assert list(variables["params"]) == ["policy"]
+    assert isinstance(agent.dtype_policy, Policy) and isinstance(agent.policy, flax_nn.Dense)
+
+
+def test_a_text_policy_is_stored_as_a_policy():
+    layer = our_nn.Dense(3, dtype_policy="p=f32, c=bf16, o=f32")
+    assert layer.dtype_policy == Policy("f32", "bf16", "f32")
+    assert layer == our_nn.Dense(3, dtype_policy="mixed_bfloat16")
+    assert hash(layer) == hash(our_nn.Dense(3, dtype_policy="mixed_bfloat16"))
+    assert layer != our_nn.Dense(3)
+
+
+def test_auto_names_follow_the_class_name():
+    assert sorted(Net().init(KEY, X)["params"]) == ["Dense_0", "Dense_1", "LayerNorm_0"]
+
+    class Dense(our_nn.Dense):
+        pass
+
+    class Uses(our_nn.Module):
+        @our_nn.compact
+        def __call__(self, x):
+            return Dense(2)(our_nn.Dense(2)(x))
+
+    assert sorted(Uses().init(KEY, X)["params"]) == ["Dense_0", "Dense_1"]
+
+
+# --- copies --------------------------------------------------------------------------------------------------------------
+
+
+def test_clone_copy_and_pickle_keep_the_policy():
+    layer = our_nn.LayerNorm(epsilon=1e-3, dtype_policy="mixed_bfloat16")
+    for copied in (layer.clone(), layer.copy(), copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied == layer and copied.dtype_policy == layer.dtype_policy
+    assert layer.clone(dtype_policy="f16").dtype_policy == Policy("f16", "f16", "f16")
+    model = pickle.loads(pickle.dumps(Net(dtype_policy="bf16")))
+    assert model == Net(dtype_policy="bf16")
+
+
+def test_a_clone_made_during_a_call_has_what_the_user_declared():
+    seen = []
+
+    class Cloning(our_nn.Module):
+        layer: Any
+
+        @our_nn.compact
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Layer(our_nn.Dense):
+        @our_nn.compact
+        def __call__(self, inputs):
+            seen.append(self.clone(parent=None))
+            return super().__call__(inputs)
+
+    model = Cloning(Layer(3), dtype_policy="mixed_bfloat16")
+    model.init(KEY, X)
+    assert [layer.dtype_policy for layer in seen] == [None]
+    assert model.layer == Layer(3)
+
+
+def test_fields_are_as_declared_after_a_call_and_after_an_error():
+    model = our_nn.Dense(3)
+    bound = model.bind(model.init(KEY, X))
+    with use_policy("mixed_bfloat16"):
+        bound(X)
+        with pytest.raises(Exception, match="shape"):
+            bound(jnp.ones((2, 5)))
+    assert (bound.dtype, bound.param_dtype, bound.dot_general) == (None, None, None)
+    assert "_declared_fields" not in vars(bound)
+
+
+def test_repr_and_tabulate_show_what_flax_shows():
+    tables = [cls().tabulate(KEY, X, console_kwargs={"width": 200, "no_color": True}) for cls in PAIR]
+    assert tables[0] == tables[1]
+    assert "dtype_policy" in repr(our_nn.Dense(3))
+
+
+def test_unbind_and_bind_keep_the_policy():
+    model = Net(dtype_policy="mixed_bfloat16")
+    variables = model.init(KEY, X)
+    unbound, again = model.bind(variables).unbind()
+    assert unbound.dtype_policy == model.dtype_policy
+    assert jax.tree.structure(again) == jax.tree.structure(variables)
+
+
+# --- Flax's method machinery is entered once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_captured_intermediates_are_upstreams(policy):
+    def capture(model, x):
+        variables = model.init(KEY, x)
+        _, state = model.apply(variables, x, capture_intermediates=True)
+        return jax.tree.structure(state["intermediates"])
+
+    theirs = [capture(FlaxNet(), X), capture(attention_model(flax_nn), jnp.zeros((1, 3), int))]
+    with use_policy(policy):
+        ours = [capture(Net(), X), capture(attention_model(our_nn), jnp.zeros((1, 3), int))]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_interceptors_see_the_same_calls_in_the_same_order(policy):
+    def calls_of(model, x):
+        calls = []
+
+        def note(next_fun, args, kwargs, context):
+            calls.append((type(context.module).__name__, context.method_name, context.module.path))
+            return next_fun(*args, **kwargs)
+
+        variables = model.init(KEY, x)
+        with flax_nn.intercept_methods(note):
+            model.apply(variables, x)
+        return calls
+
+    theirs = [calls_of(FlaxNet(), X), calls_of(attention_model(flax_nn), jnp.zeros((1, 3), int))]
+    with use_policy(policy):
+        ours = [calls_of(Net(), X), calls_of(attention_model(our_nn), jnp.zeros((1, 3), int))]
+    assert ours == theirs
+
+
+def test_an_interceptor_may_change_what_a_layer_returns():
+    def double(next_fun, args, kwargs, context):
+        out = next_fun(*args, **kwargs)
+        return out * 2 if isinstance(context.module, flax_nn.Dense) else out
+
+    layer = our_nn.Dense(3)
+    variables = layer.init(KEY, X)
+    with use_policy("mixed_bfloat16"):
+        plain = layer.apply(variables, X)
+        with flax_nn.intercept_methods(double):
+            np.testing.assert_array_equal(layer.apply(variables, X), plain * 2)
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_the_name_stack_names_each_layer_once(policy):
+    def stacks(model):
+        variables = jax.eval_shape(lambda: model.init(KEY, X))
+        with use_policy(policy):
+            jaxpr = jax.make_jaxpr(model.apply)(variables, X).jaxpr
+        dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+        return [str(eqn.source_info.name_stack) for eqn in dots]
+
+    assert stacks(Net()) == stacks(FlaxNet()) == ["Net/Dense_0", "Net/Dense_1"]
+
+
+def test_boundary_casts_carry_a_name_of_their_own():
+    model = Net(dtype_policy="mixed_bfloat16")
+    jaxpr = jax.make_jaxpr(model.apply)(model.init(KEY, X), X).jaxpr
+    first, *_, last = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
+    assert (first, last) == ("policy_boundary", "policy_boundary")
+
+
+@BOTH
+def test_a_layer_may_be_made_outside_and_called_in_two_models(nn):
+    layer = nn.Dense(4)
+
+    class Model(nn.Module):
+        layer: Any
+
+        @nn.compact
+        def __call__(self, x):
+            return self.layer(x)
+
+    for _ in range(2):
+        assert list(Model(layer).init(KEY, X)["params"]) == ["layer"]
+    assert layer.parent is None
+
+
+@BOTH
+def test_an_unbound_call_is_refused_as_flax_refuses_it(nn):
+    with pytest.raises(flax_nn.module.errors.CallCompactUnboundModuleError):
+        nn.Dense(3)(X)
+
+
+def test_share_scope_perturb_and_sow_work_under_a_policy():
+    class Model(our_nn.Module):
+        @our_nn.compact
+        def __call__(self, x):
+            x = self.perturb("p", our_nn.Dense(4)(x))
+            self.sow("intermediates", "hidden", x)
+            return x
+
+    model = Model(dtype_policy="mixed_bfloat16")
+    variables = model.init(KEY, X)
+    out, state = model.apply(variables, X, mutable=["intermediates"])
+    assert out.dtype == jnp.float32
+    assert state["intermediates"]["hidden"][0].dtype == jnp.bfloat16
+
+
+def test_partitioned_parameters_keep_their_names_and_obey_param_dtype():
+    init = flax_nn.with_partitioning(flax_nn.initializers.lecun_normal(), ("in", "out"))
+    with use_policy("bf16"):
+        variables = our_nn.Dense(3, kernel_init=init).init(KEY, X)
+    kernel = variables["params"]["kernel"]
+    assert kernel.names == ("in", "out") and kernel.value.dtype == jnp.bfloat16
+
+
+def test_a_dropout_mask_is_upstreams_under_a_policy():
+    x = jnp.ones((64,))
+    theirs = flax_nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": KEY})
+    with use_policy("mixed_bfloat16"):
+        ours = our_nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": KEY})
+    assert ours.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(ours.astype(jnp.float32), theirs)
+
+
+def test_integer_inputs_give_upstreams_results_without_a_policy_and_compute_dtype_under_one():
+    x = jnp.arange(8).reshape(2, 4)
+    for make in (lambda nn: nn.Dense(3), lambda nn: nn.LayerNorm()):
+        with jax.numpy_dtype_promotion("standard"):
+            variables = make(our_nn).init(KEY, x)
+            ours, theirs = (make(nn).apply(variables, x) for nn in (our_nn, flax_nn))
+            assert ours.dtype == theirs.dtype == jnp.float32
+            np.testing.assert_array_equal(ours, theirs)
+            with use_policy("mixed_bfloat16"):
+                assert make(our_nn).apply(variables, x).dtype == jnp.bfloat16
+
+
+def test_nan_reaches_the_output():
+    x = X.at[0, 0].set(jnp.nan)
+    for layer in (our_nn.Dense(3), our_nn.LayerNorm(), our_nn.RMSNorm(), our_nn.GroupNorm(1)):
+        with use_policy("mixed_bfloat16"):
+            out = layer.init_with_output(KEY, x)[0]
+        assert jnp.isnan(out[0]).all() and jnp.isfinite(out[1]).all()

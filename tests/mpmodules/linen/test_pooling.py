@@ -1,0 +1,196 @@
+"""Pooling in half precision: windows summed in float32, forward and backward."""
+
+import inspect
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mpmodules import linen as nn
+from mpmodules import nnx
+from policy import Policy, use_policy
+
+HALVES = (jnp.bfloat16, jnp.float16)
+
+
+def normal(shape, dtype=jnp.float32, mean=0.0):
+    return (mean + jax.random.normal(jax.random.key(0), shape)).astype(dtype)
+
+
+def ulps(actual, expected):
+    """The largest error in units in the last place of the dtype under test, at the size of the true value."""
+    info = jnp.finfo(actual.dtype)
+    true = np.asarray(expected, np.float64)
+    spacing = np.exp2(np.floor(np.log2(np.maximum(np.abs(true), float(info.tiny))))) * float(info.eps)
+    return np.max(np.abs(np.asarray(actual, np.float64) - true) / spacing)
+
+
+def primitives(function, *args):
+    """(name, dtype of the first output) of every equation, inner jaxprs included."""
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name, eqn.outvars[0].aval.dtype if eqn.outvars else None
+            for inner in jax.core.jaxprs_in_params(eqn.params):
+                yield from walk(inner)
+
+    return set(walk(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def upstream_or_skip(figure, expected):
+    if not np.isclose(float(figure), expected):
+        pytest.skip(f"this Flax gives {float(figure)}")
+
+
+def test_the_mean_of_ones_is_one():
+    x = jnp.ones((1, 128, 128, 1), jnp.bfloat16)
+    y = nn.avg_pool(x, (128, 128))
+    assert y.dtype == jnp.bfloat16 and float(y[0, 0, 0, 0]) == 1.0
+
+
+def test_upstreams_mean_of_ones_is_a_quarter():
+    upstream_or_skip(flax_nn.avg_pool(jnp.ones((1, 128, 128, 1), jnp.bfloat16), (128, 128))[0, 0, 0, 0], 0.25)
+
+
+def test_the_mean_of_eights_does_not_overflow_in_float16():
+    x = jnp.full((1, 128, 128, 1), 8.0, jnp.float16)
+    y = nn.avg_pool(x, (128, 128))
+    assert y.dtype == jnp.float16 and float(y[0, 0, 0, 0]) == 8.0
+
+
+def test_upstreams_mean_of_eights_overflows_in_float16():
+    with np.errstate(over="ignore"):
+        upstream = flax_nn.avg_pool(jnp.full((1, 128, 128, 1), 8.0, jnp.float16), (128, 128))
+    upstream_or_skip(upstream[0, 0, 0, 0], np.inf)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("mean", (1.0, 1000.0))
+def test_a_window_of_14_by_14_is_within_one_ulp(dtype, mean):
+    x = normal((2, 14, 14, 8), dtype, mean)
+    y = nn.avg_pool(x, (14, 14))
+    assert ulps(y, np.asarray(x, np.float64).mean((1, 2), keepdims=True)) <= 0.5
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_gradient_is_summed_in_float32(dtype):
+    x = normal((1, 20, 20, 2), dtype)
+    weights = 1 + jax.random.uniform(jax.random.key(1), (1, 7, 7, 2))
+
+    def loss(x, weights):
+        return jnp.sum(nn.avg_pool(x, (14, 14)).astype(jnp.float32) * weights)
+
+    gradient = jax.grad(loss)(x, weights)
+    rounded = np.asarray(weights.astype(dtype), np.float64)  # the cotangent that arrives is half
+    expected = np.zeros(x.shape)
+    for i in range(7):
+        for j in range(7):
+            expected[:, i : i + 14, j : j + 14] += rounded[:, i : i + 1, j : j + 1] / 196
+    assert gradient.dtype == dtype
+    assert ulps(gradient, expected) <= 1
+    sums = {dtype for name, dtype in primitives(jax.grad(loss), x, weights) if name.startswith("reduce_window")}
+    assert sums == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_backward_keeps_nothing_in_float32(dtype):
+    x = normal((2, 8, 8, 3), dtype)
+    for pool in (nn.avg_pool, nn.max_pool, nnx.min_pool):
+        _, backward = jax.vjp(lambda x, pool=pool: pool(x, (3, 3), padding="SAME"), x)
+        kept = [leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > 1]
+        assert all(leaf.dtype == dtype for leaf in kept) and sum(leaf.size for leaf in kept) <= x.size
+
+
+@pytest.mark.parametrize("pool", ("avg_pool", "max_pool", "min_pool"))
+@pytest.mark.parametrize("padding", ("SAME", "VALID", ((1, 0), (2, 1))))
+@pytest.mark.parametrize("strides", (None, (2, 1), (3, 3)))
+@pytest.mark.parametrize("batch", ((), (2,), (2, 3)))
+def test_float32_is_upstreams_bit_for_bit(pool, padding, strides, batch):
+    x = normal((*batch, 7, 6, 2))
+    ours, upstream = getattr(nnx, pool), getattr(nnx.pool.__globals__["flax_pooling"], pool)
+    if len(batch) == 2 and padding not in ("SAME", "VALID"):
+        with pytest.raises(AssertionError):  # as upstream's does
+            ours(x, (3, 3), strides, padding)
+        return
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(ours(x, (3, 3), strides, padding), upstream(x, (3, 3), strides, padding))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("include", (True, False))
+@pytest.mark.parametrize("batch", ((), (2,)))
+@pytest.mark.parametrize("strides", (None, (2, 3)))
+def test_half_is_float32_rounded_once(dtype, include, batch, strides):
+    x = normal((*batch, 9, 8, 2), dtype)
+    arguments = ((4, 4), strides, "SAME", include)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = flax_nn.avg_pool(x.astype(jnp.float32), *arguments).astype(dtype)
+    y = nn.avg_pool(x, *arguments)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(jax.jit(lambda x: nn.avg_pool(x, *arguments))(x), expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_gradient_of_overlapping_maxima_is_summed_in_float32(dtype):
+    x = jnp.zeros((1, 64, 64, 1), dtype).at[0, 32, 32, 0].set(1)  # one input is the maximum of all windows around it
+
+    def loss(x):
+        return jnp.sum(nn.max_pool(x, (32, 32)).astype(jnp.float32) * 1.01)
+
+    gradient = jax.grad(loss)(x)
+    expected = 32 * 32 * float(jnp.asarray(1.01, dtype))
+    assert gradient.dtype == dtype
+    assert ulps(gradient[0, 32, 32, 0], expected) <= 1
+    np.testing.assert_array_equal(nn.max_pool(x, (32, 32)), flax_nn.max_pool(x, (32, 32)))
+
+
+def test_upstreams_gradient_of_overlapping_maxima_stops_growing_in_bfloat16():
+    x = jnp.zeros((1, 64, 64, 1), jnp.bfloat16).at[0, 32, 32, 0].set(1)
+    gradient = jax.grad(lambda x: jnp.sum(flax_nn.max_pool(x, (32, 32)).astype(jnp.float32)))(x)
+    upstream_or_skip(gradient[0, 32, 32, 0], 256)
+
+
+def test_windows_apart_keep_their_maximum_in_half():
+    x = normal((1, 8, 8, 2), jnp.bfloat16)
+    assert {d for n, d in primitives(lambda x: nn.max_pool(x, (2, 2), (2, 2)), x)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_any_reduction_runs_in_float32():
+    x = jnp.full((1, 16, 16, 1), 1.02, jnp.bfloat16)
+    y = nn.pool(x, 1.0, lax.mul, (16, 16), None, "VALID")
+    assert y.dtype == jnp.bfloat16
+    assert ulps(y, float(x[0, 0, 0, 0]) ** 256) <= 1
+    for start in (jnp.zeros((), jnp.bfloat16), np.float32(0)):
+        total = nn.pool(jnp.ones((1, 32, 32, 1), jnp.bfloat16), start, lax.add, (32, 32), None, "VALID")
+        assert float(total[0, 0, 0, 0]) == 1024
+    largest = nn.pool(x, -jnp.inf, lambda a, b: jnp.maximum(a, b), (4, 4), (4, 4), "VALID")
+    assert largest.dtype == jnp.bfloat16 and float(largest[0, 0, 0, 0]) == float(x[0, 0, 0, 0])
+
+
+def test_a_policy_says_what_windows_are_summed_in():
+    x = normal((1, 8, 8, 2), jnp.bfloat16)
+    with jax.enable_x64(True), use_policy(Policy("f32", "bf16", "f32", reduction_dtype=jnp.float64)):
+        seen = primitives(lambda x: nn.avg_pool(x, (3, 3)), x)
+        assert ("reduce_window_sum", jnp.dtype(jnp.float64)) in seen
+        assert nn.avg_pool(x, (3, 3)).dtype == jnp.bfloat16
+
+
+def test_integers_average_to_float32():
+    y = nn.avg_pool(jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), (4, 4))
+    assert y.dtype == jnp.float32 and float(y[0, 0, 0, 0]) == 7.5
+    largest = nn.pool(jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), 0, lax.max, (4, 4), None, "VALID")
+    assert largest.dtype == jnp.int32 and int(largest[0, 0, 0, 0]) == 15
+
+
+def test_signatures_are_upstreams_in_both_wings():
+    for name in ("pool", "avg_pool", "max_pool", "min_pool"):
+        ours = inspect.signature(getattr(nnx, name))
+        upstream = inspect.signature(getattr(nnx.pool.__globals__["flax_pooling"], name))
+        assert [(p.name, p.default) for p in ours.parameters.values()] == [
+            (p.name, p.default) for p in upstream.parameters.values()
+        ]
+    assert nn.avg_pool is nnx.avg_pool and nn.max_pool is nnx.max_pool and nn.pool is nnx.pool
