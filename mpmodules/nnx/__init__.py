@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib as _importlib
+from importlib import util as _util
 from typing import Any
 
 import flax.nnx as _flax_nnx
 from flax.nnx import *  # ours below replace what they name
 
+from mpmodules.activations import log_sigmoid as log_sigmoid
+from mpmodules.activations import log_softmax as log_softmax
+from mpmodules.activations import logsumexp as logsumexp
+from mpmodules.activations import softmax as softmax
+from mpmodules.activations import softplus as softplus
+from mpmodules.activations import standardize as standardize
 from mpmodules.nnx._attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.nnx._attention import dot_product_attention as dot_product_attention
 from mpmodules.nnx._containers import Sequential as Sequential
@@ -25,10 +33,19 @@ from mpmodules.nnx._normalization import LayerNorm as LayerNorm
 from mpmodules.nnx._normalization import RMSNorm as RMSNorm
 from mpmodules.nnx._port import apply_policy as apply_policy
 from mpmodules.nnx._stochastic import Dropout as Dropout
+from mpmodules.pooling import avg_pool as avg_pool
+from mpmodules.pooling import max_pool as max_pool
+from mpmodules.pooling import min_pool as min_pool
+from mpmodules.pooling import pool as pool
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_flax_nnx, name)
+    try:
+        return getattr(_flax_nnx, name)
+    except AttributeError:
+        if name.startswith("_") or _util.find_spec(f"flax.nnx.{name}") is None:
+            raise
+        return _importlib.import_module(f"flax.nnx.{name}")  # a submodule that Flax does not import by itself
 
 
 def __dir__() -> list[str]:
