@@ -230,7 +230,7 @@ _calls = _Calls()
 
 
 def install_boundaries(cls: Any) -> None:
-    """Puts the boundary around each public method that `cls` adds, transformed methods (nnx.jit, nnx.remat) included."""
+    """Puts the boundary around each public method that `cls` adds, transformed ones (nnx.jit, nnx.remat) included."""
     for name in {name for base in cls.__mro__ if base is not object for name in vars(base)}:
         if (name.startswith("_") and name != "__call__") or name in _FLAX_METHODS or name in NOT_BOUNDARIES:
             continue

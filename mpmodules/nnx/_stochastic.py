@@ -12,7 +12,7 @@ from policy.casting import cast_array
 
 
 class Dropout(Layer, flax_nnx.Dropout):
-    """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype. Masks are Flax's, bit for bit."""
+    """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype. Masks are Flax's own."""
 
     def _call_layer(
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

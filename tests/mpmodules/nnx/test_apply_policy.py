@@ -287,7 +287,9 @@ def test_ours_built_under_one_policy_moves_to_another():
 
 def test_a_submodule_built_with_its_own_policy_keeps_it_and_so_do_its_children():
     with use_policy("bf16"):
-        ours = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0)))
+        ours = nnx.Sequential(
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0))
+        )
     apply_policy(ours, "f16")
     assert [str(layer.dtype_policy.compute_dtype) for layer in ours.layers] == ["float16", "float32"]
     apply_policy(ours.layers[1], "bf16")

@@ -341,7 +341,10 @@ def test_a_norm_that_is_a_boundary_takes_its_statistics_before_rounding():
     assert out.dtype == F32
     np.testing.assert_allclose(out, truth, atol=2e-3)  # float32 holds 1000 to 6e-5; bfloat16 to 4
     np.testing.assert_allclose(
-        np.asarray(nnx.LayerNorm(64, dtype_policy="c=bf16", rngs=nnx.Rngs(0))(x), np.float64), truth, rtol=2**-7, atol=2e-3
+        np.asarray(nnx.LayerNorm(64, dtype_policy="c=bf16", rngs=nnx.Rngs(0))(x), np.float64),
+        truth,
+        rtol=2**-7,
+        atol=2e-3,
     )
 
 
@@ -494,7 +497,7 @@ def test_recorded_errors_name_missing_arguments_as_flax_does():
         nnx.LayerNorm(4, dtype_policy=MIXED, rngs=nnx.Rngs(0)),
         nnx.Dropout(0.5, dtype_policy=MIXED),
     ):
-        with pytest.raises(TypeError, match="missing 1 required positional argument: '(inputs|x)'"):
+        with pytest.raises(TypeError, match=r"missing 1 required positional argument: '(inputs|x)'"):
             layer()
 
 

@@ -1,4 +1,4 @@
-"""What upstream gets wrong in low precision, shown first (skipped where a newer Flax repaired it), and what ours gives."""
+"""What upstream gets wrong in low precision, first (skipped where a newer Flax repaired it), and then what ours gives."""
 
 import jax
 import jax.numpy as jnp
@@ -174,9 +174,7 @@ ATTENTION = [
 @pytest.mark.parametrize("options", ATTENTION, ids=str)
 def test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half(options, half):
     with use_policy(mixed(half)):
-        layer = flax_nnx.eval_shape(
-            lambda: nnx.MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), decode=False, **options)
-        )
+        layer = flax_nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), decode=False, **options))
     definition, state = flax_nnx.split(layer)
 
     def forward(state, x, mask):
@@ -354,7 +352,9 @@ def test_flax_s_batch_norm_in_eval_loses_a_large_variance_in_float16():
     np.testing.assert_array_equal(out, 0)
 
 
-@pytest.mark.parametrize("given", [{"dtype": F16}, {"dtype_policy": "c=f16"}, {"dtype_policy": "mixed_float16"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"dtype": F16}, {"dtype_policy": "c=f16"}, {"dtype_policy": "mixed_float16"}], ids=str
+)
 def test_our_batch_norm_in_eval_is_exact(given):
     layer = nnx.BatchNorm(2, use_running_average=True, rngs=nnx.Rngs(0), **given)
     layer.var.set_value(jnp.full((2,), 1e5, F32))

@@ -76,7 +76,7 @@ def assert_same_tree_and_values(ours, theirs):
 
 
 def lowered(model, *args, before=lambda x: x, after=lambda x: x, method="__call__", grad=True):
-    """The StableHLO text of a call of `model`, or of the gradient of its sum by the parameters and the first argument."""
+    """The StableHLO text of a call of `model`, or of its sum's gradient by the parameters and the first argument."""
     graphdef, params, rest = flax_nnx.split(model, flax_nnx.Param, ...)
 
     def program(params, first, rest):

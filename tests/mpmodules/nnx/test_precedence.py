@@ -185,7 +185,10 @@ def test_an_explicit_dtype_alone_makes_no_boundary():
 
 
 def test_a_complex_dtype_stays_the_layer_s_own():
-    with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match="dtype=complex64 and param_dtype=complex64"):
+    with (
+        use_policy("mixed_bfloat16"),
+        pytest.warns(DtypePolicyWarning, match="dtype=complex64 and param_dtype=complex64"),
+    ):
         layer = linear(dtype=jnp.complex64, param_dtype=jnp.complex64)
     assert layer.kernel.dtype == jnp.complex64
     assert layer(X.astype(np.complex64)).dtype == jnp.complex64

@@ -1,0 +1,208 @@
+"""The wing's face: everything of Flax's is there, and what Flax does with its own modules works on ours."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import nnx
+from mpmodules.nnx import apply_policy
+from mpmodules.nnx._module import LAYER_OF
+
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs):
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def features(self, x):
+        return self.norm(x)
+
+    def __call__(self, x):
+        return self.drop(self.attn(self.features(x)))
+
+
+@pytest.fixture
+def net():
+    return Net(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
+
+
+def test_everything_that_flax_exports_is_there_lazy_names_too():
+    missing = set(dir(flax_nnx)) - set(dir(nnx))
+    assert not missing
+    for name in dir(flax_nnx):
+        if not name.startswith("__"):
+            getattr(nnx, name)
+
+
+def test_names_that_flax_makes_on_demand_are_forwarded_and_unknown_ones_are_errors(monkeypatch):
+    monkeypatch.setattr(flax_nnx, "of_tomorrow", object(), raising=False)
+    assert nnx.of_tomorrow is flax_nnx.of_tomorrow
+    with pytest.raises(AttributeError, match="no_such_layer"):
+        _ = nnx.no_such_layer
+
+
+def test_what_is_not_ours_is_flax_s_own():
+    for name in dir(flax_nnx):
+        ours = getattr(nnx, name)
+        if not name.startswith("_") and ours is not getattr(flax_nnx, name):
+            assert ours.__module__.startswith(("mpmodules.", "policy.")), name
+    assert {cls.__name__ for cls in LAYER_OF} <= set(dir(nnx))
+
+
+def test_every_layer_of_ours_is_documented_and_has_flax_s_parameters():
+    for theirs, ours in LAYER_OF.items():
+        assert ours.__name__ == theirs.__name__
+        assert ours.__doc__
+        assert ours.__doc__ != theirs.__doc__
+        names = [name for name in inspect.signature(ours).parameters if name != "dtype_policy"]
+        assert names == list(inspect.signature(theirs.__init__).parameters)[1:]
+        assert list(inspect.signature(ours.__call__).parameters) == list(inspect.signature(theirs.__call__).parameters)
+
+
+def test_display_repr_and_tabulate_show_the_policy_and_do_not_fail(net, capsys):
+    assert "dtype_policy=Policy('params=float32,compute=bfloat16,output=float32')" in repr(net)
+    assert "Policy('params=float32,compute=bfloat16,output=float32')" in str(flax_nnx.graphdef(net))
+    flax_nnx.display(net)
+    assert "BatchNorm" in capsys.readouterr().out
+
+
+def test_tabulate_shows_ours_as_it_shows_flax_s():
+    def table(module, **options):
+        class Net(module.Module):
+            def __init__(self, *, rngs):
+                # Classes of this test's own: tabulate leaves every inherited method behind on the classes that it saw.
+                self.linear = type("Linear", (module.Linear,), {})(4, 4, rngs=rngs)
+                self.norm = type("LayerNorm", (module.LayerNorm,), {})(4, rngs=rngs)
+
+            def __call__(self, x):
+                return self.norm(self.linear(x))
+
+        return flax_nnx.tabulate(Net(rngs=module.Rngs(0), **options), jnp.asarray(X[0]))
+
+    assert table(nnx) == table(flax_nnx)
+    assert "bfloat16" in table(nnx, dtype_policy="mixed_bfloat16")
+
+
+def test_train_eval_view_and_set_attributes_reach_our_layers(net):
+    net.eval()
+    assert net.norm.use_running_average
+    assert net.drop.deterministic
+    before = net.norm.mean[...]
+    np.testing.assert_array_equal(net(X), net(X))
+    np.testing.assert_array_equal(net.norm.mean[...], before)
+    net.train()
+    net(X)
+    assert np.any(net.norm.mean[...] != before)
+    view = flax_nnx.view(net, deterministic=True, use_running_average=True)
+    assert view.drop.deterministic
+    assert view.dtype_policy == net.dtype_policy
+    np.testing.assert_array_equal(view(X), view(X))
+    assert not net.drop.deterministic
+    net.set_attributes(deterministic=True, raise_if_not_found=False)
+    assert net.drop.deterministic
+
+
+def test_training_through_a_view_updates_the_model_s_statistics(net):
+    view = flax_nnx.view(net, deterministic=True, use_running_average=False)
+    view(X)
+    assert np.any(net.norm.mean[...] != 0)
+    np.testing.assert_array_equal(net.norm.mean[...], view.norm.mean[...])
+
+
+def test_capture_and_sow_see_compute_dtype_inside():
+    class Sows(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.linear(x)
+            self.sow(nnx.Intermediate, "hidden", x)
+            return nnx.relu(x)
+
+    model = Sows(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
+    out, sown = flax_nnx.capture(model, flax_nnx.Intermediate)(X)
+    assert out.dtype == jnp.float32
+    assert sown["hidden"].get_value()[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_capturing_every_method_s_output_shows_what_flax_shows(policy):
+    def captured(module, **options):
+        class Model(module.Module):
+            def __init__(self, *, rngs):
+                self.linear = module.Linear(4, 4, rngs=rngs)
+                self.norm = module.LayerNorm(4, rngs=rngs)
+
+            def features(self, x):
+                return self.linear(x)
+
+            def __call__(self, x):
+                return self.norm(self.features(x))
+
+        model = Model(rngs=module.Rngs(0), **options)
+        forward = flax_nnx.capture(model, flax_nnx.Intermediate, method_outputs=flax_nnx.Intermediate)
+        out, state = forward(X)
+        assert isinstance(model.linear, module.Linear)
+        np.testing.assert_array_equal(model(X), out)
+        return {
+            "/".join(map(str, path)): [x.shape for x in leaf.get_value()]
+            for path, leaf in flax_nnx.to_flat_state(state)
+        }
+
+    options = {} if policy is None else {"dtype_policy": policy}
+    assert captured(nnx, **options) == captured(flax_nnx)
+
+
+def test_perturb_works_through_a_boundary():
+    class Perturbs(nnx.Module):
+        def __call__(self, x):
+            return self.perturb("at", x) * 2
+
+    model = Perturbs(dtype_policy="mixed_bfloat16")
+    _, perturbations = flax_nnx.capture(lambda model, x: model(x), flax_nnx.Perturbation)(model, X)
+    assert perturbations["at"].get_value().dtype == jnp.bfloat16
+
+
+def test_an_optimizer_of_flax_s_trains_ours(net):
+    import optax
+
+    optimizer = flax_nnx.Optimizer(net, optax.sgd(0.1), wrt=flax_nnx.Param)
+
+    @flax_nnx.jit
+    def step(net, optimizer):
+        loss, gradients = flax_nnx.value_and_grad(lambda net: (net(X) ** 2).mean())(net)
+        optimizer.update(net, gradients)
+        return loss
+
+    before = net.attn.out.kernel[...].copy()
+    assert step(net, optimizer).dtype == jnp.float32
+    assert net.attn.out.kernel[...].dtype == jnp.float32
+    assert np.any(net.attn.out.kernel[...] != before)
+    assert np.any(net.norm.mean[...] != 0)
+
+
+def test_flax_s_other_layers_work_inside_a_module_of_ours():
+    class Uses(nnx.Module):
+        def __init__(self, *, rngs):
+            self.lora = nnx.LoRA(4, 2, 4, dtype=jnp.bfloat16, rngs=rngs)
+            self.prelu = nnx.PReLU()
+
+        def __call__(self, x):
+            return self.lora(x)
+
+    assert Uses(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))(X).dtype == jnp.float32
+    uses = apply_policy(Uses(rngs=nnx.Rngs(0)), "bf16")
+    assert uses(X).dtype == jnp.bfloat16
+
+
+def test_ours_run_in_linen_through_flax_s_bridge():
+    model = flax_nnx.bridge.to_linen(nnx.Linear, 4, 4, dtype_policy="mixed_bfloat16")
+    variables = model.init(jax.random.key(0), X)
+    assert model.apply(variables, X).dtype == jnp.float32
