@@ -4,6 +4,7 @@ import inspect
 
 import flax.linen as flax_nn
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def primitives(function, *args):
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
             yield eqn.primitive.name, eqn.outvars[0].aval.dtype if eqn.outvars else None
-            for inner in jax.core.jaxprs_in_params(eqn.params):
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
                 yield from walk(inner)
 
     return set(walk(jax.make_jaxpr(function)(*args).jaxpr))
@@ -52,7 +53,9 @@ def test_the_mean_of_ones_is_one():
 
 
 def test_upstreams_mean_of_ones_is_a_quarter():
-    upstream_or_skip(flax_nn.avg_pool(jnp.ones((1, 128, 128, 1), jnp.bfloat16), (128, 128))[0, 0, 0, 0], 0.25)
+    with jax.numpy_dtype_promotion("standard"):
+        upstream = flax_nn.avg_pool(jnp.ones((1, 128, 128, 1), jnp.bfloat16), (128, 128))
+    upstream_or_skip(upstream[0, 0, 0, 0], 0.25)
 
 
 def test_the_mean_of_eights_does_not_overflow_in_float16():
@@ -62,7 +65,7 @@ def test_the_mean_of_eights_does_not_overflow_in_float16():
 
 
 def test_upstreams_mean_of_eights_overflows_in_float16():
-    with np.errstate(over="ignore"):
+    with jax.numpy_dtype_promotion("standard"):
         upstream = flax_nn.avg_pool(jnp.full((1, 128, 128, 1), 8.0, jnp.float16), (128, 128))
     upstream_or_skip(upstream[0, 0, 0, 0], np.inf)
 
@@ -111,10 +114,8 @@ def test_backward_keeps_nothing_in_float32(dtype):
 def test_float32_is_upstreams_bit_for_bit(pool, padding, strides, batch):
     x = normal((*batch, 7, 6, 2))
     ours, upstream = getattr(nnx, pool), getattr(nnx.pool.__globals__["flax_pooling"], pool)
-    if len(batch) == 2 and padding not in ("SAME", "VALID"):
-        with pytest.raises(AssertionError):  # as upstream's does
-            ours(x, (3, 3), strides, padding)
-        return
+    if len(batch) == 2 and not isinstance(padding, str):
+        pytest.skip("Flax takes explicit padding with one batch axis only")
     with jax.numpy_dtype_promotion("standard"):
         np.testing.assert_array_equal(ours(x, (3, 3), strides, padding), upstream(x, (3, 3), strides, padding))
 

@@ -1,0 +1,64 @@
+"""The functions among Flax's activations that half precision breaks, under their names and arguments there.
+
+Half in, reduction_dtype inside, half out; what backward keeps of a half input is that input. In float32 each is JAX's
+own function, bit for bit where no policy holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from mpmodules import functional
+from policy import reductions
+from policy.reductions import Axis, widely
+from policy.reductions import log_sigmoid as log_sigmoid
+from policy.reductions import log_softmax as log_softmax
+from policy.reductions import softmax as softmax
+from policy.reductions import softplus as softplus
+from policy.scope import current_policy
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+) -> Any:
+    """log(sum(b * exp(a))) over `axis`, in reduction_dtype; the dtype of `a` out. See `policy.reductions.logsumexp`."""
+    return reductions.logsumexp(a, axis, b, keepdims, return_sign, where)
+
+
+def standardize(
+    x: ArrayLike,
+    axis: Axis = -1,
+    mean: ArrayLike | None = None,
+    variance: ArrayLike | None = None,
+    epsilon: float = 1e-5,
+    where: ArrayLike | None = None,
+    *,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """(x - mean) / sqrt(variance + epsilon) over `axis`, in reduction_dtype; x's dtype out.
+
+    Under a policy, and for half inputs, a variance that is not given does not cancel where the mean is large
+    (`policy.reductions.standardize`). Without a policy, float32 gives what `jax.nn.standardize` does.
+
+    Args:
+      algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.
+    """
+    dtypes = [jnp.result_type(v) for v in (x, mean, variance) if v is not None]
+    out = dtypes[0] if jnp.issubdtype(dtypes[0], jnp.inexact) else None
+    if algorithm is None and (current_policy() is not None or any(functional.is_half(dtype) for dtype in dtypes)):
+        return reductions.standardize(x, axis, mean, variance, epsilon, where, dtype=out)
+
+    def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:
+        chosen = {} if algorithm is None else {"algorithm": algorithm}
+        return jax.nn.standardize(x, axis, mean, variance, epsilon, where, **chosen)
+
+    return widely(run, x, mean, variance, dtype=out)
