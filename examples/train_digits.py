@@ -227,7 +227,7 @@ def train_linen(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: 
 
     @jax.jit
     def correct(params: Any, batch_stats: Any, images: Any, labels: Any) -> jax.Array:
-        logits = model.apply({"params": params, "batch_stats": batch_stats}, images, train=False)
+        logits: Any = model.apply({"params": params, "batch_stats": batch_stats}, images, train=False)
         return (logits.argmax(-1) == labels).sum()
 
     opt_state: Any
