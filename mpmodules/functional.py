@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -30,6 +31,36 @@ def widen(x: Any, dtype: DTypeLike) -> Any:
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating) or not is_wider(dtype, x.dtype):
         return x
     return jnp.asarray(x, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Initial values
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfSafe:
+    """An initialiser that also works in half precision: where JAX can't run it there, in float32 and cast.
+
+    The orthogonal initialisers are such: no QR decomposition takes half. An initialiser that runs in half is left to.
+    """
+
+    init: Callable[..., Array]
+
+    def __call__(self, key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, **kwargs: Any) -> Array:
+        if not is_half(dtype) or _runs_in(self.init, tuple(shape), jnp.dtype(dtype)):
+            return self.init(key, shape, dtype, **kwargs)
+        return self.init(key, shape, jnp.float32, **kwargs).astype(dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype) -> bool:
+    """Whether JAX can lower an initialiser for a dtype. Releases differ in whether they refuse it sooner."""
+    try:
+        jax.jit(lambda key: init(key, shape, dtype)).lower(jax.eval_shape(lambda: jax.random.key(0)))
+    except (NotImplementedError, TypeError):
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,15 @@ from mpmodules.linen._normalization import GroupNorm as GroupNorm
 from mpmodules.linen._normalization import LayerNorm as LayerNorm
 from mpmodules.linen._normalization import RMSNorm as RMSNorm
 from mpmodules.linen._port import apply_policy as apply_policy
+from mpmodules.linen._recurrent import RNN as RNN
+from mpmodules.linen._recurrent import Bidirectional as Bidirectional
+from mpmodules.linen._recurrent import ConvLSTMCell as ConvLSTMCell
+from mpmodules.linen._recurrent import GRUCell as GRUCell
+from mpmodules.linen._recurrent import LSTMCell as LSTMCell
+from mpmodules.linen._recurrent import MGUCell as MGUCell
+from mpmodules.linen._recurrent import OptimizedLSTMCell as OptimizedLSTMCell
+from mpmodules.linen._recurrent import RNNCellBase as RNNCellBase
+from mpmodules.linen._recurrent import SimpleCell as SimpleCell
 from mpmodules.linen._stochastic import Dropout as Dropout
 from mpmodules.pooling import avg_pool as avg_pool
 from mpmodules.pooling import max_pool as max_pool

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
+from mpmodules import _carries as carries
 from mpmodules._references import is_reference
 from policy import boundary
 from policy.policy import Policy, get_policy
@@ -339,20 +340,48 @@ def run_method(
             else:
                 with fields_set(module, plain_fields(module, effective)):
                     outputs = method(module, *args, **kwargs)
+        if effective.policy is not None and _is_step(module, method):
+            outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
         if not crosses or effective.policy is None:
             return outputs
-        return boundary.cast_outputs(effective.policy, outputs, is_leaf=is_reference)
+        return _cast_outputs(module, effective.policy, method, kwargs, outputs)
 
 
 def _cast_inputs(
     module: Any, policy: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    cell, loop = _is_step(module, method), _is_loop(module, method)
+    carry = args[:1] if cell else ()
+
     def signature() -> inspect.Signature:
         full = inspect.signature(method)
-        return full.replace(parameters=list(full.parameters.values())[1:])  # without self
+        return full.replace(parameters=list(full.parameters.values())[1 + len(carry) :])  # without self and carry
 
-    keep = getattr(type(module), "keep_inputs", ())
-    return boundary.cast_inputs(policy, args, kwargs, is_leaf=is_reference, keep=keep, signature=signature)
+    keep = (*getattr(type(module), "keep_inputs", ()), *(("carry",) * cell), *(("initial_carry",) * loop))
+    args, kwargs = boundary.cast_inputs(
+        policy, args[len(carry) :], kwargs, is_leaf=is_reference, keep=keep, signature=signature
+    )
+    return (*carry, *args), kwargs
+
+
+def _cast_outputs(module: Any, policy: Policy, method: Callable[..., Any], kwargs: dict[str, Any], outputs: Any) -> Any:
+    asked = kwargs.get("return_carry")
+    has_carry = _is_step(module, method) or (
+        _is_loop(module, method) and (module.return_carry if asked is None else asked)
+    )
+    if has_carry and carries.is_pair(outputs):
+        return outputs[0], boundary.cast_outputs(policy, outputs[1], is_leaf=is_reference)
+    return boundary.cast_outputs(policy, outputs, is_leaf=is_reference)
+
+
+def _is_step(module: Any, method: Callable[..., Any]) -> bool:
+    """Whether a call is a step of a recurrent cell, from carry and input to carry and output."""
+    return isinstance(module, flax_nn.RNNCellBase) and method.__name__ == "__call__"
+
+
+def _is_loop(module: Any, method: Callable[..., Any]) -> bool:
+    """Whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
+    return isinstance(module, flax_nn.RNN | flax_nn.Bidirectional) and method.__name__ == "__call__"
 
 
 _CARRY_ADVICE = "Modules inside are boundaries with a policy of their own"

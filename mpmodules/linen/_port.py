@@ -35,11 +35,16 @@ def adopting_class(cls: type) -> type | None:
 def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
     """Turns an instance of Flax's layer into ours, its dtype fields unset but for those in `keep`: the policy decides."""
     namespace = module.__dict__
-    for name in {"dtype", "param_dtype"} - set(keep):
+    for name in {"dtype", "param_dtype"}.intersection(namespace) - set(keep):
         namespace[name] = None
     if namespace.get("use_fast_variance") is True:
         namespace["use_fast_variance"] = None  # nor can this one
     object.__setattr__(module, "__class__", cls)
+    for name in getattr(cls, "_adopts_fields", ()):  # what a layer asks something of before it calls it
+        part = namespace.get(name)
+        ours = None if obeys_policies(part) else adopting_class(type(part))
+        if ours is not None:
+            _adopt(part, ours, keep)
 
 
 class _Adopter:

@@ -1,0 +1,75 @@
+"""Recurrent carries: what no boundary casts, and the dtype that a cell hands its carry on in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mpmodules.functional import is_wider
+from policy.casting import cast_array, cast_floating, is_floating
+
+
+def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The carry that a cell is called with: its first argument, or `carry=`."""
+    return args[0] if args else kwargs.get("carry")
+
+
+def with_carry(carry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A cell's arguments with another carry in place of the one given."""
+    return ((carry, *args[1:]), kwargs) if args else (args, kwargs | {"carry": carry})
+
+
+def handed_on(new: Any, given: Any) -> Any:
+    """A cell's new carry in the dtypes of the one given, wherever these are wider.
+
+    So a carry that was made in float32 keeps its type through a loop of half-precision steps, and nothing is ever
+    rounded to a narrower dtype that somebody made the first carry in.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(given):
+        return new
+    return jax.tree.map(_as_wide, new, given)
+
+
+def _as_wide(new: Any, given: Any) -> Any:
+    if not (is_floating(new) and is_floating(given) and is_wider(given.dtype, new.dtype)):
+        return new
+    return cast_array(new, given.dtype)
+
+
+def hand_on_outputs(outputs: Any, given: Any) -> Any:
+    """What a cell returned, its carry as `handed_on` says."""
+    if not is_pair(outputs):
+        return outputs
+    return handed_on(outputs[0], given), outputs[1]
+
+
+def is_pair(outputs: Any) -> bool:
+    """Whether a call returned a carry and an output, as cells do."""
+    return isinstance(outputs, tuple) and len(outputs) == 2
+
+
+def step_in(
+    dtype: DTypeLike | None,
+    step: Callable[..., tuple[Any, Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    """One step of a cell of Flax's with carry and output in `dtype`.
+
+    Args:
+      dtype: what the cell computes in. None (infer it), or one that is not floating, leaves the step as it is.
+      step: the cell's ``__call__``, from carry and input to carry and output.
+      args, kwargs: its arguments.
+
+    Returns:
+      The new carry, in `dtype` or in the wider dtype that the given one had, and the output in `dtype`.
+    """
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return step(*args, **kwargs)
+    given = given_carry(args, kwargs)
+    args, kwargs = with_carry(cast_floating(given, dtype), args, kwargs)
+    return hand_on_outputs(cast_floating(step(*args, **kwargs), dtype), given)

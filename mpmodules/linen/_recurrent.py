@@ -1,0 +1,158 @@
+"""Recurrent cells and the loops over them: cells compute, and keep their carry, in compute_dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+
+from mpmodules._carries import step_in
+from mpmodules.functional import HalfSafe, is_half
+from mpmodules.linen._layer import Layer
+from mpmodules.linen._module import Module, declared_dtypes, effective_policy, fields_set, plain_fields
+from mpmodules.linen._port import layers_inside
+from policy.casting import cast_floating
+from policy.policy import Policy
+from policy.precedence import Effective
+from policy.scope import current_scope
+
+
+class RNNCellBase(Module, flax_nn.RNNCellBase):
+    """`flax.linen.RNNCellBase` that obeys policies: what a recurrent cell of your own derives from.
+
+    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
+    cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
+    through a scan. `initialize_carry` is no boundary: what it returns is the cell's business.
+    """
+
+
+class Cell(Layer, RNNCellBase):
+    """What Flax's cells share: gates, carry and output in compute_dtype, parameters in param_dtype.
+
+    A carry given in a wider dtype is computed with in compute_dtype and handed on in its own, so that its type is kept
+    through a loop. With no policy, an explicit `dtype` is what carry and output are in.
+    """
+
+    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+        fields = super()._policy_fields(policy, output_dtype, method_name)
+        return fields | _half_safe_inits(self, fields["param_dtype"])
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        fields = self._policy_fields(effective.policy, None, method.__name__)
+        if effective.dtype is not None:
+            fields["dtype"] = effective.dtype
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(self, *args, **kwargs)
+
+        declared = declared_dtypes(self)
+        with fields_set(self, fields), layers_inside(effective.policy, declared), _mixing_allowed():
+            return call(*args, **kwargs) if method.__name__ != "__call__" else step_in(fields["dtype"], call, args, kwargs)
+
+    @flax_nn.nowrap
+    def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
+        """Flax's `initialize_carry`, with the carry in what the cell computes in.
+
+        That is compute_dtype under a policy, else an explicit `dtype`, else param_dtype.
+
+        Args:
+          rng: the key that `carry_init` draws with.
+          input_shape: the shape of the input of one step.
+
+        Returns:
+          The carry: an array, or a tuple of arrays.
+        """
+        fields = plain_fields(self, effective_policy(self, current_scope()))
+        with fields_set(self, fields | _half_safe_inits(self, fields["param_dtype"])):
+            return self._cast_carry(super().initialize_carry(rng, input_shape))
+
+    @flax_nn.nowrap
+    def _cast_carry(self, carry: Any) -> Any:
+        """A carry in what the cell computes in; one given to a cell that infers its dtype is returned as it is."""
+        dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
+        return carry if dtype is None or not jnp.issubdtype(dtype, jnp.floating) else cast_floating(carry, dtype)
+
+
+def _half_safe_inits(cell: Any, param_dtype: Any) -> dict[str, Any]:
+    """The cell's initialisers, made to work in half precision where parameters are half."""
+    if not is_half(param_dtype):
+        return {}
+    names = [field.name for field in dataclasses.fields(cell) if field.name.endswith("_init")]
+    return {name: HalfSafe(getattr(cell, name)) for name in names if not isinstance(getattr(cell, name), HalfSafe)}
+
+
+def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Rules may give layers inside a cell another output_dtype than the cell's: then Flax's arithmetic mixes dtypes."""
+    return jax.numpy_dtype_promotion("standard") if current_scope().rules else contextlib.nullcontext()
+
+
+class SimpleCell(Cell, flax_nn.SimpleCell):
+    """`flax.linen.SimpleCell` that obeys policies; dtypes as in `LSTMCell`."""
+
+    param_dtype: Any = None
+
+
+class LSTMCell(Cell, flax_nn.LSTMCell):
+    """`flax.linen.LSTMCell` that obeys policies.
+
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: the gradient of a kernel
+    is summed over the steps in param_dtype. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
+    of its own returns its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    half precision run in float32.
+    """
+
+    param_dtype: Any = None
+
+
+class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
+    """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`."""
+
+    param_dtype: Any = None
+
+
+class GRUCell(Cell, flax_nn.GRUCell):
+    """`flax.linen.GRUCell` that obeys policies; dtypes as in `LSTMCell`."""
+
+    param_dtype: Any = None
+
+
+class MGUCell(Cell, flax_nn.MGUCell):
+    """`flax.linen.MGUCell` that obeys policies; dtypes as in `LSTMCell`."""
+
+    param_dtype: Any = None
+
+
+class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
+    """`flax.linen.ConvLSTMCell` that obeys policies; dtypes as in `LSTMCell`."""
+
+    param_dtype: Any = None
+
+
+class RNN(Module, flax_nn.RNN):
+    """`flax.linen.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
+
+    The carry is in what the cell computes in, from `initial_carry` (cast, where the cell is one of Flax's) to the carry
+    returned, so that one call can go on where another ended.
+    """
+
+    _dtype_fields: ClassVar[bool] = True
+    _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        carry = kwargs.get("initial_carry")
+        if carry is not None and isinstance(self.cell, Cell):
+            kwargs = kwargs | {"initial_carry": self.cell._cast_carry(carry)}
+        return method(self, *args, **kwargs)
+
+
+class Bidirectional(Module, flax_nn.Bidirectional):
+    """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
