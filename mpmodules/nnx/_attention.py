@@ -144,7 +144,7 @@ class MultiHeadAttention(Module, flax_nnx.MultiHeadAttention):
         adopt_children(self, policy)
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
-        """Flax's `init_cache`; the cache is in compute_dtype, or in float32 with no policy, unless `dtype` says else."""
+        """Flax's `init_cache`, in compute_dtype, or in float32 with no policy, unless `dtype` says otherwise."""
         if dtype is None:
             dtype = jnp.float32 if self.dtype is None else self.dtype
         super().init_cache(input_shape, dtype)

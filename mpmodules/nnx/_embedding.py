@@ -40,7 +40,7 @@ class Embed(Layer, flax_nnx.Embed):
     def _call_layer(
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        policy = self.dtype_policy
+        policy: Any = self.dtype_policy
         if self.promote_dtype is not promote_dtype:
             return method(self, *args, **kwargs)
         if name == "__call__":

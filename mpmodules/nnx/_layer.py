@@ -16,6 +16,9 @@ from policy.precedence import with_explicit_dtypes
 class Layer(Module):
     """A Flax layer that obeys policies: it is built with the policy's dtypes in Flax's own arguments."""
 
+    dtype: Any  # what Flax's constructors store
+    promote_dtype: Any
+
     _is_layer = True
     # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
@@ -41,7 +44,8 @@ class Layer(Module):
 
     def _returns(self, crosses: bool) -> Any:
         """The dtype that a call returns under a policy."""
-        return self.dtype_policy.output_dtype if crosses else self.dtype_policy.compute_dtype
+        policy: Any = self.dtype_policy
+        return policy.output_dtype if crosses else policy.compute_dtype
 
 
 def constructor_dtypes(

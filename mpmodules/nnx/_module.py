@@ -157,7 +157,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
                     if hasattr(cls, "_construct"):
-                        cls.__init__ = _with_policy_dtypes(base.__init__)
+                        # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
+                        type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
         install_boundaries(cls)
 
     def _capture(self, policy: Policy | None, source: str | None) -> None:

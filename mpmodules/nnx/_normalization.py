@@ -64,11 +64,11 @@ class Normalization(Layer):
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         policy = self.dtype_policy
-        x = args[0] if args else kwargs.get("x")
+        x: Any = args[0] if args else kwargs.get("x")
         if self.promote_dtype is not promote_dtype or not hasattr(x, "dtype") or _is_complex(x):
             return method(self, *args, **kwargs)
         if policy is None:
-            stored = [
+            stored: list[Any] = [
                 v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None
             ]
             with jax.numpy_dtype_promotion("standard"):  # what Flax infers, asked for without computing anything

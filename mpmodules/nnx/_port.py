@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
         if path and not obeys_policies(child):
             own = rules.match(None, type(child)) if rules else None
             _adopt(child, policy if own is None else own, None if own is None else "rule", composites=False)
-            child._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
+            cast(Any, child)._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
 
 
 def _children(node: Any) -> list[tuple[tuple[str, ...], Any]]:
@@ -190,7 +190,7 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
         above = next((holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding), policy)
         source = getattr(module, "_policy_source", None) if path else None
         if source == "argument":
-            own = module.dtype_policy
+            own = getattr(module, "dtype_policy", None)
         else:
             own = rules.match("/".join(path), type(module))
             source = None if own is None else "rule"

@@ -1,5 +1,9 @@
 """The boundary: compute_dtype inside, output_dtype where a call comes from outside, references by identity."""
 
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
 import re
 
 import jax

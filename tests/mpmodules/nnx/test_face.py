@@ -1,5 +1,9 @@
 """The wing's face: everything of Flax's is there, and what Flax does with its own modules works on ours."""
 
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
 import inspect
 
 import jax
