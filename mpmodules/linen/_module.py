@@ -34,7 +34,7 @@ DtypePolicy = Policy | str | None
 
 
 if TYPE_CHECKING:
-    _MetaOfProtocol = type
+    _MetaOfProtocol = abc.ABCMeta
 else:  # an ABCMeta: a module can have abstract classes and protocols among its bases, as Flax's can
     _MetaOfProtocol = type(Protocol)
 
