@@ -32,6 +32,7 @@ from mpmodules.linen._linear import Einsum as Einsum
 from mpmodules.linen._module import Module as Module
 from mpmodules.linen._normalization import BatchNorm as BatchNorm
 from mpmodules.linen._normalization import GroupNorm as GroupNorm
+from mpmodules.linen._normalization import InstanceNorm as InstanceNorm
 from mpmodules.linen._normalization import LayerNorm as LayerNorm
 from mpmodules.linen._normalization import RMSNorm as RMSNorm
 from mpmodules.linen._port import apply_policy as apply_policy
@@ -45,6 +46,8 @@ from mpmodules.linen._recurrent import OptimizedLSTMCell as OptimizedLSTMCell
 from mpmodules.linen._recurrent import RNNCellBase as RNNCellBase
 from mpmodules.linen._recurrent import SimpleCell as SimpleCell
 from mpmodules.linen._stochastic import Dropout as Dropout
+from mpmodules.linen._weight_norms import SpectralNorm as SpectralNorm
+from mpmodules.linen._weight_norms import WeightNorm as WeightNorm
 from mpmodules.pooling import avg_pool as avg_pool
 from mpmodules.pooling import max_pool as max_pool
 from mpmodules.pooling import pool as pool

@@ -27,9 +27,6 @@ from policy.scope import Scope, current_scope, enter
 NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
 _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 
-# Marks an instance that became ours while Flax ran its setup, on the way into a method that is not wrapped yet.
-ADOPTED_IN_SETUP = "_adopted_in_setup"
-
 DtypePolicy = Policy | str | None
 
 
@@ -133,9 +130,15 @@ class _Calls(threading.local):
         self.paths: list[tuple[str, ...]] = []
         self.crossed: dict[str, Policy] = {}  # the boundaries below the outermost call, by path
         self.seen: dict[str, set[type]] | None = None
+        self.innermost: flax_nn.Module | None = None
 
 
 _calls = _Calls()
+
+
+def is_innermost(module: flax_nn.Module) -> bool:
+    """Whether the innermost call under way is of this very instance."""
+    return _calls.innermost is module
 
 
 def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
@@ -315,7 +318,6 @@ def run_method(
       own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
         inputs are the user's business, and the layer's own method is a call inside.
     """
-    module.__dict__.pop(ADOPTED_IN_SETUP, None)
     scope = current_scope()
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     with _call_under_way(module, scope):
@@ -344,34 +346,26 @@ def run_method(
             outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
         if not crosses or effective.policy is None:
             return outputs
-        return _cast_outputs(module, effective.policy, method, kwargs, outputs)
+        has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+        return carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
 
 
 def _cast_inputs(
     module: Any, policy: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    cell, loop = _is_step(module, method), _is_loop(module, method)
-    carry = args[:1] if cell else ()
-
     def signature() -> inspect.Signature:
         full = inspect.signature(method)
-        return full.replace(parameters=list(full.parameters.values())[1 + len(carry) :])  # without self and carry
+        return full.replace(parameters=list(full.parameters.values())[1:])  # without self
 
-    keep = (*getattr(type(module), "keep_inputs", ()), *(("carry",) * cell), *(("initial_carry",) * loop))
-    args, kwargs = boundary.cast_inputs(
-        policy, args[len(carry) :], kwargs, is_leaf=is_reference, keep=keep, signature=signature
+    return carries.cast_inputs(
+        policy,
+        args,
+        kwargs,
+        is_step=_is_step(module, method),
+        is_loop=_is_loop(module, method),
+        keep=getattr(type(module), "keep_inputs", ()),
+        signature=signature,
     )
-    return (*carry, *args), kwargs
-
-
-def _cast_outputs(module: Any, policy: Policy, method: Callable[..., Any], kwargs: dict[str, Any], outputs: Any) -> Any:
-    asked = kwargs.get("return_carry")
-    has_carry = _is_step(module, method) or (
-        _is_loop(module, method) and (module.return_carry if asked is None else asked)
-    )
-    if has_carry and carries.is_pair(outputs):
-        return outputs[0], boundary.cast_outputs(policy, outputs[1], is_leaf=is_reference)
-    return boundary.cast_outputs(policy, outputs, is_leaf=is_reference)
 
 
 def _is_step(module: Any, method: Callable[..., Any]) -> bool:
@@ -415,6 +409,7 @@ def _call_under_way(module: Any, scope: Scope) -> Iterator[None]:
     is_root = not path and _calls.seen is None
     if is_root:
         _calls.seen = {}
+    outer, _calls.innermost = _calls.innermost, module
     _calls.paths.append(path)
     try:
         if _calls.seen is not None:
@@ -424,6 +419,7 @@ def _call_under_way(module: Any, scope: Scope) -> Iterator[None]:
             _check_rules(module, scope)
     finally:
         _calls.paths.pop()
+        _calls.innermost = outer
         if not _calls.paths:
             _calls.crossed.clear()
         if is_root:

@@ -95,6 +95,13 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
     use_fast_variance: bool | None = None
 
 
+class InstanceNorm(Normalization, flax_nn.InstanceNorm):
+    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype (two passes), rounded once."""
+
+    param_dtype: Any = None
+    use_fast_variance: bool | None = None
+
+
 class BatchNorm(Normalization, flax_nn.BatchNorm):
     """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding at the end.
 

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules.linen._module import ADOPTED_IN_SETUP, LAYER_OF, NOT_BOUNDARIES, is_upstream, obeys_policies, run_method, run_setup
+from mpmodules.linen._module import (
+    LAYER_OF,
+    NOT_BOUNDARIES,
+    is_innermost,
+    is_upstream,
+    obeys_policies,
+    run_method,
+    run_setup,
+)
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike, Scope, current_scope, enter, require_usable
@@ -39,6 +47,8 @@ def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
         namespace[name] = None
     if namespace.get("use_fast_variance") is True:
         namespace["use_fast_variance"] = None  # nor can this one
+    # A model that is a layer itself carries its policy, so that its call is a boundary.
+    namespace["dtype_policy"] = getattr(type(module), "_ported_policy", None)
     object.__setattr__(module, "__class__", cls)
     for name in getattr(cls, "_adopts_fields", ()):  # what a layer asks something of before it calls it
         part = namespace.get(name)
@@ -63,17 +73,19 @@ class _Adopter:
         self, next_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
     ) -> Any:
         module, name = context.module, context.method_name
-        if obeys_policies(module) and not (name != "setup" and module.__dict__.get(ADOPTED_IN_SETUP)):
-            return next_fun(*args, **kwargs)
-        ours = None if obeys_policies(module) else adopting_class(type(module))
+        known = obeys_policies(module)
+        ours = None if known else adopting_class(type(module))
         if ours is not None:
             _adopt(module, ours, self.keep)
             if name == "setup":
-                module.__dict__[ADOPTED_IN_SETUP] = True
                 return run_setup(module, lambda: next_fun(*args, **kwargs))
-        elif not self.composites and not obeys_policies(module):
+        elif not known and not self.composites:
             return next_fun(*args, **kwargs)
         if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
+            return next_fun(*args, **kwargs)
+        # A method of ours comes with its boundary around it; one that was looked up before the instance was adopted
+        # (self.embed.attend(self.embed(x)) does that) comes without.
+        if known and is_innermost(module):
             return next_fun(*args, **kwargs)
 
         def method(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,14 +148,14 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
     for _, rule_policy in rules or ():
         require_usable(rule_policy)
     base = getattr(type(model), "_ported_from", type(model))
-    return _instance(_ported_class(base, policy, rules, keep_explicit), _fields_of(model))
+    fields = _fields_of(model)
+    if "dtype_policy" in fields:
+        fields["dtype_policy"] = policy
+    return _instance(_ported_class(base, policy, rules, keep_explicit), fields)
 
 
 def _fields_of(model: flax_nn.Module) -> dict[str, Any]:
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
-    if "dtype_policy" in fields:
-        fields["dtype_policy"] = None
-    return fields
+    return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
 
 
 def _instance(cls: Any, fields: dict[str, Any]) -> Any:
@@ -159,7 +171,9 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
     """The subclass of `base` whose public methods enter the scope and the adopter."""
     # An explicit param_dtype can't be told from Flax's default.
     interceptor = _Adopter(keep=["dtype"] if keep_explicit else [], composites=True)
-    scope = Scope(policy, rules)
+    layer = base if hasattr(base, "_is_layer") else adopting_class(base)
+    is_layer = getattr(layer, "_is_layer", False)
+    scope = Scope(None if is_layer else policy, rules)  # a layer is a boundary only by a policy of its own
     flax_methods = frozenset(dir(flax_nn.Module)) - {"__call__"}
     fields = {field.name for field in dataclasses.fields(base)}
 
@@ -179,10 +193,22 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
         call._policy_boundary = call  # type: ignore[attr-defined]
         return call
 
+    def taking_names(entry: Callable[..., Any]) -> Callable[..., Any]:
+        """`apply` and its like with a method given as the base class's function: that would pass by ours."""
+
+        @functools.wraps(entry)
+        def call(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+            function = getattr(method, "__func__", method)
+            name = getattr(function, "__name__", "")
+            if name in namespace and inspect.getattr_static(base, name, None) is function:
+                method = name
+            return entry(self, *args, method=method, **kwargs)
+
+        return flax_nn.nowrap(call)
+
     @flax_nn.nowrap
     def __reduce__(self: Any) -> Any:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init and f.name != "parent"}
-        return _rebuild, (base, policy, rules, keep_explicit, fields)
+        return _rebuild, (base, policy, rules, keep_explicit, _fields_of(self))
 
     names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)} - flax_methods - fields
     namespace: dict[str, Any] = {
@@ -198,5 +224,8 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
         "__qualname__": base.__qualname__,
         "__reduce__": __reduce__,
         "_ported_from": base,
+        "_ported_policy": policy,
+        "apply": taking_names(base.apply),
+        "init_with_output": taking_names(base.init_with_output),
     }
     return type(base)(base.__name__, (base,), namespace)

@@ -1,0 +1,102 @@
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; what is stored keeps the dtype it is stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+
+from mpmodules import functional
+from mpmodules.linen._module import Module, dtype_fields, fields_set, plain_fields
+from policy.casting import cast_array
+from policy.policy import Policy
+from policy.precedence import Effective
+from policy.reductions import reduction_dtype
+
+
+class ReparameterizedWeights(Module):
+    """What the two wrappers share: they count as modules, and hand the layer inside weights that are normalised.
+
+    Weights are widened to reduction_dtype before their norm is taken. Flax stores what the layer is handed when it
+    initialises (and wherever the params are mutable): there it is rounded to the dtype of the weights, and so
+    param_dtype stands. Everywhere else the layer gets it unrounded under a policy, and rounds it once, as it would any
+    weight; with no policy it gets what Flax's `dtype` says.
+    """
+
+    _dtype_fields: ClassVar[bool] = True
+    _reads_in: ClassVar[Any] = None  # while weights are being normalised: the dtype to read parameters in
+
+    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+        return dtype_fields(self, policy)
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        with fields_set(self, plain_fields(self, effective) | {"_obeys": effective.policy}):
+            return method(self, *args, **kwargs)
+
+    _obeys: ClassVar[Policy | None] = None  # while a call is under way: the policy that the call obeys
+
+    @flax_nn.nowrap
+    def _normalised(self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any) -> jax.Array:
+        """``normalise(weights)`` with everything in reduction_dtype, in the dtype that it is handed on in.
+
+        Args:
+          normalise: Flax's own function: weights in, weights of the same shape out.
+          weights: a parameter of the layer inside, any shape.
+          fields: other values for fields of this module while `normalise` runs.
+        """
+        weights = jnp.asarray(weights)
+        if not jnp.issubdtype(weights.dtype, jnp.inexact):
+            return normalise(weights)
+        wide = reduction_dtype(weights)
+        widened = functional.widen(weights, wide)
+        with fields_set(self, {"dtype": wide, "_reads_in": wide, **fields}):
+            normalised = normalise(widened)
+        if normalised is widened:
+            return weights  # none of those that are normalised
+        if self.is_mutable_collection("params"):
+            return cast_array(normalised, weights.dtype)
+        if self._obeys is not None:
+            return normalised
+        return cast_array(normalised, self._inferred_dtype(weights) if self.dtype is None else self.dtype)
+
+    @flax_nn.nowrap
+    def _inferred_dtype(self, weights: jax.Array) -> Any:
+        """What Flax hands on with no dtype given: what weights and its own parameters have in common."""
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.result_type(weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights)
+
+    @flax_nn.nowrap
+    def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
+        """Flax's `param`; while weights are being normalised the value is read in reduction_dtype."""
+        value = super().param(name, init_fn, *init_args, **kwargs)
+        return value if self._reads_in is None else functional.widen(value, self._reads_in)
+
+
+class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
+    """`flax.linen.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
+
+    param_dtype: Any = None
+
+    def _l2_normalize(self, path: Any, vs: Any) -> Any:
+        return self._normalised(lambda weights: flax_nn.WeightNorm._l2_normalize(self, path, weights), vs)
+
+
+class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
+    """`flax.linen.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights in param_dtype.
+
+    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    """
+
+    param_dtype: Any = None
+
+    def _spectral_normalize(self, path: Any, vs: Any, update_stats: bool) -> Any:
+        def normalise(weights: jax.Array) -> jax.Array:
+            return flax_nn.SpectralNorm._spectral_normalize(self, path, weights, update_stats)
+
+        statistics = reduction_dtype(jnp.asarray(vs), jnp.zeros((), self.param_dtype))
+        return self._normalised(normalise, vs, param_dtype=statistics)
