@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from mpmodules._references import is_reference
 from mpmodules.functional import is_wider
+from policy import boundary
 from policy.casting import cast_array, cast_floating, is_floating
+from policy.policy import Policy
+
+
+def cast_inputs(
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_step: bool,
+    is_loop: bool,
+    keep: Collection[str],
+    signature: Callable[[], inspect.Signature],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A boundary's inputs, with the carry of a cell's step (its first argument), or of a loop over one, as it comes.
+
+    Args:
+      is_step: whether the call is a cell's, from carry and input to carry and output.
+      is_loop: whether the call runs a cell over a sequence, and may take an `initial_carry`.
+      keep, signature: as in `policy.boundary.cast_inputs`.
+    """
+    carry = args[:1] if is_step else ()
+
+    def without_carry() -> inspect.Signature:
+        full = signature()
+        return full.replace(parameters=list(full.parameters.values())[len(carry) :])
+
+    named = ("carry",) if is_step else ("initial_carry",) if is_loop else ()
+    args, kwargs = boundary.cast_inputs(
+        policy,
+        args[len(carry) :],
+        kwargs,
+        is_leaf=is_reference,
+        keep=(*keep, *named),
+        signature=without_carry,
+    )
+    return (*carry, *args), kwargs
+
+
+def cast_outputs(policy: Policy, outputs: Any, *, has_carry: bool) -> Any:
+    """A boundary's outputs, with the carry as it is where there is one: the first of a pair."""
+    if has_carry and is_pair(outputs):
+        return outputs[0], boundary.cast_outputs(policy, outputs[1], is_leaf=is_reference)
+    return boundary.cast_outputs(policy, outputs, is_leaf=is_reference)
+
+
+def returns_carry(loop: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an RNN returns its carry beside its output."""
+    asked = kwargs.get("return_carry")
+    return bool(loop.return_carry if asked is None else asked)
 
 
 def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ class RNNCellBase(Module, flax_nn.RNNCellBase):
     """
 
 
-class Cell(Layer, RNNCellBase):
+class Cell(Layer):
     """What Flax's cells share: gates, carry and output in compute_dtype, parameters in param_dtype.
 
     A carry given in a wider dtype is computed with in compute_dtype and handed on in its own, so that its type is kept

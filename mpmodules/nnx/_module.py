@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx as flax_nnx
 
+from mpmodules import _carries as carries
 from mpmodules._references import is_reference
 from policy import boundary
 from policy.policy import Policy, get_policy
@@ -284,12 +285,15 @@ def run_method(
         crosses = boundary.layer_crosses(scope, policy, module._policy_source is not None)
     else:
         crosses = boundary.module_crosses(scope, policy)
+    is_step = name == "__call__" and isinstance(module, flax_nnx.RNNCellBase)
+    is_loop = name == "__call__" and isinstance(module, flax_nnx.RNN | flax_nnx.Bidirectional)
     if crosses and not (cls._is_layer and cls._takes_inputs_as_they_come):
-        args, kwargs = boundary.cast_inputs(
+        args, kwargs = carries.cast_inputs(
             policy,
             args,
             kwargs,
-            is_leaf=is_reference,
+            is_step=is_step,
+            is_loop=is_loop,
             keep=cls.keep_inputs,
             signature=lambda: _without_self(signature_of),
         )
@@ -302,7 +306,12 @@ def run_method(
                 outputs = method(module, *args, **kwargs)
     finally:
         _calls.depth -= 1
-    return boundary.cast_outputs(policy, outputs, is_leaf=is_reference) if crosses else outputs
+    if is_step and policy is not None:
+        outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
+    if not crosses:
+        return outputs
+    has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
+    return carries.cast_outputs(policy, outputs, has_carry=has_carry)
 
 
 def _without_self(method: Any) -> inspect.Signature:

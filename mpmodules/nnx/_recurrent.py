@@ -1,0 +1,146 @@
+"""Recurrent cells and the loops over them: cells compute, and keep their carry, in compute_dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+
+from mpmodules._carries import step_in
+from mpmodules.functional import HalfSafe, is_half
+from mpmodules.nnx._layer import Layer, constructor_dtypes
+from mpmodules.nnx._module import Module
+from mpmodules.nnx._port import adopt_children
+from policy.casting import cast_floating
+from policy.policy import Policy
+
+
+class RNNCellBase(Module, flax_nnx.RNNCellBase):
+    """`flax.nnx.RNNCellBase` that obeys policies: what a recurrent cell of your own derives from.
+
+    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
+    cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
+    through a scan. `initialize_carry` is no boundary: what it returns is the cell's business.
+    """
+
+
+class Cell(Layer):
+    """What Flax's cells share: gates, carry and output in compute_dtype, parameters in param_dtype.
+
+    A carry given in a wider dtype is computed with in compute_dtype and handed on in its own, so that its type is kept
+    through a loop. With no policy, an explicit `dtype` is what carry and output are in.
+    """
+
+    param_dtype: Any
+    carry_init: Any
+
+    def _construct(
+        self,
+        policy: Policy | None,
+        source: str | None,
+        upstream_init: Callable[..., None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
+        if is_half(kwargs.get("param_dtype", jnp.float32)):
+            kwargs |= _half_safe_inits(upstream_init, kwargs)
+        upstream_init(self, *args, **kwargs)
+        self._capture(policy, source)
+        adopt_children(self, policy)
+
+    def _call_layer(
+        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if name != "__call__":
+            return method(self, *args, **kwargs)
+        with self._mixing_allowed():
+            return step_in(self.dtype, functools.partial(method, self), args, kwargs)
+
+    def _mixing_allowed(self) -> contextlib.AbstractContextManager[Any]:
+        """Layers inside that have another output_dtype than the cell's make Flax's arithmetic mix dtypes."""
+        inside = (getattr(part, "dtype_policy", None) for part in vars(self).values() if isinstance(part, Module))
+        alike = all(policy == self.dtype_policy for policy in inside)
+        return contextlib.nullcontext() if alike else jax.numpy_dtype_promotion("standard")
+
+    def initialize_carry(
+        self,
+        input_shape: tuple[int, ...],
+        rngs: flax_nnx.Rngs | flax_nnx.RngStream | None = None,
+        carry_init: flax_nnx.Initializer | None = None,
+    ) -> Any:
+        """Flax's `initialize_carry`, with the carry in what the cell computes in.
+
+        That is compute_dtype under a policy, else `dtype` where the cell has one, else param_dtype.
+
+        Args:
+          input_shape: the shape of the input of one step.
+          rngs: what `carry_init` draws with.
+          carry_init: the initialiser; None is the cell's own, or zeros.
+
+        Returns:
+          The carry: an array, or a tuple of arrays.
+        """
+        init: Any = self.carry_init if carry_init is None else carry_init
+        if init is not None and is_half(self.param_dtype):
+            init = HalfSafe(init)
+        return self._cast_carry(super().initialize_carry(input_shape, rngs, init))
+
+    def _cast_carry(self, carry: Any) -> Any:
+        """A carry in what the cell computes in; one given to a cell that infers its dtype is returned as it is."""
+        if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
+            return carry
+        return cast_floating(carry, self.dtype)
+
+
+def _half_safe_inits(upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The initialisers of a cell's parameters, given or by default, made to work in half precision."""
+    parameters = inspect.signature(upstream_init).parameters.values()
+    given = {p.name: kwargs.get(p.name, p.default) for p in parameters if p.name.endswith("_init")}
+    return {name: HalfSafe(init) for name, init in given.items() if name != "carry_init"}
+
+
+class SimpleCell(Cell, flax_nnx.SimpleCell):
+    """`flax.nnx.SimpleCell` that obeys policies; dtypes as in `LSTMCell`. With no policy its `dtype` is float32."""
+
+
+class LSTMCell(Cell, flax_nnx.LSTMCell):
+    """`flax.nnx.LSTMCell` that obeys policies.
+
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: the gradient of a kernel
+    is summed over the steps in param_dtype. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
+    of its own returns its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    half precision run in float32.
+    """
+
+
+class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
+    """`flax.nnx.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`."""
+
+
+class GRUCell(Cell, flax_nnx.GRUCell):
+    """`flax.nnx.GRUCell` that obeys policies; dtypes as in `LSTMCell`."""
+
+
+class RNN(Module, flax_nnx.RNN):
+    """`flax.nnx.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
+
+    The carry is in what the cell computes in, from `initial_carry` (cast, where the cell is one of Flax's) to the carry
+    returned, so that one call can go on where another ended.
+    """
+
+    @functools.wraps(flax_nnx.RNN.__call__)
+    def __call__(self, inputs: jax.Array, *, initial_carry: Any = None, **options: Any) -> Any:
+        if initial_carry is not None and isinstance(self.cell, Cell):
+            initial_carry = self.cell._cast_carry(initial_carry)
+        return super().__call__(inputs, initial_carry=initial_carry, **options)
+
+
+class Bidirectional(Module, flax_nnx.Bidirectional):
+    """`flax.nnx.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
