@@ -17,7 +17,6 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
 from mpmodules import _carries as carries
-from mpmodules._references import is_reference
 from policy import boundary
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -48,13 +49,12 @@ class Cell(Layer):
         fields = self._policy_fields(effective.policy, None, method.__name__)
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return method(self, *args, **kwargs)
-
+        step = functools.partial(method, self)
         declared = declared_dtypes(self)
         with fields_set(self, fields), layers_inside(effective.policy, declared), _mixing_allowed():
-            return call(*args, **kwargs) if method.__name__ != "__call__" else step_in(fields["dtype"], call, args, kwargs)
+            if method.__name__ != "__call__":
+                return step(*args, **kwargs)
+            return step_in(fields["dtype"], step, args, kwargs)
 
     @flax_nn.nowrap
     def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
@@ -71,7 +71,8 @@ class Cell(Layer):
         """
         fields = plain_fields(self, effective_policy(self, current_scope()))
         with fields_set(self, fields | _half_safe_inits(self, fields["param_dtype"])):
-            return self._cast_carry(super().initialize_carry(rng, input_shape))
+            upstream: Any = super()
+            return self._cast_carry(upstream.initialize_carry(rng, input_shape))
 
     @flax_nn.nowrap
     def _cast_carry(self, carry: Any) -> Any:

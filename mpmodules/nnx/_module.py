@@ -285,8 +285,7 @@ def run_method(
         crosses = boundary.layer_crosses(scope, policy, module._policy_source is not None)
     else:
         crosses = boundary.module_crosses(scope, policy)
-    is_step = name == "__call__" and isinstance(module, flax_nnx.RNNCellBase)
-    is_loop = name == "__call__" and isinstance(module, flax_nnx.RNN | flax_nnx.Bidirectional)
+    is_step, is_loop = _is_step(module, name), _is_loop(module, name)
     if crosses and not (cls._is_layer and cls._takes_inputs_as_they_come):
         args, kwargs = carries.cast_inputs(
             policy,
@@ -308,10 +307,20 @@ def run_method(
         _calls.depth -= 1
     if is_step and policy is not None:
         outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
-    if not crosses:
+    if not crosses or policy is None:
         return outputs
     has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
     return carries.cast_outputs(policy, outputs, has_carry=has_carry)
+
+
+def _is_step(module: Any, name: str) -> bool:
+    """Whether a call is a step of a recurrent cell, from carry and input to carry and output."""
+    return name == "__call__" and isinstance(module, flax_nnx.RNNCellBase)
+
+
+def _is_loop(module: Any, name: str) -> bool:
+    """Whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
+    return name == "__call__" and isinstance(module, flax_nnx.RNN | flax_nnx.Bidirectional)
 
 
 def _without_self(method: Any) -> inspect.Signature:

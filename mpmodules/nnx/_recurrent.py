@@ -90,7 +90,8 @@ class Cell(Layer):
         init: Any = self.carry_init if carry_init is None else carry_init
         if init is not None and is_half(self.param_dtype):
             init = HalfSafe(init)
-        return self._cast_carry(super().initialize_carry(input_shape, rngs, init))
+        upstream: Any = super()
+        return self._cast_carry(upstream.initialize_carry(input_shape, rngs, init))
 
     def _cast_carry(self, carry: Any) -> Any:
         """A carry in what the cell computes in; one given to a cell that infers its dtype is returned as it is."""
@@ -135,8 +136,17 @@ class RNN(Module, flax_nnx.RNN):
     returned, so that one call can go on where another ended.
     """
 
-    @functools.wraps(flax_nnx.RNN.__call__)
     def __call__(self, inputs: jax.Array, *, initial_carry: Any = None, **options: Any) -> Any:
+        """Flax's `__call__`, with all of its options.
+
+        Args:
+          inputs: (batch..., time, features...), or (time, batch..., features...) where `time_major`.
+          initial_carry: what the cell's `initialize_carry` returns for one step, in any floating dtype.
+          options: Flax's own, from `seq_lengths` to `rngs`.
+
+        Returns:
+          The outputs of all steps, or a pair of the last carry and the outputs where `return_carry`.
+        """
         if initial_carry is not None and isinstance(self.cell, Cell):
             initial_carry = self.cell._cast_carry(initial_carry)
         return super().__call__(inputs, initial_carry=initial_carry, **options)
