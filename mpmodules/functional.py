@@ -73,7 +73,7 @@ def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -
 
     `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`. With that alone, JAX
     would run both backward operations as float32 times half, or refuse (convolutions); here the tangent runs in the
-    operands' dtype and is widened, so that the transpose rounds the cotangent first. Both modes of differentiation work.
+    operands' dtype and is widened, so that the transpose rounds the cotangent first. Both modes of derivative work.
     """
     dtype = jnp.dtype(accumulator_dtype)
 

@@ -1,4 +1,4 @@
-"""`flax.linen` with dtype policies: everything that `flax.linen` exports, and layers that obey policies in place of its own."""
+"""`flax.linen` with dtype policies: all that it exports, with layers that obey policies in place of its own."""
 
 from __future__ import annotations
 

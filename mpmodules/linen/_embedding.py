@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -33,8 +34,10 @@ class Embed(Layer, flax_nn.Embed):
     def attend(self, query: jax.Array) -> jax.Array:
         """The inner products of a query (..., features) with each embedding: (..., num_embeddings)."""
         if self._accumulates_in is None:
-            return flax_nn.Embed.attend.__wrapped__(self, query)  # the undecorated method: entered once
-        query, table = self.promote_dtype(query, self.embedding, dtype=self.dtype)
+            undecorated: Any = inspect.unwrap(flax_nn.Embed.attend)  # the method machinery is entered once
+            return undecorated(self, query)
+        promoted: Any = self.promote_dtype(query, self.embedding, dtype=self.dtype)
+        query, table = promoted
         return functional.accumulating(jnp.dot, self._accumulates_in)(query, table.T)
 
     def _call_layer(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpmodules import functional
 from mpmodules.linen._layer import Layer, declared_field
@@ -37,7 +38,7 @@ class Normalization(Layer):
         fields = dtype_fields(self, policy) | {"dtype": policy.reduction_dtype, "_reads_in": policy.reduction_dtype}
         return fields | {"use_fast_variance": False if fast is None else fast}
 
-    def _shift_axes(self, kwargs: dict[str, Any]) -> Any:
+    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
         """The axes along which the input may be shifted before a one-pass variance, or None for two passes."""
         return None
 
@@ -52,7 +53,7 @@ class Normalization(Layer):
         output_dtype = policy.output_dtype if crosses else policy.compute_dtype
         fields = self._policy_fields(policy, output_dtype, method.__name__)
         x = jnp.asarray(x, policy.reduction_dtype)
-        axes = self._shift_axes(kwargs) if declared_field(self, "use_fast_variance") is None else None
+        axes = self._shift_axes(x, kwargs) if declared_field(self, "use_fast_variance") is None else None
         if axes is not None:
             x = functional.shifted(x, axes)
             fields["use_fast_variance"] = True
@@ -75,9 +76,9 @@ class LayerNorm(Normalization, flax_nn.LayerNorm):
     """
 
     param_dtype: Any = None
-    use_fast_variance: bool | None = None
+    use_fast_variance: Any = None  # a bool, or None
 
-    def _shift_axes(self, kwargs: dict[str, Any]) -> Any:
+    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
         return self.reduction_axes if self.axis_name is None and kwargs.get("mask") is None else None
 
 
@@ -85,21 +86,30 @@ class RMSNorm(Normalization, flax_nn.RMSNorm):
     """`flax.linen.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
     param_dtype: Any = None
-    use_fast_variance: bool | None = None
+    use_fast_variance: Any = None  # a bool, or None
 
 
 class GroupNorm(Normalization, flax_nn.GroupNorm):
-    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding at the end."""
+    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding."""
 
     param_dtype: Any = None
-    use_fast_variance: bool | None = None
+    use_fast_variance: Any = None  # a bool, or None
 
 
 class InstanceNorm(Normalization, flax_nn.InstanceNorm):
-    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype (two passes), rounded once."""
+    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+
+    The variance is taken as in `LayerNorm`.
+    """
 
     param_dtype: Any = None
-    use_fast_variance: bool | None = None
+    use_fast_variance: Any = None  # a bool, or None
+
+    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
+        if self.axis_name is not None or kwargs.get("mask") is not None:
+            return None
+        features = {axis % x.ndim for axis in np.atleast_1d(np.asarray(self.feature_axes))}
+        return [axis for axis in range(1, x.ndim) if axis not in features]
 
 
 class BatchNorm(Normalization, flax_nn.BatchNorm):
@@ -109,18 +119,14 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     """
 
     param_dtype: Any = None
-    use_fast_variance: bool | None = None
+    use_fast_variance: Any = None  # a bool, or None
 
     @flax_nn.nowrap
     def variable(
         self, col: str, name: str, init_fn: Callable[..., Any] | None = None, *init_args: Any, **kwargs: Any
     ) -> Any:
         """Flax's `variable`; running statistics are created in reduction_dtype where that is wider than float32."""
-        reads_in = self._reads_in
-        if reads_in is not None and init_fn is not None:
-            make = init_fn
-
-            def init_fn(*args: Any, **kwargs: Any) -> Any:
-                return functional.widen(make(*args, **kwargs), reads_in)
-
+        make, reads_in = init_fn, self._reads_in
+        if make is not None and reads_in is not None:
+            init_fn = lambda *args, **kwargs: functional.widen(make(*args, **kwargs), reads_in)  # noqa: E731
         return super().variable(col, name, init_fn, *init_args, **kwargs)

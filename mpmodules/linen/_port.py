@@ -1,4 +1,4 @@
-"""Policies for linen models that know nothing of us: an interceptor that adopts Flax's own layers as they are called."""
+"""Policies for linen models that know nothing of us: an interceptor adopts Flax's layers as they are called."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def adopting_class(cls: type) -> type | None:
 
 
 def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
-    """Turns an instance of Flax's layer into ours, its dtype fields unset but for those in `keep`: the policy decides."""
+    """Turns an instance of Flax's layer into ours; the policy decides each dtype that is not in `keep`."""
     namespace = module.__dict__
     for name in {"dtype", "param_dtype"}.intersection(namespace) - set(keep):
         namespace[name] = None

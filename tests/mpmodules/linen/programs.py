@@ -49,6 +49,11 @@ def _dtype(variable: Any) -> str:
     return "" if dtype is None else dtype.name
 
 
+def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model.apply`, without the union that Flax's annotations make of what it returns."""
+    return model.apply(*args, **kwargs)
+
+
 def boundary_casts(ops: list[Operation]) -> list[Operation]:
     """The casts that boundaries put in, inputs and outputs alike."""
     return [op for op in ops if op.name == "convert_element_type" and "policy_boundary" in op.scope]

@@ -13,7 +13,7 @@ from flax import nnx
 
 from mpmodules import linen as nn
 from policy import Policy, current_policy, use_policy
-from tests.mpmodules.linen.programs import boundary_casts, named, operations
+from tests.mpmodules.linen.programs import apply, boundary_casts, named, operations
 
 MIXED = Policy("f32", "bf16", "f32")
 X = jnp.ones((2, 4))
@@ -37,7 +37,7 @@ def shapes(model: Any, *args: Any, **kwargs: Any) -> Any:
     return jax.eval_shape(lambda: model.init_with_output(KEY, *args, **kwargs)[0])
 
 
-# --- one boundary for the whole model ----------------------------------------------------------------------------------
+# --- one boundary for the whole model -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -104,7 +104,8 @@ def test_a_float32_submodule_runs_in_float32_and_hands_on_its_output_dtype():
 
 def test_a_nested_module_with_an_equal_policy_is_no_boundary():
     seen: list[Any] = []
-    model = Net(note=seen.append, inner_policy="params=float32,compute=bfloat16,output=float32", dtype_policy="mixed_bfloat16")
+    same = "params=float32,compute=bfloat16,output=float32"
+    model = Net(note=seen.append, inner_policy=same, dtype_policy="mixed_bfloat16")
     variables = model.init(KEY, X)
     assert len(boundary_casts(operations(model.apply, variables, X))) == 2
     assert {dtype for _, dtype in seen} == {"bfloat16"}
@@ -135,7 +136,7 @@ def test_a_module_stays_under_its_policy_whatever_its_body_raises():
     assert shapes(noting([], dtype_policy=MIXED), X).dtype == jnp.float32
 
 
-# --- styles ------------------------------------------------------------------------------------------------------------
+# --- styles ---------------------------------------------------------------------------------------------------------
 
 
 def setup_style():
@@ -231,7 +232,10 @@ def jitted():
     return Model
 
 
-STYLES = {f.__name__: f for f in (setup_style, shared, nested, passed_as_field, scanned, rematerialised, vmapped, jitted)}
+STYLES = {
+    make.__name__: make
+    for make in (setup_style, shared, nested, passed_as_field, scanned, rematerialised, vmapped, jitted)
+}
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -255,7 +259,7 @@ def test_every_style_keeps_upstreams_tree_and_values(style):
         np.testing.assert_array_equal(a, b)
 
 
-# --- the boundary of a lifted class stands outside of the transform ----------------------------------------------------
+# --- the boundary of a lifted class stands outside of the transform -------------------------------------------------
 
 
 def test_a_scanned_class_with_a_policy_carries_compute_dtype_and_casts_outside():
@@ -308,7 +312,7 @@ def test_a_lifted_layer_with_a_policy_of_its_own_is_a_boundary_outside(lift):
     assert dot.inputs == ("bfloat16", "bfloat16")
 
 
-# --- methods -----------------------------------------------------------------------------------------------------------
+# --- methods --------------------------------------------------------------------------------------------------------
 
 
 class AutoEncoder(nn.Module):
@@ -451,7 +455,7 @@ def test_a_getter_property_is_left_alone():
     assert shapes(Model(dtype_policy=MIXED), X).shape == (2, 3)
 
 
-# --- inputs that are left alone ----------------------------------------------------------------------------------------
+# --- inputs that are left alone -------------------------------------------------------------------------------------
 
 
 class Diffusion(nn.Module):
@@ -529,7 +533,7 @@ def test_nan_and_infinity_pass_through_a_boundary():
     np.testing.assert_array_equal(out, [np.nan, np.inf, -np.inf, 0])
 
 
-# --- references survive ------------------------------------------------------------------------------------------------
+# --- references survive ---------------------------------------------------------------------------------------------
 
 
 def test_references_passed_as_arguments_keep_their_identity():
@@ -546,7 +550,7 @@ def test_references_passed_as_arguments_keep_their_identity():
             seen.append(references)
             return x, references
 
-    _, returned = Model(dtype_policy=MIXED).apply({}, X, *given)
+    _, returned = apply(Model(dtype_policy=MIXED), {}, X, *given)
     for references in (seen[0], returned):
         assert references[0] is rngs and references[1] is variable and references[2] is dropout
         assert references[3]["inside"] is module
@@ -560,7 +564,7 @@ def test_an_nnx_dropout_passed_through_a_boundary_draws_a_new_mask_each_call():
 
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     model, x = Model(dtype_policy=MIXED), jnp.ones((64,))
-    assert not np.array_equal(model.apply({}, x, dropout), model.apply({}, x, dropout))
+    assert not np.array_equal(apply(model, {}, x, dropout), apply(model, {}, x, dropout))
 
 
 def test_a_bound_submodule_passed_as_an_argument_keeps_its_variables():
@@ -588,7 +592,7 @@ def test_batch_statistics_are_updated_inside_a_boundary():
     np.testing.assert_array_equal(updated["batch_stats"]["layers_0"]["mean"], 1.5)
 
 
-# --- a bare layer ------------------------------------------------------------------------------------------------------
+# --- a bare layer ---------------------------------------------------------------------------------------------------
 
 
 def test_a_bare_layer_under_a_scope_returns_compute_dtype_and_casts_nothing_back():
@@ -685,7 +689,7 @@ def test_a_norm_that_is_a_boundary_takes_its_statistics_before_any_rounding(name
     np.testing.assert_allclose(out, exact, atol=3e-4)  # a rounding of the input to bfloat16 would be off by 4
 
 
-# --- what the scope does not reach -------------------------------------------------------------------------------------
+# --- what the scope does not reach ----------------------------------------------------------------------------------
 
 
 def test_a_function_inside_sees_compute_dtype_and_is_not_wrapped():

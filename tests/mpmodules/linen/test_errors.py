@@ -23,7 +23,13 @@ class Net(nn.Module):
         return nn.Dense(4)(x)
 
 
-@pytest.mark.parametrize("make", [lambda p: nn.Dense(3, dtype_policy=p), lambda p: Net(dtype_policy=p)], ids=["Dense", "Net"])
+TAKES_A_POLICY = {
+    "Dense": lambda policy: nn.Dense(3, dtype_policy=policy),
+    "Net": lambda policy: Net(dtype_policy=policy),
+}
+
+
+@pytest.mark.parametrize("make", TAKES_A_POLICY.values(), ids=TAKES_A_POLICY)
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -88,13 +94,13 @@ def test_apply_policy_says_what_it_takes():
     with pytest.raises(TypeError, match=r"apply_policy takes a linen module here, but got 3 of type int\."):
         nn.apply_policy(3, "bf16")  # type: ignore[type-var]
     bound = flax_nn.Dense(3).bind({"params": {}})
-    with pytest.raises(ValueError, match="apply_policy takes an unbound model; apply the policy before bind, init or apply"):
+    with pytest.raises(ValueError, match="takes an unbound model; apply the policy before bind, init or apply"):
         nn.apply_policy(bound, "bf16")
     with pytest.raises(ValueError, match="Unknown dtype 'bf17'"):
         nn.apply_policy(flax_nn.Dense(3), "bf17")
 
 
-# --- a function-form scan whose body is a boundary with another output dtype -------------------------------------------
+# --- a function-form scan whose body is a boundary with another output dtype ----------------------------------------
 
 
 class Stack(nn.Module):
@@ -128,9 +134,9 @@ def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
 def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
     model = Stack(policy="p=f32,c=f16,o=f16")
     text = (
-        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16). Where one is the body of "
-        "a scan, give it the policy that its caller obeys, lift its class (nn.scan(Block)) instead of a function, or cast "
-        "the carry to its output_dtype before the scan."
+        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16). Where one is the body "
+        "of a scan, give it the policy that its caller obeys, lift its class (nn.scan(Block)) instead of a function, "
+        "or cast the carry to its output_dtype before the scan."
     )
     with pytest.raises(TypeError, match="carry") as e:
         jax.eval_shape(lambda: model.init(KEY, X))

@@ -148,7 +148,8 @@ def test_without_a_policy_explicit_dtypes_lower_to_upstreams_program(name, half)
     case = CASES[name]
     x = input_of(case, half)
     variables = jax.eval_shape(lambda: init(case, case.make(flax_nn)))
-    ours, theirs = (gradient_program(case, case.make(nn, dtype=jnp.dtype(half)), variables, x) for nn in (our_nn, flax_nn))
+    layers = [case.make(nn, dtype=jnp.dtype(half)) for nn in (our_nn, flax_nn)]
+    ours, theirs = (gradient_program(case, layer, variables, x) for layer in layers)
     assert ours == theirs
 
 

@@ -45,10 +45,10 @@ def init(model: Any) -> Any:
     return jax.eval_shape(lambda: model.init(KEY, X))
 
 
-def compute_dtypes(model: Any = Net(), x: Any = X, **apply: Any) -> dict[str, set[str]]:
-    """For each layer's path: the dtypes of its matmuls' operands."""
-    variables = jax.eval_shape(lambda: model.init(KEY, x))
-    return matmuls(operations(lambda v, x: model.apply(v, x, **apply), variables, x))
+def compute_dtypes(model: Any = None) -> dict[str, set[str]]:
+    """For each layer's path in `model` (a `Net`): the dtypes of its matmuls' operands."""
+    model = Net() if model is None else model
+    return matmuls(operations(model.apply, init(model), X))
 
 
 def matmuls(ops: Any) -> dict[str, set[str]]:
@@ -203,7 +203,7 @@ def test_a_rule_says_what_is_in_force_inside_the_module():
     assert seen[0] is None and seen[1].compute_dtype == jnp.bfloat16
 
 
-# --- rules that match nothing ------------------------------------------------------------------------------------------
+# --- rules that match nothing ---------------------------------------------------------------------------------------
 
 UNMATCHED = re.escape("Rule 'encoder/.*nrom' matched no module. Modules seen: encoder, encoder/layer_0, ")
 
