@@ -29,10 +29,10 @@ from mpmodules.nnx._linear import LinearGeneral as LinearGeneral
 from mpmodules.nnx._module import Module as Module
 from mpmodules.nnx._normalization import BatchNorm as BatchNorm
 from mpmodules.nnx._normalization import GroupNorm as GroupNorm
+from mpmodules.nnx._normalization import InstanceNorm as InstanceNorm
 from mpmodules.nnx._normalization import LayerNorm as LayerNorm
 from mpmodules.nnx._normalization import RMSNorm as RMSNorm
 from mpmodules.nnx._port import apply_policy as apply_policy
-from mpmodules.nnx._stochastic import Dropout as Dropout
 from mpmodules.nnx._recurrent import RNN as RNN
 from mpmodules.nnx._recurrent import Bidirectional as Bidirectional
 from mpmodules.nnx._recurrent import GRUCell as GRUCell
@@ -40,6 +40,9 @@ from mpmodules.nnx._recurrent import LSTMCell as LSTMCell
 from mpmodules.nnx._recurrent import OptimizedLSTMCell as OptimizedLSTMCell
 from mpmodules.nnx._recurrent import RNNCellBase as RNNCellBase
 from mpmodules.nnx._recurrent import SimpleCell as SimpleCell
+from mpmodules.nnx._stochastic import Dropout as Dropout
+from mpmodules.nnx._weight_norms import SpectralNorm as SpectralNorm
+from mpmodules.nnx._weight_norms import WeightNorm as WeightNorm
 from mpmodules.pooling import avg_pool as avg_pool
 from mpmodules.pooling import max_pool as max_pool
 from mpmodules.pooling import min_pool as min_pool

@@ -56,7 +56,7 @@ class Normalization(Layer):
         if "use_fast_variance" in kwargs:
             self._chooses_variance = False
 
-    def _shift_axes(self, kwargs: dict[str, Any]) -> Any:
+    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
         """The axes along which the input may be shifted before a one-pass variance, or None for two passes."""
         return None
 
@@ -79,7 +79,7 @@ class Normalization(Layer):
         x = jnp.asarray(x, policy.reduction_dtype)
         view = _in(self, policy.reduction_dtype)
         if self._chooses_variance:
-            axes = self._shift_axes(kwargs)
+            axes = self._shift_axes(x, kwargs)
             x = x if axes is None else functional.shifted(x, axes)
             view.__dict__["use_fast_variance"] = axes is not None
         args, kwargs = ((x, *args[1:]), kwargs) if args else (args, kwargs | {"x": x})
@@ -104,7 +104,7 @@ class LayerNorm(Normalization, flax_nnx.LayerNorm):
     and does not cancel; with a mask or an axis name, two passes.
     """
 
-    def _shift_axes(self, kwargs: dict[str, Any]) -> Any:
+    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
         return self.reduction_axes if self.axis_name is None and kwargs.get("mask") is None else None
 
 
@@ -114,6 +114,19 @@ class RMSNorm(Normalization, flax_nnx.RMSNorm):
 
 class GroupNorm(Normalization, flax_nnx.GroupNorm):
     """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding at the end."""
+
+
+class InstanceNorm(Normalization, flax_nnx.InstanceNorm):
+    """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+
+    The variance is taken as in `LayerNorm`.
+    """
+
+    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
+        if self.axis_name is not None or kwargs.get("mask") is not None:
+            return None
+        features = {axis % x.ndim for axis in np.atleast_1d(np.asarray(self.feature_axes))}
+        return [axis for axis in range(1, x.ndim) if axis not in features]
 
 
 class BatchNorm(Normalization, flax_nnx.BatchNorm):

@@ -1,0 +1,99 @@
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; what is stored keeps the dtype it is stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+
+from mpmodules import functional
+from mpmodules.nnx._layer import constructor_dtypes, viewed
+from mpmodules.nnx._module import Module
+from policy.casting import cast_array
+from policy.policy import Policy
+from policy.reductions import reduction_dtype
+
+
+class ReparameterizedWeights(Module):
+    """What the two wrappers share: they count as modules, and normalise the weights of the layer inside in place.
+
+    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken,
+    and rounded to the dtype that they are stored in: the layer inside casts them as it would any weight. A `dtype`
+    without a policy is what Flax rounds them to; here it rounds nothing.
+    """
+
+    def _construct(
+        self,
+        policy: Policy | None,
+        source: str | None,
+        upstream_init: Callable[..., None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
+        upstream_init(self, *args, **kwargs)
+        self._capture(policy, source)
+
+    def _reduces(self, *arrays: Any) -> Any:
+        """What the norm of `arrays` is taken in."""
+        wide = reduction_dtype(*arrays)
+        policy = self.dtype_policy
+        return wide if policy is None or functional.is_wider(wide, policy.reduction_dtype) else policy.reduction_dtype
+
+
+class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
+    """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
+
+    def _capture(self, policy: Policy | None, source: str | None) -> None:
+        super()._capture(policy, source)
+        if policy is not None and self.scales:
+            for path, scale in self.scales.items():
+                if isinstance(scale, flax_nnx.Variable):
+                    scale.set_value(cast_array(scale[...], policy.param_dtype))
+                else:
+                    self.scales[path] = cast_array(scale, policy.param_dtype)
+
+    def _weightnorm_inplace(self, path: Any, param: Any) -> None:
+        if not self.variable_filter(path, param) or not jnp.issubdtype(param.dtype, jnp.inexact):
+            return super()._weightnorm_inplace(path, param)
+        stored = param.get_value()
+        wide = self._reduces(stored)
+        weights = param.replace(functional.widen(stored, wide))
+        scales = self.scales
+        if scales is not None and path in scales:
+            scales = {path: functional.widen(scales[path][...], wide)}
+        view = viewed(self, dtype=wide, scales=scales)
+        flax_nnx.WeightNorm._weightnorm_inplace(view, path, weights)
+        param.set_value(cast_array(weights.get_value(), stored.dtype))
+
+
+class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
+    """`flax.nnx.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights in param_dtype.
+
+    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    """
+
+    def _capture(self, policy: Policy | None, source: str | None) -> None:
+        super()._capture(policy, source)
+        for statistic in self.batch_stats.values():
+            self._widen_statistic(statistic)
+
+    def _widen_statistic(self, statistic: Any) -> None:
+        value = statistic.get_value()
+        wide = self._reduces(value)
+        if value.dtype != wide:
+            statistic.set_value(value.astype(wide))
+
+    def _spectral_normalize_inplace(self, path: Any, orig_param: Any, update_stats: bool) -> None:
+        if not jnp.issubdtype(orig_param.dtype, jnp.inexact):
+            return super()._spectral_normalize_inplace(path, orig_param, update_stats)
+        stored = orig_param.get_value()
+        wide = self._reduces(stored)
+        for name in ("u", "sigma"):  # of a model that was built without us
+            if (*path, name) in self.batch_stats:
+                self._widen_statistic(self.batch_stats[*path, name])
+        weights = orig_param.replace(functional.widen(stored, wide))
+        flax_nnx.SpectralNorm._spectral_normalize_inplace(viewed(self, dtype=wide), path, weights, update_stats)
+        orig_param.set_value(cast_array(weights.get_value(), stored.dtype))

@@ -1,0 +1,114 @@
+"""InstanceNorm, WeightNorm and SpectralNorm: statistics and norms in float32, parameters kept as they are stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import nnx
+from policy import Policy, get_policy, use_policy
+
+X = jax.random.normal(jax.random.key(1), (3, 5))
+WRAPPERS = ("WeightNorm", "SpectralNorm")
+
+
+def build(layers, wrapper, **kwargs):
+    rngs = flax_nnx.Rngs(0)
+    return getattr(layers, wrapper)(layers.Linear(5, 6, rngs=rngs, **kwargs), rngs=rngs, **kwargs)
+
+
+def state(model):
+    return flax_nnx.to_pure_dict(flax_nnx.state(model))
+
+
+def dtypes(model):
+    return {jax.tree_util.keystr(p): leaf.dtype.name for p, leaf in jax.tree_util.tree_leaves_with_path(state(model))}
+
+
+def equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_float32_without_a_policy_is_upstreams_bit_for_bit(wrapper):
+    ours, upstream = build(nnx, wrapper), build(flax_nnx, wrapper)
+    equal(state(ours), state(upstream))
+    for _ in range(2):
+        equal(ours(X), upstream(X))
+        equal(state(ours), state(upstream))
+
+
+def test_upstreams_weight_norm_overwrites_live_weights_with_half():
+    upstream = build(flax_nnx, "WeightNorm", dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        upstream(X)
+    if upstream.layer_instance.kernel[...].dtype != jnp.bfloat16:
+        pytest.skip("this Flax keeps what is stored")
+    ours = build(nnx, "WeightNorm", dtype=jnp.bfloat16)
+    assert ours(X).dtype == jnp.bfloat16
+    assert set(dtypes(ours).values()) == {"float32"}
+
+
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32", "p=bf16,c=f32"))
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parameters_and_gradients_keep_param_dtype(wrapper, policy):
+    policy = get_policy(policy)
+    with use_policy(policy):
+        model = build(nnx, wrapper)
+    before = dtypes(model)
+    assert {d for name, d in before.items() if "batch_stats" not in name} == {policy.param_dtype.name}
+    assert {d for name, d in before.items() if "batch_stats" in name} <= {"float32"}
+    y = model(X)
+    assert y.dtype == policy.output_dtype and dtypes(model) == before
+
+    @flax_nnx.jit
+    def gradients(model):
+        return flax_nnx.grad(lambda model: jnp.sum(model(X).astype(jnp.float32) ** 2))(model)
+
+    leaves = jax.tree.leaves(flax_nnx.to_pure_dict(gradients(model)))
+    assert {leaf.dtype for leaf in leaves} == {policy.param_dtype}
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in leaves)
+    assert dtypes(model) == before
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_half_is_close_to_float32(wrapper):
+    expected = build(nnx, wrapper)(X)
+    for policy, tolerance in (("mixed_bfloat16", 2**-7), ("mixed_float16", 2**-10)):
+        with use_policy(policy):
+            model = build(nnx, wrapper)
+        np.testing.assert_allclose(model(X), expected, atol=4 * tolerance, rtol=4 * tolerance)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(wrapper):
+    model = build(flax_nnx, wrapper, param_dtype=jnp.float32)
+    nnx.apply_policy(model, "mixed_bfloat16")
+    assert isinstance(model, getattr(flax_nnx, wrapper))
+    assert model(X).dtype == jnp.float32
+    assert set(dtypes(model).values()) == {"float32"}
+
+
+def test_statistics_of_a_model_built_in_half_are_widened_when_it_is_ported():
+    model = flax_nnx.SpectralNorm(
+        flax_nnx.Linear(5, 6, rngs=flax_nnx.Rngs(0)), param_dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0)
+    )
+    nnx.apply_policy(model, "mixed_bfloat16")
+    model(X)
+    assert set(dtypes(model).values()) == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+def test_instance_norm_keeps_an_offset_input_accurate(dtype):
+    x = (1000 + jax.random.normal(jax.random.key(0), (2, 8, 8, 3))).astype(jnp.float32)
+    true = np.asarray(x, np.float64)
+    true = (true - true.mean((1, 2), keepdims=True)) / np.sqrt(true.var((1, 2), keepdims=True) + 1e-6)
+    layer = nnx.InstanceNorm(3, rngs=flax_nnx.Rngs(0), dtype_policy=Policy("f32", dtype, dtype))
+    y = layer(x)
+    assert y.dtype == dtype and set(dtypes(layer).values()) == {"float32"}
+    spacing = np.exp2(np.floor(np.log2(np.maximum(np.abs(true), 2.0**-6)))) * float(jnp.finfo(dtype).eps)
+    assert np.max(np.abs(np.asarray(y, np.float64) - true) / spacing) <= 1
+    ours, upstream = (wing.InstanceNorm(3, rngs=flax_nnx.Rngs(0)) for wing in (nnx, flax_nnx))
+    equal(ours(x), upstream(x))
