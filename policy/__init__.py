@@ -1,5 +1,7 @@
 """Dtype policies for JAX: where numbers are stored, multiplied, summed and returned."""
 
+from policy import losses as losses
+from policy import reductions as reductions
 from policy.casting import cast_floating as cast_floating
 from policy.gradients import ScaledGradients as ScaledGradients
 from policy.gradients import grad as grad
@@ -10,6 +12,7 @@ from policy.loss_scale import NoOpLossScale as NoOpLossScale
 from policy.loss_scale import StaticLossScale as StaticLossScale
 from policy.loss_scale import all_finite as all_finite
 from policy.loss_scale import select_tree as select_tree
+from policy.optim import MixedPrecision as MixedPrecision
 from policy.optim import MixedPrecisionState as MixedPrecisionState
 from policy.optim import apply_gradients as apply_gradients
 from policy.optim import finite_of as finite_of
