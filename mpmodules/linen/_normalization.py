@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,6 +17,11 @@ from mpmodules.linen._module import dtype_fields, fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective
+
+
+def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Flax's statistics mix dtypes where the input is half, and ask how float64 promotes: strict promotion refuses."""
+    return jax.numpy_dtype_promotion("standard")
 
 
 class Normalization(Layer):
@@ -48,7 +54,7 @@ class Normalization(Layer):
         policy = effective.policy
         x = args[0] if args else kwargs.get("x")
         if policy is None or effective.dtype is not None or jnp.iscomplexobj(x):
-            with jax.numpy_dtype_promotion("standard"):  # Flax's own arithmetic mixes dtypes where the input is half
+            with _mixing_allowed():
                 return super()._call_layer(effective, crosses, method, args, kwargs)
         output_dtype = policy.output_dtype if crosses else policy.compute_dtype
         fields = self._policy_fields(policy, output_dtype, method.__name__)
@@ -58,7 +64,7 @@ class Normalization(Layer):
             x = functional.shifted(x, axes)
             fields["use_fast_variance"] = True
         args, kwargs = ((x, *args[1:]), kwargs) if args else (args, kwargs | {"x": x})
-        with fields_set(self, fields):
+        with fields_set(self, fields), _mixing_allowed():
             return cast_array(method(self, *args, **kwargs), output_dtype)
 
     @flax_nn.nowrap
