@@ -24,7 +24,7 @@ def _name(pattern: Pattern) -> str:
     return f"'{pattern}'" if isinstance(pattern, str) else pattern.__name__
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
