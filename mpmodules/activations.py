@@ -62,3 +62,13 @@ def standardize(
         return jax.nn.standardize(x, axis, mean, variance, epsilon, where, **chosen)
 
     return widely(run, x, mean, variance, dtype=out)
+
+
+def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
+    """x where it is not negative, slope * x elsewhere: multiplied in reduction_dtype, rounded once to x's dtype.
+
+    Args:
+      x: floating, any shape.
+      slope: (), any floating dtype. Its gradient is summed over x in reduction_dtype.
+    """
+    return widely(lambda x, slope: jnp.where(x >= 0, x, slope * x), x, slope, dtype=x.dtype)

@@ -16,6 +16,7 @@ from mpmodules.activations import softmax as softmax
 from mpmodules.activations import softplus as softplus
 from mpmodules.activations import standardize as standardize
 from mpmodules.activations import standardize as normalize  # Flax's deprecated name for it
+from mpmodules.linen._activations import PReLU as PReLU
 from mpmodules.linen._attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.linen._attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from mpmodules.linen._attention import SelfAttention as SelfAttention

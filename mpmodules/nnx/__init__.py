@@ -1,4 +1,4 @@
-"""`flax.nnx` with dtype policies: everything that `flax.nnx` exports, and layers that obey policies in place of its own."""
+"""`flax.nnx` with dtype policies: all that `flax.nnx` exports, and layers that obey policies in place of its own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mpmodules.activations import logsumexp as logsumexp
 from mpmodules.activations import softmax as softmax
 from mpmodules.activations import softplus as softplus
 from mpmodules.activations import standardize as standardize
+from mpmodules.nnx._activations import PReLU as PReLU
 from mpmodules.nnx._attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.nnx._attention import dot_product_attention as dot_product_attention
 from mpmodules.nnx._containers import Sequential as Sequential
@@ -26,6 +27,8 @@ from mpmodules.nnx._gradients import value_and_grad as value_and_grad
 from mpmodules.nnx._linear import Einsum as Einsum
 from mpmodules.nnx._linear import Linear as Linear
 from mpmodules.nnx._linear import LinearGeneral as LinearGeneral
+from mpmodules.nnx._lora import LoRA as LoRA
+from mpmodules.nnx._lora import LoRALinear as LoRALinear
 from mpmodules.nnx._module import Module as Module
 from mpmodules.nnx._normalization import BatchNorm as BatchNorm
 from mpmodules.nnx._normalization import GroupNorm as GroupNorm
@@ -47,6 +50,10 @@ from mpmodules.pooling import avg_pool as avg_pool
 from mpmodules.pooling import max_pool as max_pool
 from mpmodules.pooling import min_pool as min_pool
 from mpmodules.pooling import pool as pool
+
+if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
+    from mpmodules.nnx._rotary import RoPE as RoPE
+    from mpmodules.nnx._rotary import dot_product_attention_with_rope as dot_product_attention_with_rope
 
 
 def __getattr__(name: str) -> Any:

@@ -53,7 +53,7 @@ def test_float32_without_a_policy_is_upstreams_bit_for_bit(wrapper, kwargs):
 @pytest.mark.parametrize(("wrapper", "kwargs"), WRAPPERS)
 def test_upstreams_init_stores_the_kernel_in_half(wrapper, kwargs):
     with jax.numpy_dtype_promotion("standard"):
-        variables = Model(flax_nn, wrapper, jnp.bfloat16).init(KEY, X, **kwargs)
+        variables: Any = Model(flax_nn, wrapper, jnp.bfloat16).init(KEY, X, **kwargs)
     if variables["params"]["Dense_1"]["kernel"].dtype != jnp.bfloat16:
         pytest.skip("this Flax stores what param_dtype says")
     ours = Model(nn, wrapper, jnp.bfloat16).init(KEY, X, **kwargs)
@@ -66,7 +66,7 @@ def test_parameters_and_gradients_keep_param_dtype(wrapper, kwargs, policy):
     model = Model(nn, wrapper)
     policy = get_policy(policy)
     with use_policy(policy):
-        variables = model.init(KEY, X, **kwargs)
+        variables: Any = model.init(KEY, X, **kwargs)
         y, updates = model.apply(variables, X, mutable=["params", "batch_stats"], **kwargs)
 
         def loss(params):

@@ -1,0 +1,32 @@
+"""PReLU: the slope and its gradient in reduction_dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from mpmodules import activations, functional
+from mpmodules.nnx._layer import Layer
+from policy.casting import cast_array
+
+
+class PReLU(Layer, flax_nnx.PReLU):
+    """`flax.nnx.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is summed wide.
+
+    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are multiplied in
+    reduction_dtype and rounded once.
+    """
+
+    def _call_layer(
+        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        inputs = jnp.asarray(args[0] if args else kwargs["inputs"])
+        if self.dtype is not None and jnp.issubdtype(inputs.dtype, jnp.floating):
+            inputs = cast_array(inputs, self.dtype)
+        if self.promote_dtype is not promote_dtype or not functional.is_half(inputs.dtype):
+            return method(self, *args, **kwargs)
+        return activations.prelu(inputs, self.negative_slope[...])

@@ -1,0 +1,91 @@
+"""LoRA and LoRALinear: every matmul in compute_dtype, and the sum with the layer beneath in one dtype."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx as flax_nnx
+
+from mpmodules.nnx._layer import Layer, viewed
+from mpmodules.nnx._linear import Linear, Matmul
+from policy.casting import cast_array
+from policy.policy import Policy
+from policy.precedence import with_explicit_dtypes
+
+
+class LoRA(Layer, flax_nnx.LoRA):
+    """`flax.nnx.LoRA` that obeys policies.
+
+    Both matrices are kept in param_dtype and multiplied in compute_dtype; what a `base_module` returns is cast to
+    compute_dtype before it is added.
+    """
+
+    def _call_layer(
+        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        policy, base = self.dtype_policy, self.base_module
+        if policy is None or not callable(base):
+            return method(self, *args, **kwargs)
+        return method(viewed(self, base_module=_returning(base, self.dtype)), *args, **kwargs)
+
+
+class LoRALinear(Matmul, flax_nnx.LoRALinear):
+    """`flax.nnx.LoRALinear` that obeys policies; dtypes as in `Linear` and `LoRA`.
+
+    Under a policy its low-rank part follows the policy too, unless `lora_dtype` or `lora_param_dtype` says else.
+    """
+
+    _operation = Linear._operation
+    _default_operations = Linear._default_operations
+    _accumulating = Linear._accumulating
+
+    def _construct(
+        self,
+        policy: Policy | None,
+        source: str | None,
+        upstream_init: Callable[..., None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        def init(layer: Any, *args: Any, **kwargs: Any) -> None:
+            if policy is not None:
+                for name in ("dtype", "param_dtype"):
+                    if kwargs.get(f"lora_{name}") is None:
+                        kwargs[f"lora_{name}"] = kwargs[name]
+            upstream_init(layer, *args, **kwargs)
+
+        # Flax hands these on to Linear without naming them.
+        names = ("dtype", "param_dtype")
+        own = list(inspect.signature(upstream_init).parameters.values())
+        named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+        init.__signature__ = inspect.Signature([*own[:-1], *named, own[-1]])  # type: ignore[attr-defined]
+        super()._construct(policy, source, init, args, kwargs)
+        if type(self.lora) is flax_nnx.LoRA:
+            dtype, param_dtype = kwargs.get("lora_dtype"), kwargs.get("lora_param_dtype")
+            low_rank = with_explicit_dtypes(
+                policy, own=False, dtype=dtype, param_dtype=param_dtype, what="LoRA", where="lora"
+            )
+            object.__setattr__(self.lora, "__class__", LoRA)
+            self.lora._capture(low_rank.policy, None)  # type: ignore[attr-defined]
+
+    def _call_layer(
+        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if layer.dtype_policy is None:
+                return method(layer, *args, **kwargs)
+            returned = layer._returns(crosses)
+            return method(viewed(layer, lora=_returning(layer.lora, returned)), *args, **kwargs)
+
+        return super()._call_layer(crosses, run, name, args, kwargs)
+
+
+def _returning(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """`function` with its result in `dtype`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return cast_array(function(*args, **kwargs), dtype)
+
+    return run

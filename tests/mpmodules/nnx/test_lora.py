@@ -1,0 +1,87 @@
+"""LoRA and LoRALinear: what the policy says comes out, and the low-rank part follows it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import nnx
+from policy import get_policy, use_policy
+
+X = jax.random.normal(jax.random.key(0), (3, 8))
+POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32")
+
+
+def build(layers, name, **kwargs):
+    if name == "LoRA":
+        return layers.LoRA(8, 2, 4, b_initializer=flax_nnx.initializers.normal(), rngs=flax_nnx.Rngs(0), **kwargs)
+    initializer = {"b_initializer": flax_nnx.initializers.normal()}
+    return layers.LoRALinear(8, 4, lora_rank=2, rngs=flax_nnx.Rngs(0), **initializer, **kwargs)
+
+
+def state(model):
+    return flax_nnx.to_pure_dict(flax_nnx.state(model))
+
+
+def stored(model):
+    return {leaf.dtype for leaf in jax.tree.leaves(state(model))}
+
+
+@pytest.mark.parametrize("name", ("LoRA", "LoRALinear"))
+def test_float32_without_a_policy_is_upstreams_bit_for_bit(name):
+    ours, upstream = build(nnx, name), build(flax_nnx, name)
+    assert jax.tree.structure(state(ours)) == jax.tree.structure(state(upstream))
+    jax.tree.map(np.testing.assert_array_equal, state(ours), state(upstream))
+    np.testing.assert_array_equal(ours(X), upstream(X))
+
+
+def test_upstreams_lora_linear_in_bfloat16_returns_float32():
+    upstream = build(flax_nnx, "LoRALinear", dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        if upstream(X).dtype == jnp.bfloat16:
+            pytest.skip("this Flax returns bfloat16")
+    with use_policy("mixed_bfloat16"):
+        assert build(nnx, "LoRALinear")(X).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ("LoRA", "LoRALinear"))
+def test_dtypes_are_the_policys(name, policy):
+    policy = get_policy(policy)
+    with use_policy(policy):
+        inherits = build(nnx, name)
+    carries = build(nnx, name, dtype_policy=policy)
+    assert inherits(X).dtype == policy.compute_dtype and carries(X).dtype == policy.output_dtype
+    assert stored(inherits) == stored(carries) == {policy.param_dtype}
+    gradients = flax_nnx.grad(lambda m: jnp.sum(m(X).astype(jnp.float32)))(carries)
+    assert stored(gradients) == {policy.param_dtype}
+    if policy.param_dtype != jnp.float32:
+        return  # half initialisers draw other numbers
+    expected = np.asarray(build(nnx, name)(X))
+    error = np.abs(np.asarray(carries(X), np.float32) - expected).max()
+    assert error <= 8 * float(jnp.finfo(policy.compute_dtype).eps) * np.abs(expected).max()
+
+
+def test_what_a_base_module_returns_is_added_in_compute_dtype():
+    base = nnx.Linear(8, 4, rngs=flax_nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+    assert base(X).dtype == jnp.float32
+    with use_policy("mixed_bfloat16"):
+        layer = build(nnx, "LoRA", base_module=base)
+    assert layer(X).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"`self\.base_module` must be callable"):
+        build(nnx, "LoRA", base_module=flax_nnx.Dict())(X)
+
+
+def test_explicit_dtypes_of_the_low_rank_part_are_obeyed():
+    with use_policy("bfloat16"), pytest.warns(UserWarning, match="LoRA at 'lora' obeys its own dtype=float32"):
+        layer = build(nnx, "LoRALinear", lora_dtype=jnp.float32, lora_param_dtype=jnp.float32)
+    assert layer.lora.lora_a[...].dtype == jnp.float32 and layer.kernel[...].dtype == jnp.bfloat16
+    assert layer.lora.dtype == jnp.float32 and layer(X).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", ("LoRA", "LoRALinear"))
+def test_a_policy_applied_to_flaxs_own_layer_holds(name):
+    model = nnx.apply_policy(build(flax_nnx, name), "p=bf16,c=bf16,o=f32")
+    assert model(X).dtype == jnp.float32 and stored(model) == {jnp.dtype(jnp.bfloat16)}
+    assert isinstance(model, getattr(flax_nnx, name))
