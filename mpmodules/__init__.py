@@ -14,5 +14,6 @@ except ImportError as error:
     _origin = None if _spec is None else _spec.origin
     raise ImportError(
         f"mpmodules needs its own package 'policy', but 'import policy' finds {_origin}: "
-        "another distribution that installs a top-level 'policy' shadows it. Uninstall that one, then reinstall mpmodules."
+        "another distribution that installs a top-level 'policy' shadows it. "
+        "Uninstall that one, then reinstall mpmodules."
     ) from error
