@@ -136,20 +136,40 @@ class RNN(Module, flax_nnx.RNN):
     returned, so that one call can go on where another ended.
     """
 
-    def __call__(self, inputs: jax.Array, *, initial_carry: Any = None, **options: Any) -> Any:
-        """Flax's `__call__`, with all of its options.
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_carry: Any = None,
+        seq_lengths: jax.Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: Any = None,
+    ) -> Any:
+        """Flax's `__call__`.
 
         Args:
           inputs: (batch..., time, features...), or (time, batch..., features...) where `time_major`.
           initial_carry: what the cell's `initialize_carry` returns for one step, in any floating dtype.
-          options: Flax's own, from `seq_lengths` to `rngs`.
+          seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
 
         Returns:
           The outputs of all steps, or a pair of the last carry and the outputs where `return_carry`.
         """
         if initial_carry is not None and isinstance(self.cell, Cell):
             initial_carry = self.cell._cast_carry(initial_carry)
-        return super().__call__(inputs, initial_carry=initial_carry, **options)
+        return super().__call__(
+            inputs,
+            initial_carry=initial_carry,
+            seq_lengths=seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=keep_order,
+            rngs=rngs,
+        )
 
 
 class Bidirectional(Module, flax_nnx.Bidirectional):
