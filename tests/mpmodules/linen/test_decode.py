@@ -80,5 +80,6 @@ def test_a_policy_applied_to_flaxs_own_attention_decodes():
     ported = nn.apply_policy(theirs, "mixed_bfloat16")
     variables: Any = ported.init(KEY, X)
     assert variables["cache"]["cached_key"].dtype == jnp.bfloat16
-    y, updates = ported.apply(variables, X[:, :1], mutable=["cache"])
+    applied: Any = ported.apply(variables, X[:, :1], mutable=["cache"])
+    y, updates = applied
     assert y.dtype == jnp.float32 and updates["cache"]["cached_key"].dtype == jnp.bfloat16
