@@ -166,18 +166,26 @@ def _rebuild(base: type, policy: Policy, rules: PolicyRules | None, keep_explici
     return _instance(_ported_class(base, policy, rules, keep_explicit), fields)
 
 
+def _is_lifted(cls: type, method: Callable[..., Any]) -> bool:
+    """Whether a method of a Flax class is a transformed one, as in nn.scan(Block): it wraps one that Flax wrapped."""
+    wrapped = getattr(method, "__wrapped__", None)
+    return not hasattr(cls, "_is_layer") and getattr(wrapped, "method_handler_wrapped", False)
+
+
 @functools.cache
 def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_explicit: bool) -> Any:
     """The subclass of `base` whose public methods enter the scope and the adopter."""
     # An explicit param_dtype can't be told from Flax's default.
     interceptor = _Adopter(keep=["dtype"] if keep_explicit else [], composites=True)
     layer = base if hasattr(base, "_is_layer") else adopting_class(base)
-    is_layer = getattr(layer, "_is_layer", False)
+    is_layer = getattr(layer, "_is_layer", False) and not _is_lifted(base, inspect.getattr_static(base, "__call__"))
     scope = Scope(None if is_layer else policy, rules)  # a layer is a boundary only by a policy of its own
     flax_methods = frozenset(dir(flax_nn.Module)) - {"__call__"}
     fields = {field.name for field in dataclasses.fields(base)}
 
     def entering(method: Callable[..., Any]) -> Callable[..., Any]:
+        lifted = _is_lifted(base, method)
+
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             cls = type(self)
@@ -186,6 +194,8 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
             _entered.classes.append(cls)
             try:
                 with enter(scope), flax_nn.intercept_methods(interceptor):
+                    if lifted and self.scope is not None:  # no interceptor sees it: the boundary is outside of it
+                        return run_method(self, method, args, kwargs, lifted=True)
                     return method(self, *args, **kwargs)
             finally:
                 _entered.classes.pop()
