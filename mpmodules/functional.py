@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 Array = jax.Array
@@ -131,6 +132,39 @@ class _AccumulatingEinsum(_AccumulatingOp):
         operation, dtype = self._key
         kwargs.pop("preferred_element_type", None)
         return accumulating(functools.partial(operation, subscripts, **kwargs), dtype)(lhs, rhs)
+
+
+def with_bias_gradient(y: Array, bias: Array, shape: Sequence[int], reduction_dtype: DTypeLike) -> Array:
+    """`y` itself, which has a bias in it already, with the gradient of that bias.
+
+    Where a bias is cast to half and then broadcast, JAX sums its gradient to half. Here the sum is in
+    `reduction_dtype`, and is rounded once, to the bias's dtype; the forward program stays as it is.
+
+    Args:
+      y: floating, any shape. What was added to it is to be behind a `stop_gradient`.
+      bias: as it is stored.
+      shape: of the bias, with as many axes as `y`.
+    """
+
+    @jax.custom_jvp
+    def run(y: Array, bias: Array) -> Array:
+        return y
+
+    def run_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
+        y, (tangent, bias_tangent) = primals[0], tangents
+        if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing
+            return y, tangent
+        wide = jnp.broadcast_to(widen(bias_tangent, reduction_dtype).reshape(shape), y.shape)
+        through = wide.astype(y.dtype)  # broadcast before the cast: transposed, cast before the sum
+        return y, through if isinstance(tangent, SymbolicZero) else tangent + through
+
+    run.defjvp(run_jvp, symbolic_zeros=True)
+    return run(y, bias)
+
+
+def trailing(y: Array, bias: Array) -> tuple[int, ...]:
+    """The shape in which a bias over the last axes of `y` is added."""
+    return (1,) * (y.ndim - bias.ndim) + bias.shape
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules import functional
-from mpmodules.linen._layer import Layer
-from mpmodules.linen._linear import accumulator_fields
+from mpmodules.linen._linear import Biased, accumulator_fields
 from mpmodules.linen._module import dtype_fields
 from policy.policy import Policy
 
 
-class Conv(Layer, flax_nn.Conv):
+class Conv(Biased, flax_nn.Conv):
     """`flax.linen.Conv` that obeys policies.
 
     Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
@@ -28,13 +27,13 @@ class Conv(Layer, flax_nn.Conv):
         )
 
 
-class ConvLocal(Layer, flax_nn.ConvLocal):
+class ConvLocal(Biased, flax_nn.ConvLocal):
     """`flax.linen.ConvLocal` that obeys policies; dtypes as in `Conv`, without an accumulator to return."""
 
     param_dtype: Any = None
 
 
-class ConvTranspose(Layer, flax_nn.ConvTranspose):
+class ConvTranspose(Biased, flax_nn.ConvTranspose):
     """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`.
 
     JAX can't transpose a half convolution with a float32 result, and Flax gives this layer no hook for its operation:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as flax_nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
 from mpmodules.linen._layer import Layer, declared_field
-from mpmodules.linen._module import dtype_fields
+from mpmodules.linen._module import dtype_fields, fields_set
 from policy.policy import Policy
+from policy.precedence import Effective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,46 @@ def accumulator_fields(layer: Any, policy: Policy | None, output_dtype: Any, hoo
     return {hook: operation(output_dtype), "promote_dtype": promote}
 
 
-class Dense(Layer, flax_nn.Dense):
+class Biased(Layer):
+    """What the matmul and convolution layers share: the gradient of a half bias is summed in reduction_dtype."""
+
+    @flax_nn.nowrap
+    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
+        """The shape in which the bias is added to `y`, or None to leave its gradient to Flax.
+
+        Args:
+          operands: inputs, kernel and bias as they entered the matmul.
+          args, kwargs: the arguments of the call.
+        """
+        return functional.trailing(y, operands[2])
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        stored: list[tuple[jax.Array, list[jax.Array]]] = []
+
+        def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+            promoted = promote_dtype(*arrays, dtype=dtype, inexact=inexact)
+            if len(promoted) < 3 or promoted[2] is None or not functional.is_half(promoted[2].dtype):
+                return promoted
+            stored.append((arrays[2], promoted))
+            return [*promoted[:2], jax.lax.stop_gradient(promoted[2])]
+
+        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if layer.promote_dtype is not promote_dtype:
+                return method(layer, *args, **kwargs)
+            with fields_set(layer, {"promote_dtype": promote}):
+                return method(layer, *args, **kwargs)
+
+        y = super()._call_layer(effective, crosses, run, args, kwargs)
+        for bias, operands in stored:
+            shape = self._bias_shape(y, operands, args, kwargs)
+            wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
+            y = functional.with_bias_gradient(y, bias, shape, wide)
+        return y
+
+
+class Dense(Biased, flax_nn.Dense):
     """`flax.linen.Dense` that obeys policies.
 
     Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
@@ -64,7 +106,7 @@ class Dense(Layer, flax_nn.Dense):
         )
 
 
-class DenseGeneral(Layer, flax_nn.DenseGeneral):
+class DenseGeneral(Biased, flax_nn.DenseGeneral):
     """`flax.linen.DenseGeneral` that obeys policies; dtypes as in `Dense`."""
 
     param_dtype: Any = None
@@ -74,11 +116,23 @@ class DenseGeneral(Layer, flax_nn.DenseGeneral):
             self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
         )
 
+    @flax_nn.nowrap
+    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
+        batch = len(np.atleast_1d(np.asarray(self.batch_dims, int)))  # they lead in the result, and in the bias
+        bias = operands[2].shape
+        return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
 
-class Einsum(Layer, flax_nn.Einsum):
+
+class Einsum(Biased, flax_nn.Einsum):
     """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`.
 
     Flax gives this layer no hook for its matmul: one that is a boundary with a wider output_dtype widens its result.
     """
 
     param_dtype: Any = None
+
+    @flax_nn.nowrap
+    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
+        equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
+        equation = flax_nn.merge_param("einsum_str", self.einsum_str, equation)
+        return self._get_bias_shape(equation.replace(" ", ""), *operands[:2])[1]

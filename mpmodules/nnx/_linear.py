@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx as flax_nnx
@@ -48,20 +49,50 @@ class Matmul(Layer):
     ) -> Any:
         policy = self.dtype_policy
         preferred = getattr(self, "preferred_element_type", None)
-        if policy is None or self.dtype != policy.compute_dtype or self.promote_dtype is not promote_dtype:
+        if self.promote_dtype is not promote_dtype:
             return method(self, *args, **kwargs)
+        if policy is None or self.dtype != policy.compute_dtype:
+            return self._call_biased(method, args, kwargs)
         output_dtype = self._returns(crosses)
         if preferred is not None:
             promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(preferred))
             return cast_array(method(viewed(self, promote_dtype=promote), *args, **kwargs), output_dtype)
         if not (functional.is_wider(output_dtype, policy.compute_dtype) and self._has_default_operation()):
-            return method(self, *args, **kwargs)
+            return self._call_biased(method, args, kwargs)
         view = viewed(
             self,
             promote_dtype=PromoteToAccumulator(policy.compute_dtype, output_dtype),
             **{str(self._operation): type(self)._accumulating(output_dtype)},
         )
         return method(view, *args, **kwargs)
+
+    def _call_biased(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs Flax's method; the gradient of a half bias is summed in reduction_dtype."""
+        stored: list[tuple[jax.Array, tuple[jax.Array, ...]]] = []
+
+        def promote(arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+            promoted = promote_dtype(arrays, dtype=dtype, inexact=inexact)
+            if len(promoted) < 3 or promoted[2] is None or not functional.is_half(promoted[2].dtype):
+                return promoted
+            stored.append((arrays[2], promoted))
+            return (*promoted[:2], lax.stop_gradient(promoted[2]))
+
+        y = method(viewed(self, promote_dtype=promote), *args, **kwargs)
+        for bias, operands in stored:
+            wide = jnp.float32 if self.dtype_policy is None else self.dtype_policy.reduction_dtype
+            y = functional.with_bias_gradient(y, bias, self._bias_shape(y, operands, args, kwargs), wide)
+        return y
+
+    def _bias_shape(
+        self, y: jax.Array, operands: tuple[jax.Array, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """The shape in which the bias is added to `y`.
+
+        Args:
+          operands: inputs, kernel and bias as they entered the matmul.
+          args, kwargs: the arguments of the call.
+        """
+        return functional.trailing(y, operands[2])
 
     def _has_default_operation(self) -> bool:
         if self._operation is None or getattr(self, "dot_general_cls", None) is not None:
@@ -87,6 +118,12 @@ class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
     _default_operations = (None, lax.dot_general)
     _accumulating = staticmethod(functional.accumulating_dot_general)
 
+    def _bias_shape(
+        self, y: jax.Array, operands: tuple[jax.Array, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, ...]:
+        bias, batch = operands[2].shape, len(self.batch_axis)  # batch axes lead in the result, and in the bias
+        return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
+
 
 class Einsum(Matmul, flax_nnx.Einsum):
     """`flax.nnx.Einsum` that obeys policies; dtypes as in `Linear`."""
@@ -94,3 +131,10 @@ class Einsum(Matmul, flax_nnx.Einsum):
     _operation = "einsum_op"
     _default_operations = (jnp.einsum,)
     _accumulating = staticmethod(functional.accumulating_einsum)
+
+    def _bias_shape(
+        self, y: jax.Array, operands: tuple[jax.Array, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, ...]:
+        equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
+        equation = self.einsum_str if equation is None else equation
+        return tuple(self._infer_broadcasted_bias_shape(str(equation).replace(" ", ""), *operands[:2]))

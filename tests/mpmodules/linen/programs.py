@@ -61,3 +61,12 @@ def boundary_casts(ops: list[Operation]) -> list[Operation]:
 
 def named(ops: list[Operation], *names: str) -> list[Operation]:
     return [op for op in ops if op.name in names]
+
+
+def frozen_biases(variables: Any) -> Any:
+    """The variables, with no gradient to biases: those sums are ours, the rest of backward is the hand-threaded one."""
+
+    def frozen(path: Any, leaf: Any) -> Any:
+        return jax.lax.stop_gradient(leaf) if getattr(path[-1], "key", None) == "bias" else leaf
+
+    return jax.tree_util.tree_map_with_path(frozen, variables)

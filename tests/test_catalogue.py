@@ -1,0 +1,83 @@
+"""docs/layers.md, the catalogue of layers, against what the installed Flax exports."""
+
+import importlib.util
+import pathlib
+import re
+import types
+
+import flax.linen
+import flax.nnx
+import pytest
+
+from mpmodules import linen, nnx
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    spec = importlib.util.spec_from_file_location("make_layers", ROOT / "docs" / "make_layers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "make_layers", module)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.mark.parametrize("wing", ("linen", "nnx"))
+def test_every_layer_of_flaxs_is_listed_or_exempt(catalogue, wing):
+    catalogue.require_complete(wing)
+
+
+@pytest.mark.parametrize("wing", ("linen", "nnx"))
+def test_a_new_layer_of_flaxs_is_a_gap_that_names_it(catalogue, wing):
+    theirs = catalogue.upstream(wing)
+    newer = types.ModuleType("newer")
+    newer.__dict__.update({name: getattr(theirs, name) for name in dir(theirs)})
+    newer.__dict__["HyperDense"] = type("HyperDense", (theirs.Module,), {})
+    newer.__dict__["of_no_interest"] = lambda x: x
+    assert catalogue.gaps(wing, newer) == ["HyperDense"]
+    with pytest.raises(LookupError, match=rf"flax.{wing} exports HyperDense, which docs/make_layers.py neither lists"):
+        catalogue.require_complete(wing, newer)
+
+
+@pytest.mark.parametrize("wing", ("linen", "nnx"))
+def test_what_is_listed_is_ours(catalogue, wing):
+    ours, theirs = {"linen": linen, "nnx": nnx}[wing], catalogue.upstream(wing)
+    for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS):
+        if wing in row.tests and hasattr(theirs, row.name):
+            module = getattr(ours, row.name).__module__
+            assert module.startswith(("mpmodules.", "policy.")), f"{wing}.{row.name} is {module}'s"
+
+
+def test_what_is_listed_or_exempt_exists_in_this_flax_or_a_newer_one(catalogue):
+    newer = {"RoPE", "dot_product_attention_with_rope", "EMA", "RngStream"}
+    for wing in catalogue.WINGS:
+        theirs = {"linen": flax.linen, "nnx": flax.nnx}[wing]
+        names = [row.name for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests]
+        for name in (*names, *catalogue.EXEMPT[wing]):
+            assert name in newer or hasattr(theirs, name), f"{wing}.{name}"
+        assert not set(names) & set(catalogue.EXEMPT[wing])
+        assert len(names) == len(set(names))
+
+
+def test_every_function_of_ours_in_place_of_flaxs_is_listed(catalogue):
+    steps = {"grad", "value_and_grad"}  # of training, not of a model
+    for wing, ours in (("linen", linen), ("nnx", nnx)):
+        theirs = catalogue.upstream(wing)
+        listed = {row.name for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests}
+        replaced = {n for n in dir(theirs) if not n.startswith("_") and getattr(ours, n) is not getattr(theirs, n)}
+        assert replaced <= listed | set(catalogue.EXEMPT[wing]) | steps
+
+
+def test_every_test_that_is_named_exists(catalogue):
+    for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS):
+        for test in row.tests.values():
+            path, name = test.split("::")
+            text = (ROOT / "tests" / path).read_text()
+            assert re.search(rf"^def {name}\(", text, re.MULTILINE), test
+
+
+def test_the_page_is_what_the_command_writes(catalogue):
+    assert catalogue.PAGE.read_text() == catalogue.page(), "run python docs/make_layers.py"
