@@ -20,6 +20,7 @@ import optax
 from jax.typing import ArrayLike
 
 from policy.reductions import reduction_dtype, widely
+from policy.remembering import keeping_inputs
 
 Axis = int | tuple[int, ...]
 
@@ -102,8 +103,7 @@ def _sparse_jvp(
         )
         return jnp.sum((probability - target) * tangent.astype(wide), axis, keepdims=True)
 
-    remembering = jax.checkpoint(derivative, prevent_cse=False)  # backward keeps the logits as they came
-    return loss, remembering(logits, normaliser, labels, where, tangents[0])
+    return loss, keeping_inputs(derivative)(logits, normaliser, labels, where, tangents[0])
 
 
 def softmax_cross_entropy(
