@@ -24,7 +24,7 @@ get `dtype=float32`, JAX's and Optax's functions inputs widened by hand, and who
 float16 for norms, softmax, pooling, losses and sums, the gradients that are sums included, and within 8 of float32
 (which is 1e-6, and what float32 arithmetic leaves in one order or another); and ours nowhere worse than the best of the
 others by more than 0.05 ulp, 10%, or what rounding once leaves (in float32: twice, or 8 ulps). Where a contract of ours
-lets torch be nearer, the report says so and the row holds if ours is not worse than Flax's.
+lets one of the others be nearer, the report names it as accepted, says why, and holds the row against the rest.
 
 XLA may keep a float32 where a program rounds to half and reads that again, for ours and for upstream alike.
 """
@@ -43,7 +43,7 @@ from benchmarks.accuracy.function_cases import function_cases
 from benchmarks.accuracy.layer_cases import layer_cases
 
 
-def cases(small: bool = False, only: str = "") -> Iterator[tuple[Case, Precision]]:
+def selected(small: bool = False, only: str = "") -> Iterator[tuple[Case, Precision]]:
     """Each case with each precision that it is measured in; `only` is a regex searched for in its name."""
     for case in (*layer_cases(small), *function_cases(small)):
         for precision in PRECISIONS:
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", type=pathlib.Path, help="a file to write the table to")
     options = parser.parse_args(arguments)
 
-    rows: list[Row] = [measure(case, precision) for case, precision in cases(options.small, options.only)]
+    rows: list[Row] = [measure(case, precision) for case, precision in selected(options.small, options.only)]
     if not rows:
         print(f"No row matches --only {options.only!r}.")
         return 2

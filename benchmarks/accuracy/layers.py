@@ -184,7 +184,7 @@ def _value(layer: Layer, precision: Precision, path: str, shape: tuple[int, ...]
     end = "/".join(path.split("/")[-2:])
     noise = np.random.default_rng(zlib.crc32(f"{end}{shape}".encode())).normal(size=shape)
     fan_in = max(int(np.prod(shape[:-1])), 1)
-    value = {
+    named: dict[str, np.ndarray] = {
         "scale": 1 + 0.1 * noise,
         "bias": 0.1 * noise,
         "mean": layer.running_mean + 0.1 * noise,
@@ -193,7 +193,8 @@ def _value(layer: Layer, precision: Precision, path: str, shape: tuple[int, ...]
         "negative_slope": 0.01 + 0 * noise,
         "sigma": 1 + 0 * noise,
         "u": noise,
-    }.get(name, noise / np.sqrt(fan_in))
+    }
+    value = np.asarray(named.get(name, noise / np.sqrt(fan_in)))
     if layer.operands:
         value = value.astype(jnp.dtype(precision.operands)).astype(np.float64)
     return value
