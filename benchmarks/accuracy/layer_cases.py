@@ -237,7 +237,7 @@ def _others(small: bool) -> Iterator[Case]:
         yield layer_case("PReLU", prelu, "elementwise", inputs, data, torch="PReLU")
     yield layer_case("PReLU", prelu, "sums", "normal", normal(*shape), gradient="negative_slope", torch="PReLU")
     if hasattr(flax_nnx, "RoPE"):
-        rope = Layer(nnx=lambda nnx, r, **kw: nnx.RoPE(**_without_dtype(kw)))
+        rope = Layer(nnx=lambda nnx, r, dtype_policy=None, **kw: nnx.RoPE())  # no parameters, and no dtype of its own
         data: Data = lambda rng: (rng.normal(size=(64, 16)), np.arange(64) + 1000)  # noqa: E731
         yield layer_case("RoPE", rope, "elementwise", "positions from 1000", data)
 
