@@ -51,7 +51,8 @@ class HalfSafe:
     def __call__(self, key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, **kwargs: Any) -> Array:
         if not is_half(dtype) or _runs_in(self.init, tuple(shape), jnp.dtype(dtype)):
             return self.init(key, shape, dtype, **kwargs)
-        return self.init(key, shape, jnp.float32, **kwargs).astype(dtype)
+        made = self.init(key, shape, jnp.float32, **kwargs)
+        return jax.tree.map(lambda x: x.astype(dtype), made)  # an array, or one in a box of metadata
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mpmodules._carries import step_in
-from mpmodules.functional import HalfSafe, is_half
-from mpmodules.linen._layer import Layer
+from mpmodules.linen._layer import Layer, half_safe_inits
 from mpmodules.linen._module import Module, declared_dtypes, effective_policy, fields_set, plain_fields
 from mpmodules.linen._port import layers_inside
 from policy.casting import cast_floating
@@ -41,7 +39,7 @@ class Cell(Layer):
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
-        return fields | _half_safe_inits(self, fields["param_dtype"])
+        return fields | half_safe_inits(self, fields["param_dtype"], defaults=True)
 
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
@@ -70,7 +68,7 @@ class Cell(Layer):
           The carry: an array, or a tuple of arrays.
         """
         fields = plain_fields(self, effective_policy(self, current_scope()))
-        with fields_set(self, fields | _half_safe_inits(self, fields["param_dtype"])):
+        with fields_set(self, fields | half_safe_inits(self, fields["param_dtype"], defaults=True)):
             upstream: Any = super()
             return self._cast_carry(upstream.initialize_carry(rng, input_shape))
 
@@ -79,14 +77,6 @@ class Cell(Layer):
         """A carry in what the cell computes in; one given to a cell that infers its dtype is returned as it is."""
         dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
         return carry if dtype is None or not jnp.issubdtype(dtype, jnp.floating) else cast_floating(carry, dtype)
-
-
-def _half_safe_inits(cell: Any, param_dtype: Any) -> dict[str, Any]:
-    """The cell's initialisers, made to work in half precision where parameters are half."""
-    if not is_half(param_dtype):
-        return {}
-    names = [field.name for field in dataclasses.fields(cell) if field.name.endswith("_init")]
-    return {name: HalfSafe(getattr(cell, name)) for name in names if not isinstance(getattr(cell, name), HalfSafe)}
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:

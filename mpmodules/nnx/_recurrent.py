@@ -101,10 +101,10 @@ class Cell(Layer):
 
 
 def _half_safe_inits(upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The initialisers of a cell's parameters, given or by default, made to work in half precision."""
+    """The default initialisers of a cell's parameters, made to work in half precision."""
     parameters = inspect.signature(upstream_init).parameters.values()
-    given = {p.name: kwargs.get(p.name, p.default) for p in parameters if p.name.endswith("_init")}
-    return {name: HalfSafe(init) for name, init in given.items() if name != "carry_init"}
+    defaults = {p.name: p.default for p in parameters if p.name.endswith("_init") and p.name not in kwargs}
+    return {name: HalfSafe(init) for name, init in defaults.items() if name != "carry_init"}
 
 
 class SimpleCell(Cell, flax_nnx.SimpleCell):
