@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from mpmodules._carries import step_in
-from mpmodules.functional import HalfSafe, is_half
-from mpmodules.nnx._layer import Layer, constructor_dtypes
+from mpmodules.functional import HalfSafe, is_half, widen
+from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
 from policy.casting import cast_floating
@@ -114,8 +114,8 @@ class SimpleCell(Cell, flax_nnx.SimpleCell):
 class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
 
-    Kernels and biases are created in param_dtype and cast where they are used, at every step: the gradient of a kernel
-    is summed over the steps in param_dtype. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
+    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
     of its own returns its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
     half precision run in float32.
     """
@@ -160,7 +160,11 @@ class RNN(Module, flax_nnx.RNN):
         """
         if initial_carry is not None and isinstance(self.cell, Cell):
             initial_carry = self.cell._cast_carry(initial_carry)
-        return super().__call__(
+        loop: Any = self
+        if self._may_widen():
+            loop = viewed(self, cell=_widened(self.cell, self.dtype_policy.reduction_dtype))
+        outputs = flax_nnx.RNN.__call__(
+            loop,
             inputs,
             initial_carry=initial_carry,
             seq_lengths=seq_lengths,
@@ -170,6 +174,29 @@ class RNN(Module, flax_nnx.RNN):
             keep_order=keep_order,
             rngs=rngs,
         )
+        if loop is not self:
+            flax_nnx.update(self.cell, flax_nnx.state(loop.cell, flax_nnx.Not(flax_nnx.Param)))
+        return outputs
+
+    def _may_widen(self) -> bool:
+        """Whether the loop's half parameters may be handed to the cell in float32.
+
+        The cells of Flax's cast each of them where it is used, to what the cell computes in. So the values are the
+        same, and the gradient of each is summed over the steps in float32: JAX sums that of what a loop carries in its
+        own dtype.
+        """
+        cell: Any = self.cell
+        if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
+            return False
+        if inspect.unwrap(type(cell).__call__).__module__.split(".")[0] not in ("flax", "mpmodules"):
+            return False
+        return any(is_half(x.dtype) for x in jax.tree.leaves(flax_nnx.state(cell, flax_nnx.Param)))
+
+
+def _widened(cell: Any, dtype: Any) -> Any:
+    """A copy of a cell whose parameters are at least as wide as `dtype`."""
+    graphdef, params, rest = flax_nnx.split(cell, flax_nnx.Param, ...)
+    return flax_nnx.merge(graphdef, jax.tree.map(lambda x: widen(x, dtype), params), rest, copy=True)
 
 
 class Bidirectional(Module, flax_nnx.Bidirectional):
