@@ -27,6 +27,12 @@ def is_wider(dtype: DTypeLike, than: DTypeLike) -> bool:
     return jnp.dtype(dtype).itemsize > jnp.dtype(than).itemsize
 
 
+def complex_input(arguments: Sequence[Any]) -> np.dtype | None:
+    """The widest complex dtype among the arguments that are arrays, or None."""
+    dtypes = [x.dtype for x in arguments if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+
+
 def widen(x: Any, dtype: DTypeLike) -> Any:
     """`x` in the wider of its own dtype and `dtype` where it is a floating array; else `x` itself."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating) or not is_wider(dtype, x.dtype):

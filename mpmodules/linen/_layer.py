@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from mpmodules.functional import HalfSafe, is_half
+from mpmodules.functional import HalfSafe, complex_input, is_half
 from mpmodules.linen._module import Module, dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -33,6 +33,10 @@ class Layer(Module):
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
         policy = effective.policy
+        complex_dtype = complex_input((*args, *kwargs.values()))
+        if policy is not None and effective.dtype is None and complex_dtype is not None:
+            with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
+                return method(self, *args, **kwargs)  # as Flax infers it: no policy casts complex numbers
         output_dtype = None if policy is None else policy.output_dtype if crosses else policy.compute_dtype
         fields = self._policy_fields(policy, output_dtype, method.__name__)
         fields |= half_safe_inits(self, fields.get("param_dtype", jnp.float32))

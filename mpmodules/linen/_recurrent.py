@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from mpmodules._carries import step_in
-from mpmodules.linen._layer import Layer, half_safe_inits
 from mpmodules.functional import is_half, trailing, widen, with_bias_gradient
+from mpmodules.linen._layer import Layer, half_safe_inits
 from mpmodules.linen._module import (
     Module,
     declared_dtypes,
@@ -103,9 +103,9 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
     """`flax.linen.LSTMCell` that obeys policies.
 
     Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
-    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
-    of its own returns its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
-    half precision run in float32.
+    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
+    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
+    Initialisers that JAX can't run in half precision run in float32.
     """
 
     param_dtype: Any = None

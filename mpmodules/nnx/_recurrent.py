@@ -115,9 +115,9 @@ class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
 
     Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
-    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
-    of its own returns its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
-    half precision run in float32.
+    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
+    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
+    Initialisers that JAX can't run in half precision run in float32.
     """
 
 

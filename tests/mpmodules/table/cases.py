@@ -249,10 +249,17 @@ NNX = [
     ),
     Case("Einsum", "", lambda nnx, r, **kw: nnx.Einsum("abc,cd->abd", (4, 6), (6,), **kw, rngs=r)),
     Case("Conv", "", lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), **kw, rngs=r), (IMAGE,)),
-    Case("Conv", "in groups", lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), feature_group_count=2, **kw, rngs=r), (IMAGE,)),
+    Case(
+        "Conv", "in groups", lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), feature_group_count=2, **kw, rngs=r), (IMAGE,)
+    ),
     Case("Conv", "causal", lambda nnx, r, **kw: nnx.Conv(4, 6, (3,), padding="CAUSAL", **kw, rngs=r), (SEQUENCE,)),
     Case("Conv", "circular", lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), padding="CIRCULAR", **kw, rngs=r), (IMAGE,)),
-    Case("ConvTranspose", "", lambda nnx, r, **kw: nnx.ConvTranspose(4, 6, (3, 3), strides=(2, 2), **kw, rngs=r), (IMAGE,)),
+    Case(
+        "ConvTranspose",
+        "",
+        lambda nnx, r, **kw: nnx.ConvTranspose(4, 6, (3, 3), strides=(2, 2), **kw, rngs=r),
+        (IMAGE,),
+    ),
     Case(
         "ConvTranspose",
         "circular",
