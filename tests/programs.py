@@ -54,10 +54,10 @@ def _walk(jaxpr: Any, within: tuple[str, ...], above: str) -> Iterator[Operation
 
 def _terms(eqn: Any) -> int | None:
     axes = eqn.params.get("axes")
-    shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
+    shape: Any = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
     if not eqn.primitive.name.startswith("reduce_") or axes is None:
         return None
-    return math.prod(shape[axis] for axis in axes)
+    return math.prod(int(shape[axis]) for axis in axes)
 
 
 def _dtype(variable: Any) -> str:

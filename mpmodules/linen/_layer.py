@@ -54,7 +54,7 @@ def half_safe_inits(layer: Any, param_dtype: Any, *, defaults: bool = False) -> 
     """
     if not is_half(param_dtype):
         return {}
-    given = [
+    given: list[tuple[str, Any]] = [
         (field.name, value)
         for field in dataclasses.fields(layer)
         if field.name.endswith("_init") and callable(value := getattr(layer, field.name))

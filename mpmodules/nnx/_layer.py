@@ -78,7 +78,10 @@ def constructor_dtypes(
         if "param_dtype" in accepted and not _is_complex(param_dtype):
             kwargs["param_dtype"] = effective.policy.param_dtype
     if is_half(kwargs.get("param_dtype", jnp.float32)):
-        kwargs |= {name: HalfSafe(value) for name, value in kwargs.items() if _is_initialiser(name) and callable(value)}
+        given: dict[str, Any] = {
+            name: init for name, init in kwargs.items() if _is_initialiser(name) and init is not None
+        }
+        kwargs |= {name: HalfSafe(init) for name, init in given.items()}
     return effective.policy, kwargs
 
 

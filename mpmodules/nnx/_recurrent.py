@@ -161,8 +161,9 @@ class RNN(Module, flax_nnx.RNN):
         if initial_carry is not None and isinstance(self.cell, Cell):
             initial_carry = self.cell._cast_carry(initial_carry)
         loop: Any = self
+        policy: Any = self.dtype_policy
         if self._may_widen():
-            loop = viewed(self, cell=_widened(self.cell, self.dtype_policy.reduction_dtype))
+            loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
         outputs = flax_nnx.RNN.__call__(
             loop,
             inputs,
