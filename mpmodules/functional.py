@@ -26,6 +26,12 @@ def is_wider(dtype: DTypeLike, than: DTypeLike) -> bool:
     return jnp.dtype(dtype).itemsize > jnp.dtype(than).itemsize
 
 
+def complex_input(arguments: Sequence[Any]) -> np.dtype | None:
+    """The widest complex dtype among the arguments that are arrays, or None."""
+    dtypes = [x.dtype for x in arguments if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+
+
 def widen(x: Any, dtype: DTypeLike) -> Any:
     """`x` in the wider of its own dtype and `dtype` where it is a floating array; else `x` itself."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating) or not is_wider(dtype, x.dtype):
@@ -50,7 +56,8 @@ class HalfSafe:
     def __call__(self, key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, **kwargs: Any) -> Array:
         if not is_half(dtype) or _runs_in(self.init, tuple(shape), jnp.dtype(dtype)):
             return self.init(key, shape, dtype, **kwargs)
-        return self.init(key, shape, jnp.float32, **kwargs).astype(dtype)
+        made = self.init(key, shape, jnp.float32, **kwargs)
+        return jax.tree.map(lambda x: x.astype(dtype), made)  # an array, or one in a box of metadata
 
 
 @functools.lru_cache(maxsize=256)
