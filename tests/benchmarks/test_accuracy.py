@@ -23,8 +23,6 @@ SKIPPED = re.compile(
     r"|Norm(, training)? \(normal|Norm.*(gradient of bias|float32\), bfloat16| from bfloat16)"
     r"|(Weight|Spectral).* bfloat16"
 )
-# Two passes about a mean that float32 rounds.
-CANCELLING = re.compile(r"GroupNorm.* \(mean 1000.*\), float16|BatchNorm, training \(mean 1000.*\), float16")
 
 
 def _chosen() -> Any:
@@ -32,8 +30,7 @@ def _chosen() -> Any:
         name = f"{case}, {precision}"
         if SKIPPED.search(name) or (case.family == "matmuls" and precision == FLOAT16):
             continue
-        marks = [pytest.mark.xfail(reason="two passes lose digits", strict=True)] if CANCELLING.match(name) else []
-        yield pytest.param(dataclasses.replace(case, torch=None), precision, id=name, marks=marks)
+        yield pytest.param(dataclasses.replace(case, torch=None), precision, id=name)
 
 
 @pytest.mark.parametrize(("case", "precision"), list(_chosen()))
