@@ -12,7 +12,7 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 
-from mpmodules._carries import step_in
+from mpmodules._carries import indexing_lengths, step_in
 from mpmodules.functional import is_half, trailing, widen, with_bias_gradient
 from mpmodules.linen._layer import Layer, half_safe_inits
 from mpmodules.linen._module import (
@@ -204,7 +204,11 @@ class RNN(Module, flax_nn.RNN):
         carry = kwargs.get("initial_carry")
         if carry is not None and isinstance(self.cell, Cell):
             kwargs = kwargs | {"initial_carry": self.cell._cast_carry(carry)}
-        if effective.policy is None or not self._may_widen():
+        if effective.policy is None:
+            return method(self, *args, **kwargs)
+        if "seq_lengths" in kwargs:
+            kwargs = kwargs | {"seq_lengths": indexing_lengths(kwargs["seq_lengths"])}
+        if not self._may_widen():
             return method(self, *args, **kwargs)
         wide = effective.policy.reduction_dtype
 
