@@ -95,6 +95,7 @@ class _Adopter:
             return next_fun(*args, **kwargs)
 
         method.__name__ = name
+        method.__wrapped__ = context.orig_method.func  # type: ignore[attr-defined]
         own_body = is_upstream(context.orig_method.func)
         return run_method(module, method, args, kwargs, own_body=own_body)
 
