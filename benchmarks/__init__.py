@@ -1,0 +1,1 @@
+"""Ratios against upstream and peers, side by side in one run."""
