@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
@@ -22,6 +23,7 @@ from policy.optim.checks import check_gradients, check_params
 from policy.optim.clip import clip_by_global_norm, mapped_axes
 from policy.optim.delivery import Delivery
 from policy.optim.masters import check_layout, layout_of, make_masters, widen, without_overwritten
+from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
 from policy.optim.state import MixedPrecisionState, states_in, strong
 from policy.optim.storage import PACKED, MasterWeights
 from policy.policy import Policy
@@ -36,6 +38,7 @@ class Recipe:
     policy: Policy
     loss_scale: LossScale
     master_weights: MasterWeights
+    moment_dtypes: dict[str, np.dtype] | None
     clip_global_norm: float | None
     key: jax.Array | None
     axis_name: tuple[Hashable, ...]
@@ -57,6 +60,9 @@ class Recipe:
                 "tx holds a mixed_precision already: wrap once, outermost, as in "
                 "mixed_precision(optax.chain(...), policy)."
             )
+        if self.moment_dtypes is not None:
+            _run_optax(check_moments, self.inner, inner, params, self.moment_dtypes, self.key is not None)
+            inner = narrow_moments(inner, moment_targets(inner, params, self.moment_dtypes))
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
         return MixedPrecisionState(
             inner=jax.tree.map(lambda leaf: _settled(leaf, seen), inner),
@@ -101,9 +107,16 @@ class Recipe:
         def apply_step(operands: tuple[Any, Any, Any, Any]) -> Any:
             params, gradients, inner, masters = operands
             wide = widen(params, masters, self.master_weights)
-            updates, inner = self.inner_step(_true_gradients(gradients, scale, params), inner, wide, extra_args)
+            true = _true_gradients(gradients, scale, params)
+            updates, inner = self.inner_step(true, inner, wide, state.count, extra_args)
             new = jax.tree.leaves(jax.tree.map(jnp.add, wide, updates))
-            each = deliveries, jax.tree.leaves(params), new, jax.tree.leaves(updates), self.rounding_keys(new, state)
+            each = (
+                deliveries,
+                jax.tree.leaves(params),
+                new,
+                jax.tree.leaves(updates),
+                self.rounding_keys(new, state.count),
+            )
             return [d.applied(p, w, u, key) for d, p, w, u, key in zip(*each, strict=True)], inner
 
         def skip_step(operands: tuple[Any, Any, Any, Any]) -> Any:
@@ -142,28 +155,35 @@ class Recipe:
             finite = lax.pmin(finite.astype(jnp.int32), tuple(sorted(axes, key=str))) > 0
         return fusion_barrier(finite)
 
-    def inner_step(self, gradients: Any, inner: Any, wide: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+    def inner_step(
+        self, gradients: Any, inner: Any, wide: Any, count: jax.Array, extra_args: dict[str, Any]
+    ) -> tuple[Any, Any]:
         """Clip, and the inner transform: float32 updates, and its state in the types that it had."""
         if self.clip_global_norm is not None:
             gradients = clip_by_global_norm(gradients, self.clip_global_norm, self.axis_name)
-        updates, new_inner = _run_optax(self.inner.update, gradients, inner, wide, **extra_args)
+        targets = None if self.moment_dtypes is None else moment_targets(inner, wide, self.moment_dtypes)
+        computed = inner if targets is None else widen_moments(inner, targets)
+        updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
         if jax.tree.structure(new_inner) != jax.tree.structure(inner):
             raise ValueError(
                 "tx can't be wrapped: its update changed the tree of its state, "
                 f"from {jax.tree.structure(inner)} to {jax.tree.structure(new_inner)}."
             )
         updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
+        if targets is not None:
+            keys = self.rounding_keys(jax.tree.leaves(new_inner), count, first=len(jax.tree.leaves(wide)))
+            new_inner = narrow_moments(new_inner, targets, keys)
         return updates, jax.tree.map(_keep_type, new_inner, inner)
 
-    def rounding_keys(self, leaves: list[jax.Array], state: MixedPrecisionState) -> list[Any]:
+    def rounding_keys(self, leaves: list[jax.Array], count: jax.Array, first: int = 0) -> list[Any]:
         """A key for each leaf, step and part of a sharded leaf; None for each where nothing is rounded by chance.
 
-        A leaf that is the same on every device is rounded the same way on every device.
+        Leaves are numbered from `first` on. One that is the same on every device is rounded the same way on each.
         """
         if self.key is None:
             return [None] * len(leaves)
-        key, keys = jax.random.fold_in(self.key, state.count), []
-        for number, axes in enumerate(mapped_axes(leaves, self.axis_name)):
+        key, keys = jax.random.fold_in(self.key, count), []
+        for number, axes in enumerate(mapped_axes(leaves, self.axis_name), first):
             leaf_key = jax.random.fold_in(key, number)
             for axis in sorted(axes, key=str):
                 leaf_key = jax.random.fold_in(leaf_key, lax.axis_index(axis))

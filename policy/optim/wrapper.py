@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from policy.loss_scale import DynamicLossScale, LossScale, get_loss_scale
 from policy.optim.checks import check_number, is_transform
+from policy.optim.moments import get_moment_dtypes
 from policy.optim.recipe import Recipe
 from policy.optim.state import MixedPrecisionState
 from policy.optim.storage import MASTER_WEIGHTS, MasterWeights
@@ -25,6 +26,7 @@ def mixed_precision(
     *,
     loss_scale: LossScale | str | ArrayLike | None = None,
     master_weights: MasterWeights | None = "auto",
+    moment_dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     clip_global_norm: float | None = None,
     key: jax.Array | None = None,
     axis_name: Hashable | Sequence[Hashable] | None = None,
@@ -48,6 +50,9 @@ def mixed_precision(
         "kahan": +2, what rounding dropped, in the param's dtype.
         "stochastic": +0, each step is rounded up or down by chance, right on average; needs `key`.
         "none" or None: +0, each step is rounded to nearest, and steps below half an ulp are lost.
+      moment_dtype: what moments are stored in; they are computed in float32. A dtype means the first moments (`mu`,
+        `m`, `trace`, `ema`, `exp_avg`); any other field goes by name, `{"mu": "bfloat16", "nu": "bfloat16"}`. With a
+        `key` they are rounded stochastically, which a bfloat16 second moment needs where b2 is above .98.
       clip_global_norm: the largest global norm of the true gradients that is let through.
       key: a JAX PRNG key: what stochastic rounding draws from, with the step and the leaf folded in.
       axis_name: mapped axes that gradients are sharded over, where their types don't say so: under `jax.vmap` and
@@ -59,7 +64,8 @@ def mixed_precision(
       A `MixedPrecision`. Step with `apply_gradients`, or through optax's own contract.
 
     Raises:
-      ValueError: an argument's value breaks its rule.
+      ValueError: an argument's value breaks its rule. `init` raises it where `moment_dtype` names no field of the
+        state, or one that can't be narrow: copies of params, running sums, means that would never decay.
       TypeError: `tx` is no transform, `policy` no policy, or `key` no key.
     """
     if not is_transform(tx):
@@ -71,7 +77,8 @@ def mixed_precision(
     if master_weights not in (*MASTER_WEIGHTS, None):
         names = ", ".join(map(repr, MASTER_WEIGHTS))
         raise ValueError(f"master_weights should be one of {names} or None, but got {master_weights!r}.")
-    _check_key(key, master_weights)
+    moment_dtypes = get_moment_dtypes(moment_dtype)
+    _check_key(key, master_weights, moment_dtypes is not None)
     scale = get_loss_scale(loss_scale)
     if not skip_nonfinite and isinstance(scale, DynamicLossScale):
         raise ValueError(
@@ -84,6 +91,7 @@ def mixed_precision(
         policy=get_policy(policy),
         loss_scale=scale,
         master_weights=master_weights or "none",
+        moment_dtypes=moment_dtypes,
         clip_global_norm=None if clip_global_norm is None else check_number("clip_global_norm", clip_global_norm),
         key=key,
         axis_name=names,
@@ -93,13 +101,16 @@ def mixed_precision(
     return MixedPrecision(cast("optax.TransformInitFn", recipe.init), cast("optax.TransformUpdateFn", recipe.update))
 
 
-def _check_key(key: Any, master_weights: MasterWeights | None) -> None:
+def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: bool) -> None:
     if master_weights == "stochastic" and key is None:
         raise ValueError("master_weights='stochastic' needs a key: mixed_precision(..., key=jax.random.key(0)).")
     if key is None:
         return
-    if master_weights != "stochastic":
-        raise ValueError(f"key is for stochastic rounding, but master_weights is {master_weights!r}: leave key out.")
+    if master_weights != "stochastic" and not narrow_moments:
+        raise ValueError(
+            f"key is for stochastic rounding, but master_weights is {master_weights!r} and moment_dtype None: leave it "
+            "out."
+        )
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
     raw = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim == 1
     if not (typed or raw):
@@ -143,6 +154,11 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     def master_weights(self) -> MasterWeights:
         """How masters are kept."""
         return self.recipe.master_weights
+
+    @property
+    def moment_dtypes(self) -> dict[str, np.dtype] | None:
+        """Field name to the dtype that it is stored in, "" for the first moments; or None."""
+        return self.recipe.moment_dtypes
 
     @property
     def clip_global_norm(self) -> float | None:
