@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from policy import ScaledGradients, apply_gradients, mixed_precision
@@ -85,7 +84,7 @@ def jmp_pipeline() -> tuple[Callable[[Any], Any], Step]:
     """jmp's README: unscale, all_finite, compute the step, select."""
     import jmp
 
-    tx, loss_scale = optax.adamw(1e-3), jmp.StaticLossScale(np.float32(1024.0))
+    tx, loss_scale = optax.adamw(1e-3), jmp.StaticLossScale(jnp.asarray(1024.0))
 
     def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
         gradients = loss_scale.unscale(jax.tree.map(lambda g: g.astype(F32), gradients))
