@@ -19,6 +19,7 @@ from policy.optim import finite_of as finite_of
 from policy.optim import init_from_master as init_from_master
 from policy.optim import loss_scale_of as loss_scale_of
 from policy.optim import master_params as master_params
+from policy.optim import match_updates as match_updates
 from policy.optim import mixed_precision as mixed_precision
 from policy.optim import resync as resync
 from policy.policy import Policy as Policy

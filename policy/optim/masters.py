@@ -1,4 +1,4 @@
-"""Master weights: the float32 values that a half-precision param is a rounding of."""
+"""Master weights: the float32 values that half-precision params are a rounding of, tree by tree."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from policy.optim.state import Layout, MasterWeights, MixedPrecisionState, find_state, strong
-from policy.trees import is_overwritten, leaf_names, shortened, working_dtype
+from policy.optim.rounding import round_to
+from policy.optim.state import Layout, MixedPrecisionState, find_state, strong
+from policy.optim.storage import MasterWeights, beside, hold, kind_of, release, widen_leaf
+from policy.trees import is_overwritten, leaf_names, path_name, shortened, working_dtype
 
 
 def without_overwritten(tree: Any) -> Any:
@@ -22,42 +23,33 @@ def without_overwritten(tree: Any) -> Any:
 
 
 def layout_of(params: Any, master_weights: MasterWeights) -> Layout:
-    """The layout of params without their overwritten leaves."""
+    """The layout of params without their overwritten leaves.
+
+    Raises:
+      ValueError: a float16 param, and the mode is "remainder": its bits are no part of a float32's.
+    """
+    _check_mode(leaf_names(params), [leaf.dtype for leaf in jax.tree.leaves(params)], master_weights)
     names = tuple(np.dtype(leaf.dtype).name for leaf in jax.tree.leaves(params))
     return Layout(master_weights, names or None)
 
 
-def has_master(dtype: Any, master_weights: MasterWeights) -> bool:
-    """Whether a param of `dtype` has a master. One that is float32 or wider is its own, in every mode."""
-    return master_weights != "none" and np.dtype(dtype).itemsize < 4
+def _check_mode(names: list[str], dtypes: list[Any], master_weights: MasterWeights) -> None:
+    wrong = [name for name, dtype in zip(names, dtypes, strict=True) if dtype == jnp.float16]
+    if wrong and master_weights == "remainder":
+        raise ValueError(
+            f"master_weights='remainder' is for bfloat16 params, but {shortened(wrong)} should be float16: "
+            "use 'auto', which keeps full masters for float16, or 'full' or 'kahan'."
+        )
 
 
 def make_masters(params: Any, master_weights: MasterWeights) -> Any:
-    """A tree like `params`: the float32 master of each leaf that has one, else an empty node."""
-    return jax.tree.map(
-        lambda p: p.astype(jnp.float32) if has_master(p.dtype, master_weights) else optax.MaskedNode(), params
-    )
+    """A tree like `params`: what is kept beside each leaf, or an empty node."""
+    return jax.tree.map(lambda p: beside(p, kind_of(p.dtype, master_weights)), params)
 
 
-def widen(params: Any, masters: Any) -> Any:
-    """What the inner transform sees as params: the master, or the param itself in float32 or what is wider."""
-    return jax.tree.map(
-        lambda p, m: p.astype(working_dtype(p.dtype)) if isinstance(m, optax.MaskedNode) else m, params, masters
-    )
-
-
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` in a param's dtype. float32 to bfloat16 rounds to nearest, half away from zero; the rest half to even.
-
-    Half away from zero is `bits + 0x8000`, cut: unlike half to even, it can be taken apart again from the low 16 bits.
-    It overflows to infinity exactly where rounding to nearest does (from 2^128 - 2^119 on). NaN stays NaN.
-    """
-    if dtype != jnp.bfloat16 or x.dtype != jnp.float32:
-        return x.astype(dtype)
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    high = ((bits + jnp.uint32(0x8000)) >> jnp.uint32(16)).astype(jnp.uint16)
-    quiet = (bits >> jnp.uint32(16)).astype(jnp.uint16) | jnp.uint16(0x40)
-    return lax.bitcast_convert_type(jnp.where(jnp.isnan(x), quiet, high), jnp.bfloat16)
+def widen(params: Any, masters: Any, master_weights: MasterWeights) -> Any:
+    """What the inner transform sees as params: float32, or what is wider."""
+    return jax.tree.map(lambda p, kept: widen_leaf(p, kept, kind_of(p.dtype, master_weights)), params, masters)
 
 
 def master_params(params: Any, state: Any) -> Any:
@@ -74,16 +66,19 @@ def master_params(params: Any, state: Any) -> Any:
     """
     state = find_state(state)
     check_layout(without_overwritten(params), state)
+
+    def one(path: Any, p: jax.Array, kept: Any) -> jax.Array:
+        return p if is_overwritten(path) else widen_leaf(p, kept, kind_of(p.dtype, state.layout.master_weights))
+
     # an overwritten leaf pairs with an empty node too
-    return jax.tree_util.tree_map_with_path(
-        lambda path, p, m: p if is_overwritten(path) else widen(p, m), params, state.masters
-    )
+    return jax.tree_util.tree_map_with_path(one, params, state.masters)
 
 
 def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     """A state whose masters follow `params` after these were written to, or cast, outside of the optimizer.
 
-    A master whose rounding is the param already keeps its low bits; any other becomes the param's value. Moments,
+    A full master whose rounding is the param already keeps its low bits; any other becomes the param's value. A
+    remainder, and Kahan's, can't tell which elements were written to: all of them start from the params. Moments,
     counts and the loss scale stay. The tree must be the one that the state was made from; dtypes may have changed.
 
     Args:
@@ -92,7 +87,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
 
     Raises:
       TypeError: `state` is not a `MixedPrecisionState`.
-      ValueError: the tree of params differs.
+      ValueError: the tree of params differs, or the mode keeps no params of their dtype.
     """
     if not isinstance(state, MixedPrecisionState):
         raise TypeError(f"resync takes a MixedPrecisionState, but got {type(state).__name__}.")
@@ -100,33 +95,37 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     check_tree(params, state)
     mode = state.layout.master_weights
 
-    def follow(p: jax.Array, m: Any) -> Any:
-        if not has_master(p.dtype, mode):
-            return optax.MaskedNode()
-        wide = p.astype(jnp.float32)
-        if isinstance(m, optax.MaskedNode):
-            return wide
-        return jnp.where(round_to(m, p.dtype) == p, m, wide)
+    def follow(p: jax.Array, kept: Any) -> Any:
+        kind = kind_of(p.dtype, mode)
+        if kind == "none" or not (isinstance(kept, jax.Array) and kept.dtype == jnp.float32):
+            return beside(p, kind)
+        wide = jnp.where(round_to(kept, p.dtype) == p, kept, p.astype(jnp.float32))
+        return release(hold(wide, p.dtype, kind), p.dtype, kind)[1]
 
-    masters = jax.tree.map(follow, params, state.masters)
-    return state._replace(masters=masters, layout=layout_of(params, mode))
+    layout = layout_of(params, mode)
+    return state._replace(masters=jax.tree.map(follow, params, state.masters), layout=layout)
 
 
 def init_masters(f32_params: Any, param_dtype: Any, master_weights: MasterWeights) -> tuple[Any, Any]:
-    """Params in `param_dtype`, and the masters that keep what rounding dropped; overwritten leaves as they are."""
+    """Params in `param_dtype`, and the masters that keep what rounding dropped; overwritten leaves as they are.
 
-    def rounded(path: Any, p: jax.Array) -> jax.Array:
-        if is_overwritten(path) or not jnp.issubdtype(p.dtype, jnp.floating):
-            return p
-        return round_to(p, param_dtype)
-
-    params = jax.tree_util.tree_map_with_path(rounded, f32_params)
-    masters = jax.tree.map(
-        lambda p, w: strong(w) if has_master(p.dtype, master_weights) else optax.MaskedNode(),
-        without_overwritten(params),
-        without_overwritten(f32_params),
-    )
-    return params, masters
+    All are rounded to nearest. Raises what `layout_of` does.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(f32_params)
+    params, masters = [], []
+    for path, leaf in leaves:
+        if is_overwritten(path):
+            params.append(leaf)
+            masters.append(optax.MaskedNode())
+            continue
+        dtype = param_dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+        _check_mode([path_name(path)], [dtype], master_weights)
+        wide = jnp.asarray(leaf).astype(working_dtype(dtype))
+        kind = kind_of(dtype, master_weights)
+        param, kept = release(hold(wide, dtype, "none" if kind == "stochastic" else kind), dtype, kind)
+        params.append(param)
+        masters.append(strong(kept) if kind == "full" else kept)
+    return jax.tree.unflatten(tree, params), jax.tree.unflatten(tree, masters)
 
 
 def check_tree(params: Any, state: MixedPrecisionState) -> None:

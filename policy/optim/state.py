@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from policy.loss_scale import LossScale
-
-MasterWeights: TypeAlias = Literal["auto", "full", "none"]
+from policy.optim.storage import MasterWeights
 
 
 @jax.tree_util.register_static
@@ -46,7 +45,7 @@ class MixedPrecisionState(NamedTuple):
       finite: () bool, whether the last step's gradients were finite.
       skipped: () int32, steps left out because they weren't.
       count: () int32, steps applied.
-      masters: a tree like the params: a float32 master where there is one, else an empty `optax.MaskedNode`.
+      masters: a tree like the params: what `policy.optim.storage` keeps beside each, else an empty `optax.MaskedNode`.
       layout: each param's dtype when the state was made.
     """
 

@@ -17,6 +17,7 @@ from policy.optim import (
     apply_gradients,
     finite_of,
     loss_scale_of,
+    master_params,
     mixed_precision,
 )
 from policy.policy import get_policy
@@ -310,6 +311,35 @@ def test_counts_and_schedules_inside_stand_still_on_a_skipped_step():
     assert steps == [1.0, 0.0, 0.5]
 
 
+@pytest.mark.parametrize("dtype", ANY)
+@pytest.mark.parametrize("mode", ["full", "kahan", "none"])
+def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mode):
+    params = params_in(dtype)
+    skips, applies = (
+        mixed_precision(optax.adam(1e-2), "float32", loss_scale=8.0, master_weights=mode, skip_nonfinite=skip)
+        for skip in (True, False)
+    )
+    assert not applies.skip_nonfinite
+    good = ScaledGradients(gradients_like(params, dtype, 4.0), 8.0)
+    expected = apply_gradients(skips, params, skips.init(params), good)
+    got = apply_gradients(applies, params, applies.init(params), good)
+    assert types(expected) == types(got)
+    masters = [master_params(new, state) for new, state, _ in (expected, got)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *masters)  # XLA fuses them differently
+    updates, _ = applies.update(good, applies.init(params), params)
+    assert types(updates) == types(skips.update(good, skips.init(params), params)[0])
+    jax.tree.map(lambda u: np.testing.assert_allclose(u, -0.01, rtol=0.5), updates)
+    bad = gradients_like(params, value=np.nan)
+    new, state, finite = apply_gradients(applies, params, applies.init(params), bad)
+    assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(new))
+    assert finite
+    assert state.count == 1
+    assert state.skipped == 0
+    if mode == "none":
+        step = lambda p, g: apply_gradients(applies, p, applies.init(p), g)  # noqa: E731
+        assert "cond" not in str(jax.make_jaxpr(step)(params, bad))
+
+
 def test_multi_steps_inside_leaves_a_bad_microbatch_out():
     params = {"w": jnp.zeros(2)}
     tx = mixed_precision(optax.MultiSteps(optax.sgd(1.0), 2), "float32")  # pyright: ignore[reportArgumentType]
@@ -434,14 +464,18 @@ def test_bad_arguments_are_refused_by_name():
         mixed_precision(mixed_precision(sgd, "float32"), "float32")
     with pytest.raises(ValueError, match="tx holds a mixed_precision already: wrap once, outermost"):
         mixed_precision(optax.chain(mixed_precision(sgd, "float32")), "float32").init(jnp.ones(2))
-    with pytest.raises(ValueError, match="moment_dtype is not available in this version"):
-        mixed_precision(sgd, "float32", moment_dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="key is not available in this version"):
+    with pytest.raises(ValueError, match="master_weights='stochastic' needs a key: mixed_precision"):
+        mixed_precision(sgd, "float32", master_weights="stochastic")
+    with pytest.raises(
+        ValueError, match="key is for stochastic rounding, but master_weights is 'auto' and moment_dtype None"
+    ):
         mixed_precision(sgd, "float32", key=jax.random.key(0))
-    for mode in ("remainder", "kahan", "stochastic"):
-        with pytest.raises(ValueError, match=f"master_weights='{mode}' is not available in this version: use 'full'"):
-            mixed_precision(sgd, "float32", master_weights=mode)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="master_weights should be 'auto', 'full', 'none' or None, but got 'half'"):
+    for key, shown in ((0, "int"), (jax.random.split(jax.random.key(0)), r"key<fry>\[2\]"), (jnp.ones(2), "float32")):
+        with pytest.raises(TypeError, match=f"key should be one JAX PRNG key, as of .*, but got {shown}"):
+            mixed_precision(sgd, "float32", master_weights="stochastic", key=key)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="skip_nonfinite=False never looks for the overflow that a dynamic loss scale"):
+        mixed_precision(sgd, "float32", loss_scale="dynamic", skip_nonfinite=False)
+    with pytest.raises(ValueError, match=r"master_weights should be one of 'auto', .* 'none' or None, but got 'half'"):
         mixed_precision(sgd, "float32", master_weights="half")  # pyright: ignore[reportArgumentType]
     for norm in (0, -1.0, float("inf"), "a"):
         with pytest.raises(ValueError, match="clip_global_norm should be a positive finite number, but got"):
@@ -494,7 +528,7 @@ def test_a_transform_whose_state_changes_its_tree_is_refused():
 def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
     params = {"w": jnp.ones(2)}
     tx = mixed_precision(optax.sgd(0.1), "float32")
-    for outer in (optax.chain(optax.clip(1.0), tx), optax.masked(tx, {"w": True})):
+    for outer in (optax.chain(optax.clip(1.0), tx), optax.masked(tx, {"w": True}), optax.flatten(tx)):
         with pytest.raises(
             TypeError, match=r"with a mixed_precision inside\. Put it outermost: mixed_precision\(optax"
         ):
@@ -507,6 +541,15 @@ def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
         apply_gradients(plain, params, plain.init(params), params)
     with pytest.raises(TypeError, match="state should be a MixedPrecisionState"):
         apply_gradients(tx, params, plain.init(params), params)
+
+
+@pytest.mark.parametrize("make", [optax.sgd, optax.adam, optax.adamw, optax.lion, optax.adafactor])
+def test_a_plain_optimizer_refuses_scaled_gradients_by_their_structure(make):
+    params, plain = {"w": jnp.ones(2)}, make(0.1)
+    scaled = ScaledGradients({"w": jnp.ones(2)}, 8.0)
+    with pytest.raises((TypeError, ValueError)), jax.numpy_dtype_promotion("standard"):
+        updates, _ = plain.update(scaled, plain.init(params), params)
+        optax.apply_updates(params, updates)
 
 
 def test_the_state_is_a_named_tuple_with_the_promised_parts():

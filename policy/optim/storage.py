@@ -1,0 +1,110 @@
+"""How one param's float32 value is kept: what lies beside the param, and how the two become one number again.
+
+| kind | beside a half-precision param | the float32 value |
+|---|---|---|
+| full | the float32 master | the master |
+| remainder | the low 16 bits of the master, uint16 | param as the high half, joined with the low one |
+| kahan | what rounding dropped, in the param's dtype | param + what was dropped |
+| stochastic, none | nothing | the param |
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
+from policy.trees import working_dtype
+
+MasterWeights: TypeAlias = Literal["auto", "full", "remainder", "kahan", "stochastic", "none"]
+MASTER_WEIGHTS: tuple[MasterWeights, ...] = ("auto", "full", "remainder", "kahan", "stochastic", "none")
+Kind: TypeAlias = Literal["full", "remainder", "kahan", "stochastic", "none"]
+
+PACKED: tuple[Kind, ...] = ("remainder", "kahan")
+"""The kinds whose two arrays of 16 bits leave a step as one of 32."""
+
+
+def kind_of(dtype: Any, master_weights: MasterWeights) -> Kind:
+    """How a param of `dtype` is kept. One that is float32 or wider is its own master, in every mode."""
+    if np.dtype(dtype).itemsize >= 4:
+        return "none"
+    if master_weights == "auto":
+        return "remainder" if dtype == jnp.bfloat16 else "full"
+    return master_weights
+
+
+def beside(param: jax.Array, kind: Kind) -> Any:
+    """What is kept beside a param that is its own float32 value. It is made from the param: sharded as that is."""
+    if kind == "full":
+        return param.astype(jnp.float32)
+    if kind == "remainder":
+        return jnp.zeros_like(param, jnp.uint16)
+    if kind == "kahan":
+        return jnp.zeros_like(param)
+    return optax.MaskedNode()
+
+
+def widen_leaf(param: jax.Array, kept: Any, kind: Kind) -> jax.Array:
+    """The value that the inner transform sees: float32, or what is wider. Never NaN where the param is finite."""
+    if kind == "full":
+        return kept
+    wide = param.astype(working_dtype(param.dtype))
+    if kind == "remainder":
+        return join(param, kept)
+    if kind == "kahan":
+        dropped = kept.astype(wide.dtype)
+        # What doesn't round to the param any more is stale. A little short: `kept` may have been rounded up to a tie.
+        fresh = round_to(wide + dropped * np.float32(1 - 2.0**-8), param.dtype) == param
+        return jnp.where(fresh, wide + dropped, wide)
+    return wide
+
+
+def hold(wide: jax.Array, dtype: Any, kind: Kind, key: Any = None) -> Any:
+    """A new float32 value as a step hands it on; `release` makes of it the param, and what is kept beside that.
+
+    Stochastic rounding draws from `key`. Two arrays of 16 bits travel as one of 32: XLA
+    would compute each in a pass of its own over the moments.
+    """
+    if kind == "full":
+        return round_to(wide, dtype), wide
+    if kind == "remainder":
+        return pack(wide)
+    if kind == "kahan":
+        param = round_to(wide, dtype)
+        dropped = wide - param.astype(wide.dtype)
+        return _pair(param, jnp.where(jnp.isfinite(dropped), dropped, jnp.zeros_like(dropped)).astype(dtype))
+    if kind == "stochastic":
+        return round_stochastically(wide, dtype, key)
+    return round_to(wide, dtype)
+
+
+def hold_same(param: jax.Array, kept: Any, kind: Kind) -> Any:
+    """What `hold` returns, for a step that changes nothing."""
+    if kind == "full":
+        return param, kept
+    if kind == "remainder":
+        return packed(param, kept)
+    return _pair(param, kept) if kind == "kahan" else param
+
+
+def release(held: Any, dtype: Any, kind: Kind) -> tuple[jax.Array, Any]:
+    """The param, and what is kept beside it."""
+    if kind == "full":
+        return held
+    if kind == "remainder":
+        return split(held)
+    if kind == "kahan":
+        both = (held >> jnp.uint32(16)).astype(jnp.uint16), held.astype(jnp.uint16)
+        return lax.bitcast_convert_type(both[0], dtype), lax.bitcast_convert_type(both[1], dtype)
+    return held, optax.MaskedNode()
+
+
+def _pair(high: jax.Array, low: jax.Array) -> jax.Array:
+    """Two arrays of 16 bits as one of 32."""
+    bits = [lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (high, low)]
+    return (bits[0] << jnp.uint32(16)) | bits[1]

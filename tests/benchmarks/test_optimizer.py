@@ -1,0 +1,36 @@
+"""The byte budget of an optimizer step: compiled, not run."""
+
+import jax
+import pytest
+
+from benchmarks.optimizer import LARGEST_TEMPORARY, Row, measure, plain, rows
+
+TABLE = {row.name: row for row in rows()}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="budgets are XLA:CPU's count")
+@pytest.mark.parametrize("name", ["f32 / bf16, no skipping", "f32 / bf16", "remainder, bf16 / bf16"])
+def test_an_adamw_step_stays_within_its_byte_budget(name):
+    row = TABLE[name]
+    assert row.budget is not None
+    moved, temporary = measure(row)
+    assert moved <= row.budget
+    assert temporary <= LARGEST_TEMPORARY
+
+
+def test_every_row_traces():
+    for row in rows()[3:]:
+        init, step = row.make()
+        params = jax.ShapeDtypeStruct((8,), row.params)
+        state = jax.eval_shape(init, params)
+        with jax.numpy_dtype_promotion("standard"):
+            new, after = jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((8,), row.gradients))
+        assert new.dtype == row.params
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_a_row_counts_the_bytes_of_its_program():
+    moved, _ = measure(Row("", "float32", "float32", lambda: (lambda p: p, lambda p, s, g: (p + g, s))))
+    assert moved == pytest.approx(4 + 4 + 4)
+    with jax.numpy_dtype_promotion("standard"):
+        assert measure(Row("", "float32", "bfloat16", plain))[0] >= 26

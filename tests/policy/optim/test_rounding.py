@@ -1,0 +1,185 @@
+"""Rounding: to nearest and apart again, for every bit pattern, and stochastically."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from policy.optim import apply_gradients, master_params, mixed_precision
+from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
+from policy.optim.storage import Kind, beside, hold, hold_same, release, widen_leaf
+
+RNG = np.random.default_rng(0)
+HALF = [jnp.bfloat16, jnp.float16]
+# numpy warns of signalling NaNs, which are among all bit patterns
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+EVERY_16_BITS = np.arange(2**16, dtype=np.uint16)
+FLOATS = np.concatenate(
+    [RNG.integers(0, 2**32, 20000, dtype=np.uint32), (np.arange(2**16, dtype=np.uint32) << 16) + np.uint32(0x8000)]
+).view(np.float32)  # any, and every tie
+
+
+def test_bfloat16_is_rounded_half_away_from_zero():
+    one, ulp = np.float32(1), np.float32(2.0**-7)
+    x = jnp.asarray(
+        [1, 1 + ulp / 2, -1 - ulp / 2, one + ulp * 0.499, one + ulp * 1.5, 0.0, -0.0, 2.0**-140], jnp.float32
+    )
+    rounded: jax.Array = jax.jit(lambda x: round_to(x, jnp.bfloat16))(x)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        rounded.astype(jnp.float32)[:7], np.asarray([1, 1 + ulp, -1 - ulp, 1, 1 + 2 * ulp, 0, -0.0], np.float32)
+    )
+    assert np.signbit(np.asarray(rounded, np.float32)[6])
+
+
+def test_rounding_equals_round_to_nearest_wherever_there_is_no_tie():
+    bits = RNG.integers(0, 2**32, 20000, dtype=np.uint32)
+    bits = bits[(bits & 0xFFFF) != 0x8000]
+    x = bits.view(np.float32)
+    with np.errstate(invalid="ignore"):
+        expected = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    ours = np.asarray(round_to(jnp.asarray(x), jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(ours, expected)  # NaN for NaN, inf where the value is beyond the largest by half
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000, 0xFF800001])
+def test_rounding_keeps_nan_and_infinity(bits):
+    nan = jnp.asarray(np.array([bits], np.uint32).view(np.float32))
+    assert jnp.isnan(round_to(nan, jnp.bfloat16)).all()
+    assert (round_to(jnp.array([np.inf, -np.inf]), jnp.bfloat16) == jnp.array([np.inf, -np.inf], jnp.bfloat16)).all()
+    largest = np.float32(jnp.finfo(jnp.bfloat16).max)
+    assert round_to(jnp.array([largest]), jnp.bfloat16)[0] == jnp.bfloat16(largest)
+
+
+def test_a_float32_is_the_same_after_it_was_taken_apart():
+    param, low = split(pack(jnp.asarray(FLOATS)))
+    rounded = round_to(jnp.asarray(FLOATS), jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(param, np.float32), np.asarray(rounded, np.float32))
+    joined = np.asarray(join(param, low))
+    np.testing.assert_array_equal(np.isnan(joined), np.isnan(FLOATS))
+    numbers = ~np.isnan(FLOATS)
+    np.testing.assert_array_equal(joined.view(np.uint32)[numbers], FLOATS.view(np.uint32)[numbers])
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(low):
+    param = jnp.asarray(EVERY_16_BITS.view(ml_dtypes.bfloat16))
+    stale = jnp.full(param.shape, low, jnp.uint16)
+    joined = np.asarray(jax.jit(join)(param, stale)).astype(np.float64)
+    exact = np.asarray(param).astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(joined), np.isnan(exact))
+    finite = np.isfinite(exact)
+    assert np.isfinite(joined[finite]).all()
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(exact[finite]), 2.0**-126))), -126)
+    assert (np.abs(joined - exact)[finite] <= 2.0 ** (exponent - 7) / 2).all()
+    # a step that changes nothing keeps every bit, NaN's too
+    for kept, was in zip(split(packed(param, stale)), (param, stale), strict=True):
+        np.testing.assert_array_equal(np.asarray(kept).view(np.uint16), np.asarray(was).view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_written_param_beside_a_stale_kahan_term_is_honoured_to_within_an_ulp(dtype):
+    param = jnp.asarray(EVERY_16_BITS.view(dtype))
+    stale = jnp.asarray(RNG.permutation(EVERY_16_BITS).view(dtype))
+    wide = np.asarray(jax.jit(lambda p, k: widen_leaf(p, k, "kahan"))(param, stale)).astype(np.float64)
+    exact = np.asarray(param).astype(np.float64)
+    finite = np.isfinite(exact)
+    assert np.isfinite(wide[finite]).all()
+    info = jnp.finfo(dtype)
+    exponent = np.floor(np.log2(np.maximum(np.abs(exact[finite]), float(info.tiny))))
+    assert (np.abs(wide - exact)[finite] <= 2.0**exponent * float(info.eps)).all()
+    held = release(hold_same(param, stale, "kahan"), dtype, "kahan")
+    for kept, was in zip(held, (param, stale), strict=True):
+        np.testing.assert_array_equal(np.asarray(kept).view(np.uint16), np.asarray(was).view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_kahan_keeps_twice_the_bits_of_what_it_rounds_ties_included(dtype):
+    with np.errstate(invalid="ignore"):
+        x = FLOATS[np.isfinite(FLOATS) & (np.abs(FLOATS) < 6e4) & (np.abs(FLOATS) > 2.0**-10)]
+    param, kept = release(hold(jnp.asarray(x), dtype, "kahan"), dtype, "kahan")
+    np.testing.assert_array_equal(param, round_to(jnp.asarray(x), dtype))
+    bits = {"bfloat16": 17, "float16": 15}[jnp.dtype(dtype).name]  # float16's own smallest step ends it early
+    np.testing.assert_allclose(widen_leaf(param, kept, "kahan"), x, rtol=2.0**-bits)
+
+
+@pytest.mark.parametrize("mode", ["remainder", "kahan", "full"])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, np.nan])
+def test_no_value_written_to_a_param_makes_another_non_finite(mode, value):
+    params = jnp.asarray(RNG.normal(size=64), jnp.bfloat16)
+    tx = mixed_precision(optax.adamw(1e-2), "bfloat16", master_weights=mode)
+    step = jax.jit(lambda p, s: apply_gradients(tx, p, s, jnp.ones(64))[:2])
+    params, state = step(params, tx.init(params))
+    written = params.at[::2].set(value)  # a pruning mask, where it is 0
+    stepped, after = step(written, state)
+    assert jnp.isfinite(stepped[1::2]).all()
+    if mode != "full":  # whose master, not the param, is the truth
+        np.testing.assert_array_equal(jnp.isfinite(stepped[::2]), np.isfinite(value))
+        np.testing.assert_array_equal(jnp.isfinite(master_params(stepped, after)[::2]), np.isfinite(value))
+
+
+def test_what_is_kept_is_made_from_the_param():
+    kinds: list[Kind] = ["full", "remainder", "kahan"]
+    for kind in kinds:
+        param = jnp.asarray(RNG.normal(size=5), jnp.bfloat16)
+        np.testing.assert_array_equal(widen_leaf(param, beside(param, kind), kind), param.astype(jnp.float32))
+        jaxpr = jax.make_jaxpr(functools.partial(beside, kind=kind))(param)
+        assert jaxpr.out_avals[0].shape == (5,)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("value", [1.0009, -3.3333, 2.0**-14 * 1.3, 2.0**-17 * 1.77, -(2.0**-24) * 1.3, 60000.7])
+def test_stochastic_rounding_gives_the_two_neighbours_and_the_value_on_average(dtype, value):
+    count = 2**14
+    x = jnp.full((128, count // 128), value, jnp.float32)
+    rounded = np.asarray(round_stochastically(x, dtype, jax.random.key(1))).astype(np.float64)
+    exact = float(np.float32(value))
+    low, high = np.unique(rounded)
+    assert low < exact < high
+    toward = np.asarray(jnp.nextafter(jnp.asarray(low, dtype), jnp.asarray(np.inf, dtype))).astype(np.float64)
+    assert toward == high
+    probability = (exact - low) / (high - low)
+    sigma = (high - low) * (probability * (1 - probability) / count) ** 0.5
+    assert abs(rounded.mean() - exact) < 4 * sigma + (high - low) * 2.0**-12  # 13 and 16 random bits
+    # rows and columns are not alike
+    up = rounded == high
+    assert np.abs(up.mean(0) - probability).max() < 6 * (0.25 / 128) ** 0.5
+    assert np.abs(up.mean(1) - probability).max() < 6 * (0.25 / 128) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_stochastic_rounding_leaves_what_fits_and_never_overflows_a_number(dtype):
+    exact = jnp.asarray(EVERY_16_BITS.view(dtype))
+    rounded = round_stochastically(exact.astype(jnp.float32), dtype, jax.random.key(2))
+    np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(exact, np.float32))
+    info = jnp.finfo(dtype)
+    beyond = jnp.full(4096, np.float32(info.max) * np.float32(1 + float(info.eps) / 8))
+    np.testing.assert_array_equal(round_stochastically(beyond, dtype, jax.random.key(3)), info.max)
+
+
+def test_stochastic_rounding_draws_anew_for_each_step_leaf_and_mapped_part():
+    params = {"a": jnp.ones(512, jnp.bfloat16), "b": jnp.ones(512, jnp.bfloat16)}
+    half = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params)  # half of the ulp below 1
+
+    def rounded(params, steps=1, key=0, axis_name=None):
+        raw = jax.random.PRNGKey(key)  # the old kind of key
+        tx = mixed_precision(optax.sgd(1.0), "bfloat16", master_weights="stochastic", key=raw, axis_name=axis_name)
+        state = tx.init(params)._replace(count=jnp.int32(steps))
+        return apply_gradients(tx, params, state, half)[0]
+
+    first = rounded(params)
+    assert 0.4 < (first["a"] < 1).mean() < 0.6
+    for one, other in (
+        (first["a"], first["b"]),
+        (first["a"], rounded(params, 2)["a"]),
+        (first["a"], rounded(params, key=1)["a"]),
+    ):
+        assert 0.4 < (one == other).mean() < 0.6
+    jax.tree.map(np.testing.assert_array_equal, first, rounded(params))
+    lanes = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+    parts = jax.vmap(lambda p: rounded(p, axis_name="i"), axis_name="i")(lanes)
+    assert 0.4 < (parts["a"][0] == parts["a"][1]).mean() < 0.6
