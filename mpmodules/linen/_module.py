@@ -351,7 +351,8 @@ def run_method(
             crosses = boundary.module_crosses(scope, effective.base)
         if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
-        with enter(_scope_inside(scope, effective, crosses)), _scan_carries_explained(module, crosses, effective.policy):
+        inner = _scope_inside(scope, effective, crosses)
+        with enter(inner), _scan_carries_explained(module, crosses, effective.policy):
             if not getattr(type(module), "_dtype_fields", False) or lifted:
                 outputs = method(module, *args, **kwargs)
             elif own_body:
