@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mpmodules import activations, functional
 from mpmodules.linen._layer import Layer
-from mpmodules.linen._module import fields_set
+from mpmodules.linen._resolution import fields_set
 from policy.casting import cast_array
 from policy.precedence import Effective
 

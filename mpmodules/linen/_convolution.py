@@ -8,7 +8,7 @@ import flax.linen as flax_nn
 
 from mpmodules import functional
 from mpmodules.linen._linear import Accumulating, Biased, accumulator_fields
-from mpmodules.linen._module import dtype_fields
+from mpmodules.linen._resolution import dtype_fields
 from policy.policy import Policy
 
 

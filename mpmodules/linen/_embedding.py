@@ -13,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
 from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
-from mpmodules.linen._module import fields_set
+from mpmodules.linen._resolution import fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective

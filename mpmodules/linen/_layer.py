@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from mpmodules.functional import HalfSafe, complex_input, is_half
-from mpmodules.linen._module import Module, dtype_fields, fields_set
+from mpmodules.linen._module import Module
+from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
 

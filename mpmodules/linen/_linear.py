@@ -16,7 +16,7 @@ from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
 from mpmodules.linen._layer import Layer, declared_field
-from mpmodules.linen._module import dtype_fields, fields_set
+from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
 
@@ -103,11 +103,11 @@ class Accumulating(Biased):
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        policy, returns = effective.policy, None if effective.policy is None else effective.policy.output_dtype
+        policy = effective.policy
         given = declared_field(self, "promote_dtype") is not promote_dtype
         given = given or declared_field(self, "preferred_element_type") is not None
         in_complex = effective.dtype is not None or functional.complex_input((*args, *kwargs.values())) is not None
-        wider = crosses and policy is not None and functional.is_wider(returns, policy.compute_dtype)
+        wider = crosses and policy is not None and functional.is_wider(policy.output_dtype, policy.compute_dtype)
         if policy is None or given or in_complex or not wider:
             return super()._call_layer(effective, crosses, method, args, kwargs)
         accumulated = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype))
@@ -132,7 +132,7 @@ class Accumulating(Biased):
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict, inputs: jax.Array, kernel: jax.Array
     ) -> jax.Array:
         """Flax's bare method, of operands as they are and nothing else: no bias, no mask, no variable."""
-        view = object.__new__(type(self))
+        view: Any = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         fields: dict[str, Any] = {"use_bias": False, "mask": None, "param": lambda *_: kernel}
         view.__dict__.update(fields, promote_dtype=lambda *arrays, dtype=None, inexact=True: list(arrays))

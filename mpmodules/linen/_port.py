@@ -13,15 +13,9 @@ from typing import Any, TypeVar
 import flax.linen as flax_nn
 
 from mpmodules.functional import is_half
-from mpmodules.linen._module import (
-    LAYER_OF,
-    NOT_BOUNDARIES,
-    is_innermost,
-    is_upstream,
-    obeys_policies,
-    run_method,
-    run_setup,
-)
+from mpmodules.linen._boundary import NOT_BOUNDARIES, is_upstream, run_method, run_setup
+from mpmodules.linen._calls import is_innermost
+from mpmodules.linen._module import LAYER_OF, obeys_policies
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike, Scope, current_scope, enter, require_usable

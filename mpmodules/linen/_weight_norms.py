@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from mpmodules import functional
-from mpmodules.linen._module import Module, dtype_fields, fields_set, plain_fields
+from mpmodules.linen._module import Module
+from mpmodules.linen._resolution import dtype_fields, fields_set, plain_fields
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective

@@ -58,8 +58,9 @@ class Matmul(Layer):
             return self._call_biased(method, args, kwargs)
         output_dtype = self._returns(crosses)
         wide = output_dtype if preferred is None else preferred
-        if hasattr(self, "_call_accumulating") and functional.is_wider(wide, policy.compute_dtype):
-            return cast_array(self._call_accumulating(wide, method, args, kwargs), output_dtype)
+        accumulating: Any = getattr(self, "_call_accumulating", None)
+        if accumulating is not None and functional.is_wider(wide, policy.compute_dtype):
+            return cast_array(accumulating(wide, method, args, kwargs), output_dtype)
         if preferred is not None:
             promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(preferred))
             return cast_array(method(viewed(self, promote_dtype=promote), *args, **kwargs), output_dtype)

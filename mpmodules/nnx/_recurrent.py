@@ -164,7 +164,7 @@ class RNN(Module, flax_nnx.RNN):
         policy: Any = self.dtype_policy
         if policy is not None:
             seq_lengths = indexing_lengths(seq_lengths)
-        if self._may_widen():
+        if policy is not None and self._may_widen():
             loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
         outputs = flax_nnx.RNN.__call__(
             loop,

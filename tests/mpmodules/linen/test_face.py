@@ -236,7 +236,8 @@ def test_a_captured_output_is_what_the_call_returned(norm, lift):
         def __call__(self, x):
             return lift(Block)(name="block")(x)
 
-    model, x = Outer(dtype_policy="mixed_bfloat16"), jax.random.normal(KEY, (2, 3, 4))
+    model: Any = Outer(dtype_policy="mixed_bfloat16")
+    x = jax.random.normal(KEY, (2, 3, 4))
     variables = model.init(KEY, x)
     mutable = ["intermediates", "batch_stats"]
     y, state = model.apply(variables, x, capture_intermediates=True, mutable=mutable)
@@ -267,9 +268,14 @@ def test_tabulate_and_interceptors_show_what_goes_in_and_comes_out_of_each_call(
 
 
 def test_a_modules_setup_runs_under_its_policy():
+    def param_dtype():
+        policy = current_policy()
+        assert policy is not None
+        return policy.param_dtype
+
     class Inner(our_nn.Module):
         def setup(self):
-            self.scale = self.param("scale", our_nn.initializers.ones, (), current_policy().param_dtype)
+            self.scale = self.param("scale", our_nn.initializers.ones, (), param_dtype())
 
         def __call__(self, x):
             return x * self.scale.astype(x.dtype)

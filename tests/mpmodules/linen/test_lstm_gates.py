@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.dtypes import promote_dtype
 
 from mpmodules import linen as nn
 from mpmodules.linen import apply_policy
@@ -32,7 +33,7 @@ class Reordered(flax_nn.OptimizedLSTMCell):
             part = {"kernel_init": self.kernel_init, "use_bias": False}
             wx, _ = DenseParams(self.features, **args, **part, name=f"i{gate}")(inputs)
             wh, b = DenseParams(self.features, **args, kernel_init=self.recurrent_kernel_init, name=f"h{gate}")(h)
-            inputs, h, wx, wh, b = flax_nn.dtypes.promote_dtype(inputs, h, wx, wh, b, dtype=self.dtype)
+            inputs, h, wx, wh, b = promote_dtype(inputs, h, wx, wh, b, dtype=self.dtype)
             sums[gate] = inputs @ wx + h @ wh + b[None]
         out, new = self.gate_fn(sums["o"]), self.activation_fn(sums["g"])
         kept, taken = self.gate_fn(sums["f"]), self.gate_fn(sums["i"])

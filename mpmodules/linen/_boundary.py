@@ -1,0 +1,191 @@
+"""The boundary around the methods of linen modules."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as flax_nn
+
+from mpmodules import _carries as carries
+from mpmodules.linen._calls import call_under_way, calls
+from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields
+from policy import boundary
+from policy.policy import Policy
+from policy.precedence import Effective
+from policy.scope import Scope, current_scope, enter
+
+# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
+NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
+_FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
+
+
+def install_boundaries(cls: Any) -> None:
+    """Puts the boundary around each public method that `cls` adds, and around its setup.
+
+    Flax's machinery is outside of the boundary: what it hands to interceptors, captures and tabulates is what the
+    caller gave and gets. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it
+    transforms, our mark included: a mark that points to another function tells such a method, and gives it a boundary
+    outside of the transform.
+    """
+    fields = {field.name for field in dataclasses.fields(cls)}
+    names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
+    for name in names:
+        is_setup = name == "setup"
+        private = name.startswith("_") and name != "__call__"
+        if name in fields or private or (not is_setup and (name in _FLAX_METHODS or name in NOT_BOUNDARIES)):
+            continue
+        method = inspect.getattr_static(cls, name)
+        if not inspect.isfunction(method) or hasattr(method, "nowrap"):
+            continue
+        if method is inspect.getattr_static(flax_nn.Module, name, None):
+            continue  # a wrapped copy here would come before the layer's own in the order of inheritance
+        mark = method.__dict__.get("_policy_boundary")
+        if mark is method:
+            continue
+        setattr(cls, name, _setup_with_policy(method) if is_setup else _bounded(method, lifted=mark is not None))
+
+
+def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
+    """A method with its boundary: inside of Flax's wrapper, unless it is a transformed one."""
+    wrapped = getattr(method, "__wrapped__", None)
+    transformed = lifted or hasattr(wrapped, "method_handler_wrapped")
+    if wrapped is None or transformed or not hasattr(method, "method_handler_wrapped"):
+        return _with_boundary(method, lifted=lifted)
+    bounded = flax_nn.module.wrap_method_once(_with_boundary(wrapped, lifted=False))
+    bounded._policy_boundary = bounded  # type: ignore[attr-defined]
+    return bounded
+
+
+def is_upstream(method: Callable[..., Any]) -> bool:
+    """Whether a layer's method is Flax's own (or ours), rather than a user's on top of it."""
+    return method.__module__.split(".")[0] in ("flax", "mpmodules")
+
+
+def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
+    own_body = not lifted and is_upstream(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, flax_nn.Module) or self.scope is None:
+            return method(self, *args, **kwargs)  # Flax says what is wrong with a call on an unbound module
+        return run_method(self, method, args, kwargs, lifted=lifted, own_body=own_body)
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call
+
+
+def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters made in `setup` need their dtype before any method runs, through whatever entry setup is reached."""
+
+    @functools.wraps(setup)
+    def call(self: Any) -> Any:
+        return run_setup(self, lambda: setup(self))
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call
+
+
+def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
+    """Runs a module's setup under its policy, and a layer's with its fields as the policy wants them."""
+    scope = current_scope()
+    effective = effective_policy(module, scope)
+    if not getattr(type(module), "_is_layer", False):
+        with enter(_scope_inside(scope, effective, boundary.module_crosses(scope, effective.base))):
+            return setup()
+    with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
+        return setup()
+
+
+def _scope_inside(scope: Scope, effective: Effective, crosses: bool) -> Scope:
+    """The scope that holds for what a module's methods run."""
+    if effective.policy is None:
+        return scope
+    return boundary.inside(scope, effective.policy) if crosses else dataclasses.replace(scope, policy=effective.policy)
+
+
+def run_method(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    lifted: bool = False,
+    own_body: bool = True,
+) -> Any:
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
+
+    Args:
+      lifted: `method` is a transformed one, that calls another boundary of the same module inside of the transform:
+        only the casts and the scope are ours.
+      own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
+        inputs are the user's business, and the layer's own method is a call inside.
+    """
+    scope = current_scope()
+    effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
+    with call_under_way(module, scope):
+        is_layer = getattr(type(module), "_is_layer", False)
+        if is_layer:
+            crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
+        else:
+            crosses = boundary.module_crosses(scope, effective.base)
+        if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
+            args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
+        inner = _scope_inside(scope, effective, crosses)
+        with enter(inner), _scan_carries_explained(module, crosses, effective.policy):
+            if not getattr(type(module), "_dtype_fields", False) or lifted:
+                outputs = method(module, *args, **kwargs)
+            elif own_body:
+                outputs = module._call_layer(effective, crosses and is_layer, method, args, kwargs)
+            else:
+                with fields_set(module, plain_fields(module, effective)):
+                    outputs = method(module, *args, **kwargs)
+        if effective.policy is not None and _is_step(module, method):
+            outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
+        if not crosses or effective.policy is None:
+            return outputs
+        has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+        return carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
+
+
+def _cast_inputs(
+    module: Any, policy: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def signature() -> inspect.Signature:
+        full = inspect.signature(method)
+        return full.replace(parameters=list(full.parameters.values())[1:])  # without self
+
+    return carries.cast_inputs(
+        policy,
+        args,
+        kwargs,
+        is_step=_is_step(module, method),
+        is_loop=_is_loop(module, method),
+        keep=getattr(type(module), "keep_inputs", ()),
+        signature=signature,
+    )
+
+
+def _is_step(module: Any, method: Callable[..., Any]) -> bool:
+    """Whether a call is a step of a recurrent cell, from carry and input to carry and output."""
+    return isinstance(module, flax_nn.RNNCellBase) and method.__name__ == "__call__"
+
+
+def _is_loop(module: Any, method: Callable[..., Any]) -> bool:
+    """Whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
+    return isinstance(module, flax_nn.RNN | flax_nn.Bidirectional) and method.__name__ == "__call__"
+
+
+@contextlib.contextmanager
+def _scan_carries_explained(module: Any, crosses: bool, policy: Policy | None) -> Iterator[None]:
+    """Notes a boundary, and adds those inside of it to JAX's error for a scan whose carry changes its dtype."""
+    path = "/".join(module.path)
+    if crosses and policy is not None:
+        calls.crossed[path] = policy
+    lifting = "lift its class (nn.scan(Block)) instead of a function, "
+    with carries.scan_explained(calls.crossed, path, lifting=lifting):
+        yield

@@ -1,0 +1,97 @@
+"""The linen module calls under way, and the check that every rule met a module."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import flax.linen as flax_nn
+
+from policy.policy import Policy
+from policy.scope import Scope
+
+
+class _Calls(threading.local):
+    """The module calls under way in this thread, and what a root call has seen so far."""
+
+    def __init__(self) -> None:
+        self.paths: list[tuple[str, ...]] = []
+        self.crossed: dict[str, Policy] = {}  # the boundaries below the outermost call, by path
+        self.seen: dict[str, set[type]] | None = None
+        self.innermost: flax_nn.Module | None = None
+
+
+calls = _Calls()
+
+
+def is_innermost(module: flax_nn.Module) -> bool:
+    """Whether the innermost call under way is of this very instance."""
+    return calls.innermost is module
+
+
+def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
+    """The module's path from the root, or None for an unbound module."""
+    return None if module.scope is None else module.path
+
+
+@contextlib.contextmanager
+def call_under_way(module: Any, scope: Scope) -> Iterator[None]:
+    """Notes the call, and after a root's call refuses rules that matched nothing in it."""
+    path = module.path
+    is_root = not path and calls.seen is None
+    if is_root:
+        calls.seen = {}
+    outer, calls.innermost = calls.innermost, module
+    calls.paths.append(path)
+    try:
+        if calls.seen is not None:
+            note_seen(path, type(module))
+        yield
+        if is_root and scope.rules:
+            _check_rules(module, scope)
+    finally:
+        calls.paths.pop()
+        calls.innermost = outer
+        if not calls.paths:
+            calls.crossed.clear()
+        if is_root:
+            calls.seen = None
+
+
+def note_seen(path: tuple[str, ...], cls: type) -> None:
+    """Notes that a module was called, for the check of rules at the end of the root's call."""
+    if calls.seen is not None:
+        calls.seen.setdefault("/".join(path), set()).add(cls)
+
+
+def _check_rules(root: Any, scope: Scope) -> None:
+    """Checks the rules in force against the modules called and those that hold variables.
+
+    Class rules are checked only where every module that holds variables was called: a call of one method of many, or
+    of a cached inner jit, says nothing about the classes of the rest.
+    """
+    if scope.rules is None or not scope.rules.strict or calls.seen is None:
+        return
+    stored: set[str] = set()
+    for collection in root.variables.values():
+        _collect_paths(collection, (), stored)
+    wholes = [path for path, classes in calls.seen.items() if any(getattr(cls, "_is_whole", False) for cls in classes)]
+    inside = tuple(f"{path}/" if path else "" for path in wholes)
+
+    def can_obey(path: str) -> bool:
+        return path in wholes or not path.startswith(inside)
+
+    called = {path: classes for path, classes in calls.seen.items() if can_obey(path)}
+    stored = set(filter(can_obey, stored))
+    paths: dict[str, Any] = dict.fromkeys(stored) | called
+    scope.rules.check(paths if stored <= set(called) else list(paths))
+
+
+def _collect_paths(tree: Any, path: tuple[str, ...], into: set[str]) -> None:
+    """Adds the path of each mapping below `tree` that holds something, prefixes included."""
+    if isinstance(tree, Mapping):
+        into.add("/".join(path))
+        for name, child in tree.items():
+            _collect_paths(child, (*path, str(name)), into)

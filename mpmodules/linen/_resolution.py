@@ -1,0 +1,105 @@
+"""Which policy a linen module obeys, and the dtype fields that Flax's code sees of it during a call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import flax.linen as flax_nn
+import jax.numpy as jnp
+
+from mpmodules.linen._calls import calls, path_of
+from policy.policy import Policy
+from policy.precedence import Effective, with_explicit_dtypes
+from policy.scope import Scope
+
+
+def effective_policy(module: Any, scope: Scope) -> Effective:
+    """What `module` obeys, were one of its methods called now under `scope`."""
+    path = path_of(module)
+    own = getattr(module, "dtype_policy", None)
+    if own is None and scope.rules and path is not None:
+        own = scope.rules.match("/".join(path), type(module))
+    base = own if own is not None else _inherited(module, path, scope)
+    if not getattr(type(module), "_dtype_fields", False):
+        return Effective(base, base, own is not None)
+    declared = declared_dtypes(module)
+    return with_explicit_dtypes(
+        base,
+        own=own is not None,
+        dtype=declared.get("dtype"),
+        param_dtype=declared.get("param_dtype"),
+        what=type(module).__name__,
+        where="/".join(path or ()) or type(module).__name__,
+    )
+
+
+def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> Policy | None:
+    """The caller's policy; above a module that nobody of ours is calling, what its ancestors would obey."""
+    if not path or (not scope.rules and calls.paths):
+        return scope.policy
+    ancestor = module.parent
+    for length in range(len(path) - 1, -1, -1):
+        above = path[:length]
+        if above in calls.paths:
+            return scope.policy
+        ancestor = ancestor if isinstance(ancestor, flax_nn.Module) and ancestor.path == above else None
+        policy = getattr(ancestor, "dtype_policy", None) if not calls.paths else None
+        if policy is None and scope.rules:
+            policy = scope.rules.match("/".join(above), None if ancestor is None else type(ancestor))
+        if policy is not None:
+            return policy
+        ancestor = None if ancestor is None else ancestor.parent
+    return scope.policy
+
+
+def declared_dtypes(module: Any) -> Mapping[str, Any]:
+    """The dtype arguments that the user gave a layer, whatever is put in their fields for the length of a call."""
+    declared = module.__dict__.get("_declared_fields")
+    if declared is None:
+        declared = {name: module.__dict__.get(name) for name in ("dtype", "param_dtype")}
+    return declared
+
+
+def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
+    """The `dtype` and `param_dtype` that a layer of Flax's is to see: the policy's, else what was declared."""
+    declared = declared_dtypes(module)
+    param_dtype = declared.get("param_dtype")
+    if policy is None:
+        return {"dtype": declared.get("dtype"), "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
+    if param_dtype is not None and jnp.issubdtype(param_dtype, jnp.complexfloating):
+        return {"dtype": policy.compute_dtype, "param_dtype": param_dtype}
+    return {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+
+
+def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
+    """`dtype_fields` with an explicit complex dtype, which no policy can hold, put back."""
+    fields = dtype_fields(module, effective.policy)
+    return fields if effective.dtype is None else fields | {"dtype": effective.dtype}
+
+
+@contextlib.contextmanager
+def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Puts other values in a layer's dataclass fields for the length of a block.
+
+    What the user declared stays to be read in `_declared_fields`; a block inside a block restores the outer's values.
+    """
+    namespace = module.__dict__
+    outermost = "_declared_fields" not in namespace
+    before = {name: namespace[name] for name in fields if name in namespace}
+    if outermost:
+        names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
+        namespace["_declared_fields"] = {name: namespace[name] for name in names if name in namespace}
+    namespace.update(fields)
+    try:
+        yield
+    finally:
+        for name in fields:
+            if name in before:
+                namespace[name] = before[name]
+            else:
+                namespace.pop(name, None)
+        if outermost:
+            namespace.pop("_declared_fields", None)
