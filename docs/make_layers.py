@@ -106,7 +106,7 @@ def one(tests: dict[str, str], wing: str) -> dict[str, str]:
 _BIAS = "the gradient of the bias; the accumulators of matmuls, as XLA has them"
 _BIAS_UP = "sums the gradient of the bias to half precision"
 _NORM = "statistics, scale and bias, and their gradients; one rounding at the end"
-_CELL = "initialisers; gates are summed in compute_dtype as in Flax"
+_CELL = "initialisers, the gradients of biases; gates are summed in compute_dtype as in Flax"
 _CELL_UP = "returns float32 from half inputs, or fails"
 
 LAYERS = (
@@ -165,7 +165,7 @@ LAYERS = (
     Row("ConvLSTMCell", _CELL, _CELL_UP, one(_CELLS, "linen")),
     Row(
         "RNN",
-        "nothing of its own: a loop over its cell, whose carry keeps its type",
+        "the gradients of half weights, over the steps; a loop over its cell, whose carry keeps its type",
         "fails where the cell's carry changes type",
         _RNN,
     ),
@@ -178,7 +178,7 @@ LAYERS = (
         "multiplies and sums the gradient in half precision",
         _PRELU,
     ),
-    Row("LoRA", "nothing: two matmuls in compute_dtype", "returns float32 over a float32 base module", _LORA),
+    Row("LoRA", "the accumulators of its two matmuls, as XLA has them", "returns float32 over a float32 base module", _LORA),
     Row("LoRALinear", "as Linear; its low-rank part follows the policy", "returns float32 from dtype=bfloat16", _LORA),
 )
 
@@ -275,7 +275,8 @@ def page() -> str:
         "",
         "Every layer keeps its parameters in param_dtype, multiplies in compute_dtype and returns what the policy "
         "says. The tables say what else runs in reduction_dtype, what Flax does in half precision without us, and the "
-        "test (below `tests/`).",
+        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the dtype of every matmul "
+        "and every sum, forward and backward, under every policy.",
         "",
     ]
     for title, rows in (("Layers", LAYERS), ("Functions", FUNCTIONS)):
