@@ -1,1 +1,1 @@
-"""Ratios against upstream and peers, side by side in one run."""
+"""Measurements beside upstream and peers. Run from the repository's root; nothing here is installed."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -125,3 +126,29 @@ def step_in(
     given = given_carry(args, kwargs)
     args, kwargs = with_carry(cast_floating(given, dtype), args, kwargs)
     return hand_on_outputs(cast_floating(step(*args, **kwargs), dtype), given)
+
+
+_ADVICE = "Modules inside are boundaries with a policy of their own"
+
+
+@contextlib.contextmanager
+def scan_explained(crossed: Mapping[str, Policy], at: str | None = None, *, lifting: str = "") -> Iterator[None]:
+    """Adds, to JAX's error for a scan whose carry changes its dtype, the boundaries inside that change dtypes.
+
+    Args:
+      crossed: the boundaries crossed, by path or class; read when the error arrives.
+      at: the one whose call this is.
+      lifting: what the wing offers beside, for the message.
+    """
+    try:
+        yield
+    except TypeError as error:
+        inside = {name: policy for name, policy in crossed.items() if name != at}
+        explained = any(note.startswith(_ADVICE) for note in getattr(error, "__notes__", ()))
+        if inside and "carry" in str(error) and not explained:
+            listed = ", ".join(f"'{name}' (returns {p.output_dtype.name})" for name, p in sorted(inside.items()))
+            error.add_note(
+                f"{_ADVICE}: {listed}. Where one is the body of a scan, give it the policy that its caller obeys, "
+                f"{lifting}or cast the carry to its output_dtype before the scan."
+            )
+        raise

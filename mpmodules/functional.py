@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +24,12 @@ def is_half(dtype: DTypeLike) -> bool:
 
 def is_wider(dtype: DTypeLike, than: DTypeLike) -> bool:
     return jnp.dtype(dtype).itemsize > jnp.dtype(than).itemsize
+
+
+def complex_input(arguments: Sequence[Any]) -> np.dtype | None:
+    """The widest complex dtype among the arguments that are arrays, or None."""
+    dtypes = [x.dtype for x in arguments if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
 
 def widen(x: Any, dtype: DTypeLike) -> Any:
@@ -51,7 +56,8 @@ class HalfSafe:
     def __call__(self, key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, **kwargs: Any) -> Array:
         if not is_half(dtype) or _runs_in(self.init, tuple(shape), jnp.dtype(dtype)):
             return self.init(key, shape, dtype, **kwargs)
-        return self.init(key, shape, jnp.float32, **kwargs).astype(dtype)
+        made = self.init(key, shape, jnp.float32, **kwargs)
+        return jax.tree.map(lambda x: x.astype(dtype), made)  # an array, or one in a box of metadata
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,10 +178,10 @@ def trailing(y: Array, bias: Array) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def shifted(x: Array, axes: int | Sequence[int]) -> Array:
-    """`x` minus its first element along `axes`, through which no gradient flows.
+def shift_of(x: Array, axes: int | Sequence[int]) -> Array | None:
+    """The first element of `x` along `axes`, which stay as 1, with no gradient through it; None of an empty array.
 
-    A normalisation over `axes` is the same for `x` and `shifted(x, axes)`, forward and backward, but the one-pass
+    A normalisation over `axes` is the same for `x` and `x - shift_of(x, axes)`, forward and backward, but the one-pass
     variance E[x^2] - E[x]^2 of the shifted data does not cancel where the mean is large against the spread (measured
     at mean 1000 and spread 1, float32: 3e-5 against 0.42 unshifted and 7e-5 in two passes).
 
@@ -184,124 +190,26 @@ def shifted(x: Array, axes: int | Sequence[int]) -> Array:
       axes: the axes that the statistics run over.
     """
     axes = tuple(np.atleast_1d(np.asarray(axes, dtype=int)) % max(x.ndim, 1))
-    if any(x.shape[axis] == 0 for axis in axes):
-        return x
-    first = x[tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(x.ndim))]
-    return x - lax.stop_gradient(first)
+    if x.size == 0:
+        return None
+    return lax.stop_gradient(x[tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(x.ndim))])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention
-# ---------------------------------------------------------------------------------------------------------------------
+def without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:
+    """`axes` of an array of `ndim` axes, but for those `left_out`; negative ones count from the end."""
+    out = {int(axis) % ndim for axis in np.atleast_1d(np.asarray(left_out))}
+    return [axis % ndim for axis in axes if axis % ndim not in out]
 
 
-def check_attention_shapes(query: Array, key: Array, value: Array) -> None:
-    """Refuses queries, keys and values whose ranks, batch axes or lengths do not fit."""
-    arrays = (query, key, value)
-    if len({x.ndim for x in arrays}) != 1:
-        raise ValueError(f"q, k, v must have same rank, but got {', '.join(str(x.ndim) for x in arrays)}.")
-    if len({x.shape[:-3] for x in arrays}) != 1:
-        raise ValueError(f"q, k, v batch dims must match, but got shapes {', '.join(str(x.shape) for x in arrays)}.")
-    if key.shape[-3] != value.shape[-3]:
-        raise ValueError(f"k, v lengths must match, but got {key.shape[-3]} and {value.shape[-3]}.")
-
-
-def dot_product_attention_weights(
-    query: Array,
-    key: Array,
-    *,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    is_causal: bool = False,
-    precision: Any = None,
-    einsum: Callable[..., Array] | None = None,
-    reduction_dtype: DTypeLike = jnp.float32,
-) -> Array:
-    """softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the matmul's accumulator on.
-
-    Axes: B batch (any number), T query, S key, N query heads, K key heads (a divisor of N), H head width. This is
-    `jax.nn.dot_product_attention`'s contract: logits and softmax are never rounded to the operands' dtype.
-
-    Args:
-      query: (B..., T, N, H), half or full precision.
-      key: (B..., S, K, H), the same dtype.
-      bias: added to the logits; broadcastable to (B..., N, T, S).
-      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S). A row without any key left is uniform.
-      is_causal: masks out the keys after each query.
-      precision: as in `jax.lax`.
-      einsum: computes the logits instead of ours, `einsum(subscripts, query, key)`.
-      reduction_dtype: what logits and softmax are in; at least float32.
+def shift_of_groups(x: Array, axes: Sequence[int], groups: int) -> Array | None:
+    """`shift_of` for statistics over `axes` and, within each of `groups` groups, over the last axis, the channels.
 
     Returns:
-      (B..., N, T, S) in `reduction_dtype`.
+      x's rank, with as many channels as `x`; None of an empty array, or of channels that the groups do not divide.
     """
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"q, k depths must match, but got {query.shape[-1]} and {key.shape[-1]}.")
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    if heads % key_heads:
-        raise ValueError(f"Query heads ({heads}) must be a multiple of key heads ({key_heads}) for grouped queries.")
-    if einsum is not None:
-        logits = einsum("...qhd,...khd->...hqk", query, key).astype(reduction_dtype)
-    else:
-        grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])  # (B..., T, K, G, H)
-        logits = _dot("...qhgd,...khd->...hgqk", grouped, key, precision, reduction_dtype)
-        logits = logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])  # (B..., N, T, S)
-    logits = logits * np.asarray(1 / math.sqrt(query.shape[-1]), logits.dtype)
-    if bias is not None:
-        logits = logits + jnp.asarray(bias, logits.dtype)
-    allowed = None if mask is None else jnp.asarray(mask).astype(bool)
-    if is_causal:
-        causal = jnp.tril(jnp.ones(logits.shape[-2:], bool))
-        causal = causal.reshape((1,) * (logits.ndim - 2) + causal.shape)
-        allowed = causal if allowed is None else jnp.logical_and(jnp.broadcast_to(allowed, logits.shape), causal)
-    if allowed is not None:
-        allowed = jnp.broadcast_to(allowed, logits.shape)
-        # Half of the lowest number: a bias on top of it can't reach -inf, and a row of it is uniform, not NaN.
-        logits = jnp.where(allowed, logits, np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype))
-    return jax.nn.softmax(logits, axis=-1)
-
-
-def weighted_values(weights: Array, value: Array, *, precision: Any = None) -> Array:
-    """Sums the values by attention weight.
-
-    Args:
-      weights: (B..., N, T, S), the values' dtype.
-      value: (B..., S, K, H), K a divisor of N.
-
-    Returns:
-      (B..., T, N, H) in the values' dtype.
-    """
-    heads, value_heads = weights.shape[-3], value.shape[-2]
-    if heads % value_heads:
-        raise ValueError(f"Query heads ({heads}) must be a multiple of value heads ({value_heads}).")
-    grouped = weights.reshape(*weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:])
-    out = jnp.einsum("...hgqk,...khd->...qhgd", grouped, value, precision=precision)
-    return out.reshape(*out.shape[:-3], heads, out.shape[-1])
-
-
-def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLike) -> Array:
-    """An einsum of two operands that returns its accumulator where `dtype` is wider than the operands."""
-    einsum = functools.partial(jnp.einsum, subscripts, precision=precision)
-    if not is_wider(dtype, lhs.dtype):
-        return einsum(lhs, rhs)
-    return accumulating(einsum, dtype)(lhs, rhs)
-
-
-def attention_dropout(weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None) -> Array:
-    """Drops attention weights with probability `rate` and scales the rest by 1 / (1 - rate), as Flax does.
-
-    Args:
-      weights: (B..., N, T, S).
-      rate: in [0, 1).
-      broadcast: whether all batch entries and heads share one mask.
-      batch_axes: how many batch axes there are.
-      rng: the key; the mask is the one that Flax draws from it.
-    """
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be in the range [0, 1), got {rate!r}.")
-    if rng is None:
-        raise ValueError("dropout_rng is required when dropout_rate > 0 and deterministic=False.")
-    shape = (1,) * (batch_axes + 1) + weights.shape[-2:] if broadcast else weights.shape
-    keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
-    scale = np.asarray(1.0 - rate, weights.dtype)
-    return weights * (keep.astype(weights.dtype) / scale)
+    channels = x.shape[-1]
+    if groups <= 0 or channels % groups:
+        return None
+    axes = [axis % x.ndim for axis in axes]
+    shift = shift_of(x.reshape(*x.shape[:-1], groups, channels // groups), [*axes, x.ndim])
+    return None if shift is None else jnp.repeat(shift[..., 0], channels // groups, axis=-1)

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 from policy.reductions import reduction_dtype, widely
+from policy.remembering import keeping_inputs
 
 Axis = int | tuple[int, ...]
 
@@ -74,14 +76,17 @@ def _sparse_cross_entropy(
 
 def _sparse_forward(
     logits: jax.Array, labels: jax.Array, where: Any, axis: int, smoothing: float, z_loss: float, wide: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The loss and lse, both (..., 1)."""
-    normaliser = jax.scipy.special.logsumexp(logits.astype(wide), axis, where=where, keepdims=True)
-    chosen = jnp.take_along_axis(logits, labels, axis=axis).astype(wide)
-    loss = normaliser - (1 - smoothing) * chosen
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss, the largest logit, and the lse of the logits minus that, all (..., 1)."""
+    largest = jnp.max(logits, axis, keepdims=True, where=where, initial=-jnp.inf)
+    largest = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0)).astype(wide)
+    # Every logit minus the largest: lse and the chosen logit of a large mean would differ by too few of their digits.
+    rest = jnp.log(jnp.sum(jnp.exp(logits.astype(wide) - largest), axis, keepdims=True, where=where))
+    chosen = jnp.take_along_axis(logits, labels, axis=axis).astype(wide) - largest
+    loss = rest - (1 - smoothing) * chosen
     if smoothing:
-        loss = loss - smoothing * jnp.mean(logits.astype(wide), axis, where=where, keepdims=True)
-    return (loss + z_loss * jnp.square(normaliser) if z_loss else loss), normaliser
+        loss = loss - smoothing * jnp.mean(logits.astype(wide) - largest, axis, where=where, keepdims=True)
+    return (loss + z_loss * jnp.square(largest + rest) if z_loss else loss), largest, rest
 
 
 @_sparse_cross_entropy.defjvp
@@ -89,21 +94,24 @@ def _sparse_jvp(
     axis: int, smoothing: float, z_loss: float, wide: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
     logits, labels, where = primals
-    loss, normaliser = _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)
+    loss, largest, rest = _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)
 
-    def derivative(logits: jax.Array, normaliser: jax.Array, labels: jax.Array, where: Any, tangent: Any) -> jax.Array:
+    def derivative(
+        logits: jax.Array, largest: jax.Array, rest: jax.Array, labels: jax.Array, where: Any, tangent: Any
+    ) -> jax.Array:
         # One elementwise pass over the logits, whose transpose is one too: no scatter, no one-hot matrix in memory.
         kept = jnp.ones((1,) * logits.ndim, bool) if where is None else jnp.asarray(where, bool)
-        classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, axis % logits.ndim)
+        classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis % logits.ndim)
         count = jnp.sum(jnp.broadcast_to(kept, logits.shape), axis, keepdims=True).astype(wide)
-        probability = jnp.where(kept, jnp.exp(logits.astype(wide) - normaliser), 0) * (1 + 2 * z_loss * normaliser)
+        probability = jnp.where(kept, jnp.exp(logits.astype(wide) - largest - rest), 0)
+        if z_loss:
+            probability = probability * (1 + 2 * z_loss * (largest + rest))
         target = jnp.where(classes == labels, np.asarray(1 - smoothing, wide), 0) + jnp.where(
             kept, smoothing / count, 0
         )
         return jnp.sum((probability - target) * tangent.astype(wide), axis, keepdims=True)
 
-    remembering = jax.checkpoint(derivative, prevent_cse=False)  # backward keeps the logits as they came
-    return loss, remembering(logits, normaliser, labels, where, tangents[0])
+    return loss, keeping_inputs(derivative)(logits, largest, rest, labels, where, tangents[0])
 
 
 def softmax_cross_entropy(

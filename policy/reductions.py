@@ -2,8 +2,8 @@
 
 Each one widens its input to reduction_dtype (the policy's in force, else float32; never narrower than the input),
 computes there, and rounds once to `dtype`, by default the input's own. What backward keeps of a half input is that
-input, not a float32 copy: the rest is computed again (`jax.checkpoint`), which XLA fuses into what reads it. In float32
-and wider each one is JAX's own function.
+input, and what is as small as a sum, but no float32 copy: the rest is computed again (`policy.remembering`), which XLA
+fuses into what reads it. In float32 and wider each one is JAX's own function.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from policy.casting import is_floating, require_available
+from policy.remembering import keeping_inputs
 from policy.scope import current_policy
 
 Axis = int | Sequence[int] | None
@@ -49,7 +50,7 @@ def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None =
 
     if all(dtype == wide for dtype in floating):
         return run(*arrays)  # nothing was widened: nothing to keep small
-    return jax.checkpoint(run, prevent_cse=False)(*arrays)
+    return keeping_inputs(run)(*arrays)
 
 
 def _widest(dtypes: Sequence[Any]) -> np.dtype:

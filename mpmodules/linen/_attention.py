@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
-from mpmodules import functional
+from mpmodules import attention
+from mpmodules.functional import is_half
+from mpmodules.fused_attention import fused_attention, uses_fused_kernel
 from mpmodules.linen._layer import declared_field
 from mpmodules.linen._module import Module, declared_dtypes, dtype_fields, fields_set
 from mpmodules.linen._port import layers_inside
@@ -41,7 +43,8 @@ def dot_product_attention_weights(
     Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
 
     Args:
-      query: (batch..., queries, heads, width); `key`: (batch..., keys, heads, width).
+      query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width), where the key heads divide
+        the heads (Flax's own function takes equal ones only).
 
     Returns:
       Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`); with `force_fp32_for_softmax` in
@@ -51,7 +54,7 @@ def dot_product_attention_weights(
       ValueError: both `einsum` and `precision` or `einsum_dot_general` are given, or a dropout rate without a key.
     """
     query, key = promote_dtype(query, key, dtype=dtype)
-    if not functional.is_half(query.dtype):
+    if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
         return flax_nn.dot_product_attention_weights(
             query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
             module, force_fp32_for_softmax, einsum_dot_general, einsum,
@@ -60,15 +63,22 @@ def dot_product_attention_weights(
         raise ValueError("precision/einsum_dot_general and einsum are mutually exclusive: give only one of them.")
     if einsum_dot_general is not None:
         einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
-    weights = functional.dot_product_attention_weights(
-        query, key, bias=bias, mask=mask, precision=precision, einsum=einsum, reduction_dtype=_reduction_dtype()
+    attention.check_shapes(query, key)
+    narrow = not force_fp32_for_softmax or current_policy() is not None  # what it asks for is so in any case
+    weights = attention.dot_product_attention_weights(
+        query,
+        key,
+        bias=bias,
+        mask=mask,
+        precision=precision,
+        einsum=einsum,
+        reduction_dtype=_reduction_dtype(),
+        dtype=query.dtype if narrow else None,
     )
-    if not force_fp32_for_softmax or current_policy() is not None:  # what it asks for is so in any case
-        weights = weights.astype(query.dtype)
     if module:
         module.sow("intermediates", "attention_weights", weights)
     if not deterministic and dropout_rate > 0.0:
-        weights = functional.attention_dropout(
+        weights = attention.dropout(
             weights, dropout_rate, broadcast=broadcast_dropout, batch_axes=key.ndim - 3, rng=dropout_rng
         )
     return weights
@@ -91,23 +101,39 @@ def dot_product_attention(
     einsum_dot_general: Callable[..., jax.Array] | None = None,
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    *,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """`flax.linen.dot_product_attention`, with logits and softmax in reduction_dtype whatever the inputs are.
 
     Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, heads, width).
+      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width), where the key
+        heads divide the heads (Flax's own function takes equal ones only).
+      implementation: "cudnn" is the fused GPU kernel, "xla" everything else; None chooses
+        (`mpmodules.fused_attention.uses_fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with `force_fp32_for_softmax` in float32
       where no policy holds, as Flax's.
 
     Raises:
-      ValueError: one of the two einsums without the other, or together with `precision` or `einsum_dot_general`.
+      ValueError: one of the two einsums without the other, or together with `precision` or `einsum_dot_general`;
+        shapes that do not fit; an `implementation` that can't do what is asked for.
     """
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    if not functional.is_half(query.dtype):
+    obstacles = {
+        "dropout": not deterministic and dropout_rate > 0.0,
+        "sown weights": module is not None,
+        "a precision": precision is not None,
+        "an einsum of one's own": einsum_dot_general is not None or qk_attn_weights_einsum is not None,
+        "force_fp32_for_softmax without a policy": force_fp32_for_softmax and current_policy() is None,
+    }
+    fused = uses_fused_kernel(
+        implementation, query, key, value, bias=bias, mask=mask, reduction_dtype=_reduction_dtype(), obstacles=obstacles
+    )
+    if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
         return flax_nn.dot_product_attention(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
             precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
@@ -120,6 +146,9 @@ def dot_product_attention(
             "precision/einsum_dot_general and qk_attn_weights_einsum/attn_weights_value_einsum are mutually "
             "exclusive: give only one of them."
         )
+    attention.check_shapes(query, key, value)
+    if fused:
+        return fused_attention(query, key, value, bias=bias, mask=mask, is_causal=False)
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
         force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
@@ -128,7 +157,7 @@ def dot_product_attention(
         attn_weights_value_einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
     if attn_weights_value_einsum is not None:
         return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
-    return functional.weighted_values(weights, value, precision=precision)
+    return attention.weighted_values(weights, value, precision=precision)
 
 
 def _reduction_dtype() -> Any:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.linen._layer import Layer, declared_field
+from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
 from mpmodules.linen._module import fields_set
 from policy.casting import cast_array
+from policy.policy import Policy
 from policy.precedence import Effective
 
 
@@ -30,6 +31,10 @@ class Embed(Layer, flax_nn.Embed):
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
     _accumulates_in: ClassVar[Any] = None
+
+    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+        fields = super()._policy_fields(policy, output_dtype, method_name)
+        return fields | half_safe_inits(self, fields["param_dtype"])  # the table is made in setup
 
     def attend(self, query: jax.Array) -> jax.Array:
         """The inner products of a query (..., features) with each embedding: (..., num_embeddings)."""

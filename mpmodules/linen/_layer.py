@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+
+from mpmodules.functional import HalfSafe, complex_input, is_half
 from mpmodules.linen._module import Module, dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -29,12 +33,34 @@ class Layer(Module):
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
         policy = effective.policy
+        complex_dtype = complex_input((*args, *kwargs.values()))
+        if policy is not None and effective.dtype is None and complex_dtype is not None:
+            with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
+                return method(self, *args, **kwargs)  # as Flax infers it: no policy casts complex numbers
         output_dtype = None if policy is None else policy.output_dtype if crosses else policy.compute_dtype
         fields = self._policy_fields(policy, output_dtype, method.__name__)
+        fields |= half_safe_inits(self, fields.get("param_dtype", jnp.float32))
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
         with fields_set(self, fields):
             return method(self, *args, **kwargs)
+
+
+def half_safe_inits(layer: Any, param_dtype: Any, *, defaults: bool = False) -> dict[str, Any]:
+    """A layer's initialisers, made to work in half precision where its parameters are half.
+
+    Args:
+      defaults: whether Flax's own defaults are among them; those of most layers run in half as they are.
+    """
+    if not is_half(param_dtype):
+        return {}
+    given: list[tuple[str, Any]] = [
+        (field.name, value)
+        for field in dataclasses.fields(layer)
+        if field.name.endswith("_init") and callable(value := getattr(layer, field.name))
+        if defaults or value is not field.default
+    ]
+    return {name: init if isinstance(init, HalfSafe) else HalfSafe(init) for name, init in given}
 
 
 def declared_field(module: Any, name: str) -> Any:

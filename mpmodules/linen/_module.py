@@ -377,28 +377,15 @@ def _is_loop(module: Any, method: Callable[..., Any]) -> bool:
     return isinstance(module, flax_nn.RNN | flax_nn.Bidirectional) and method.__name__ == "__call__"
 
 
-_CARRY_ADVICE = "Modules inside are boundaries with a policy of their own"
-
-
 @contextlib.contextmanager
 def _scan_carries_explained(module: Any, crosses: bool, policy: Policy | None) -> Iterator[None]:
-    """Adds, to JAX's error for a scan whose carry changes its dtype, the boundaries inside that change dtypes."""
+    """Notes a boundary, and adds those inside of it to JAX's error for a scan whose carry changes its dtype."""
     path = "/".join(module.path)
     if crosses and policy is not None:
         _calls.crossed[path] = policy
-    try:
+    lifting = "lift its class (nn.scan(Block)) instead of a function, "
+    with carries.scan_explained(_calls.crossed, path, lifting=lifting):
         yield
-    except TypeError as error:
-        inside = {at: p for at, p in _calls.crossed.items() if at != path}
-        explained = any(note.startswith(_CARRY_ADVICE) for note in getattr(error, "__notes__", ()))
-        if inside and "carry" in str(error) and not explained:
-            listed = ", ".join(f"'{at}' (returns {p.output_dtype.name})" for at, p in sorted(inside.items()))
-            error.add_note(
-                f"{_CARRY_ADVICE}: {listed}. Where one is the body of a scan, "
-                "give it the policy that its caller obeys, lift its class (nn.scan(Block)) instead of a function, or "
-                "cast the carry to its output_dtype before the scan."
-            )
-        raise
 
 
 @contextlib.contextmanager

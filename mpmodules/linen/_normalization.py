@@ -17,6 +17,7 @@ from mpmodules.linen._module import dtype_fields, fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective
+from policy.remembering import keeping_inputs
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
@@ -24,18 +25,37 @@ def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
     return jax.numpy_dtype_promotion("standard")
 
 
+class _Deferred:
+    """Stands for a variable while its layer runs inside of a transform: what is written is put in place afterwards."""
+
+    def __init__(self, variable: Any, updates: dict[str, jax.Array], name: str):
+        self._variable, self._updates, self._name = variable, updates, name
+
+    @property
+    def value(self) -> Any:
+        return self._updates.get(self._name, self._variable.value)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._updates[self._name] = value
+
+
 class Normalization(Layer):
     """What the normalisations share.
 
     The input is widened to reduction_dtype before the statistics, scale and bias are read in reduction_dtype, and the
-    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in.
+    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
+    half input is that input and the statistics, no float32 copy.
 
     `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] - E[x]^2, under a
-    policy a variance that does not cancel. A value given by the user is obeyed.
+    policy a variance that does not cancel: one pass over data shifted by one of its elements, or two passes where there
+    is a mask or an axis name. A value given by the user is obeyed.
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
-    _reads_in: ClassVar[Any] = None  # while a call is under way: the dtype to read parameters in
+    # While a call is under way: the dtype to read parameters in, and what it writes to variables.
+    _reads_in: ClassVar[Any] = None
+    _updates: ClassVar[dict[str, jax.Array] | None] = None
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
         fast = declared_field(self, "use_fast_variance")
@@ -44,8 +64,8 @@ class Normalization(Layer):
         fields = dtype_fields(self, policy) | {"dtype": policy.reduction_dtype, "_reads_in": policy.reduction_dtype}
         return fields | {"use_fast_variance": False if fast is None else fast}
 
-    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
-        """The axes along which the input may be shifted before a one-pass variance, or None for two passes."""
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        """What to subtract from `x` before a one-pass variance; None for two passes over `x` itself."""
         return None
 
     def _call_layer(
@@ -57,15 +77,34 @@ class Normalization(Layer):
             with _mixing_allowed():
                 return super()._call_layer(effective, crosses, method, args, kwargs)
         output_dtype = policy.output_dtype if crosses else policy.compute_dtype
-        fields = self._policy_fields(policy, output_dtype, method.__name__)
-        x = jnp.asarray(x, policy.reduction_dtype)
-        axes = self._shift_axes(x, kwargs) if declared_field(self, "use_fast_variance") is None else None
-        if axes is not None:
-            x = functional.shifted(x, axes)
-            fields["use_fast_variance"] = True
-        args, kwargs = ((x, *args[1:]), kwargs) if args else (args, kwargs | {"x": x})
-        with fields_set(self, fields), _mixing_allowed():
-            return cast_array(method(self, *args, **kwargs), output_dtype)
+        rest = {name: value for name, value in kwargs.items() if name != "x"}
+        shifts = getattr(self, "axis_name", None) is None and rest.get("mask") is None
+        shifts = shifts and declared_field(self, "use_fast_variance") is None
+        use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
+
+        def run(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            updates: dict[str, jax.Array] = {}
+            fields = self._policy_fields(policy, output_dtype, method.__name__) | {"_updates": updates}
+            x = jnp.asarray(x, policy.reduction_dtype)
+            shift = self._shift(x, use_running_average) if shifts else None
+            if shift is not None:
+                x, fields["use_fast_variance"] = x - shift, True
+            with fields_set(self, fields), _mixing_allowed():
+                y = method(self, x, *args[1:], **rest)
+            return cast_array(y, output_dtype), updates if shift is None else self._shifted_back(updates, shift)
+
+        x = jnp.asarray(x)
+        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
+        # A call that may create parameters can't do so inside of a transform.
+        remembered = widens and not self.is_mutable_collection("params")
+        y, updates = (keeping_inputs(run) if remembered else run)(x)
+        for name, value in updates.items():
+            self.put_variable("batch_stats", name, value)
+        return y
+
+    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+        """The updates of variables, as they are for the input as it came."""
+        return updates
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
@@ -75,17 +114,13 @@ class Normalization(Layer):
 
 
 class LayerNorm(Normalization, flax_nn.LayerNorm):
-    """`flax.linen.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
-
-    Under a policy the one-pass variance runs over data shifted by one element of each row, which costs no second pass
-    and does not cancel; with a mask or an axis name, two passes.
-    """
+    """`flax.linen.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
-    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
-        return self.reduction_axes if self.axis_name is None and kwargs.get("mask") is None else None
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        return functional.shift_of(x, self.reduction_axes)
 
 
 class RMSNorm(Normalization, flax_nn.RMSNorm):
@@ -96,36 +131,45 @@ class RMSNorm(Normalization, flax_nn.RMSNorm):
 
 
 class GroupNorm(Normalization, flax_nn.GroupNorm):
-    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding."""
+    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
+
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        groups = self.num_groups if self.group_size is None else x.shape[-1] // max(self.group_size, 1)
+        axes = range(1, x.ndim - 1) if self.reduction_axes is None else np.atleast_1d(np.asarray(self.reduction_axes))
+        return functional.shift_of_groups(x, functional.without(axes, x.ndim, x.ndim - 1), groups or 0)
 
 
 class InstanceNorm(Normalization, flax_nn.InstanceNorm):
-    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
-
-    The variance is taken as in `LayerNorm`.
-    """
+    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
-    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
-        if self.axis_name is not None or kwargs.get("mask") is not None:
-            return None
-        features = {axis % x.ndim for axis in np.atleast_1d(np.asarray(self.feature_axes))}
-        return [axis for axis in range(1, x.ndim) if axis not in features]
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        return functional.shift_of(x, functional.without(range(1, x.ndim), x.ndim, self.feature_axes))
 
 
 class BatchNorm(Normalization, flax_nn.BatchNorm):
-    """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding at the end.
+    """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
 
     Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
     """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
+
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        running = self.use_running_average if use_running_average is None else use_running_average
+        return None if running else functional.shift_of(x, functional.without(range(x.ndim), x.ndim, self.axis))
+
+    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+        if "mean" not in updates:
+            return updates
+        mean = updates["mean"]
+        return updates | {"mean": mean + (1 - self.momentum) * shift.reshape(mean.shape)}
 
     @flax_nn.nowrap
     def variable(
@@ -135,4 +179,5 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
         make, reads_in = init_fn, self._reads_in
         if make is not None and reads_in is not None:
             init_fn = lambda *args, **kwargs: functional.widen(make(*args, **kwargs), reads_in)  # noqa: E731
-        return super().variable(col, name, init_fn, *init_args, **kwargs)
+        variable = super().variable(col, name, init_fn, *init_args, **kwargs)
+        return variable if self._updates is None else _Deferred(variable, self._updates, name)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
+from mpmodules.functional import is_half
 from mpmodules.linen._module import (
     LAYER_OF,
     NOT_BOUNDARIES,
@@ -100,13 +101,14 @@ def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> context
     """While a layer of ours runs Flax's code: the Flax layers that this code creates obey policies and rules too.
 
     Args:
-      policy: what the layer of ours obeys. Where it is None, rules may still reach the layers inside.
+      policy: what the layer of ours obeys. Where it is None, rules may still reach the layers inside, and where its
+        dtype arguments are half, their sums are ours.
       declared: the dtype arguments that the layer of ours was given; with no policy, its layers inherit them.
     """
-    if policy is None and not current_scope().rules:
-        return contextlib.nullcontext()
     names = ("dtype", "param_dtype")
     given = [] if policy is not None else [name for name in names if declared.get(name) is not None]
+    if policy is None and not current_scope().rules and not any(is_half(declared[name]) for name in given):
+        return contextlib.nullcontext()
     return flax_nn.intercept_methods(_Adopter(keep=given, composites=False))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,9 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from mpmodules._carries import step_in
-from mpmodules.functional import HalfSafe, is_half
-from mpmodules.linen._layer import Layer
-from mpmodules.linen._module import Module, declared_dtypes, effective_policy, fields_set, plain_fields
+from mpmodules.functional import is_half, trailing, widen, with_bias_gradient
+from mpmodules.linen._layer import Layer, half_safe_inits
+from mpmodules.linen._module import (
+    Module,
+    declared_dtypes,
+    effective_policy,
+    fields_set,
+    is_upstream,
+    plain_fields,
+)
 from mpmodules.linen._port import layers_inside
 from policy.casting import cast_floating
 from policy.policy import Policy
@@ -41,7 +48,7 @@ class Cell(Layer):
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
-        return fields | _half_safe_inits(self, fields["param_dtype"])
+        return fields | half_safe_inits(self, fields["param_dtype"], defaults=True)
 
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
@@ -70,7 +77,7 @@ class Cell(Layer):
           The carry: an array, or a tuple of arrays.
         """
         fields = plain_fields(self, effective_policy(self, current_scope()))
-        with fields_set(self, fields | _half_safe_inits(self, fields["param_dtype"])):
+        with fields_set(self, fields | half_safe_inits(self, fields["param_dtype"], defaults=True)):
             upstream: Any = super()
             return self._cast_carry(upstream.initialize_carry(rng, input_shape))
 
@@ -79,14 +86,6 @@ class Cell(Layer):
         """A carry in what the cell computes in; one given to a cell that infers its dtype is returned as it is."""
         dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
         return carry if dtype is None or not jnp.issubdtype(dtype, jnp.floating) else cast_floating(carry, dtype)
-
-
-def _half_safe_inits(cell: Any, param_dtype: Any) -> dict[str, Any]:
-    """The cell's initialisers, made to work in half precision where parameters are half."""
-    if not is_half(param_dtype):
-        return {}
-    names = [field.name for field in dataclasses.fields(cell) if field.name.endswith("_init")]
-    return {name: HalfSafe(getattr(cell, name)) for name in names if not isinstance(getattr(cell, name), HalfSafe)}
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
@@ -103,19 +102,72 @@ class SimpleCell(Cell, flax_nn.SimpleCell):
 class LSTMCell(Cell, flax_nn.LSTMCell):
     """`flax.linen.LSTMCell` that obeys policies.
 
-    Kernels and biases are created in param_dtype and cast where they are used, at every step: the gradient of a kernel
-    is summed over the steps in param_dtype. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
-    of its own returns its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
-    half precision run in float32.
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
+    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
+    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
+    Initialisers that JAX can't run in half precision run in float32.
     """
 
     param_dtype: Any = None
 
 
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
-    """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`."""
+    """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Its matmuls are of all four gates at once: no rule can reach one of them.
+    """
 
     param_dtype: Any = None
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
+
+        @functools.wraps(method)
+        def run(cell: Any, *args: Any, **kwargs: Any) -> Any:
+            if cell.dtype is None or not is_half(cell.dtype):
+                return method(cell, *args, **kwargs)
+            biases = _GateBiases(cell, wide)
+            with fields_set(cell, biases.hooks()), flax_nn.intercept_methods(biases.intercept):
+                return method(cell, *args, **kwargs)
+
+        return super()._call_layer(effective, crosses, run, args, kwargs)
+
+
+class _GateBiases:
+    """The biases of an OptimizedLSTMCell's gates, whose gradients are to be summed in reduction_dtype.
+
+    Flax adds all four to one matmul's result, and offers no hook there. So they are frozen where they are read, and
+    each has its gradient put back where its gate's sum is complete: where the gate's function is applied to it. Flax
+    applies these in the order of i, f, g, o; of them g's is the first use of `activation_fn`.
+    """
+
+    def __init__(self, cell: Any, reduction_dtype: Any):
+        self.cell, self.reduction_dtype = cell, reduction_dtype
+        self.functions = {"gate_fn": cell.gate_fn, "activation_fn": cell.activation_fn}
+        self.gates = {"gate_fn": ["hi", "hf", "ho"], "activation_fn": ["hg"]}
+        self.biases: dict[str, jax.Array] = {}
+
+    def intercept(self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+        returned = next_fun(*args, **kwargs)
+        part = context.module
+        if part.parent is not self.cell or context.method_name != "__call__" or not isinstance(returned, tuple):
+            return returned
+        kernel, bias = returned
+        if bias is None:
+            return returned
+        self.biases[part.name] = bias
+        return kernel, jax.lax.stop_gradient(bias)
+
+    def hooks(self) -> dict[str, Any]:
+        return {name: functools.partial(self._apply, name) for name in self.functions}
+
+    def _apply(self, name: str, x: jax.Array) -> jax.Array:
+        if self.gates[name]:
+            bias = self.biases[self.gates[name].pop(0)]
+            x = with_bias_gradient(x, bias, trailing(x, bias), self.reduction_dtype)
+        return self.functions[name](x)
 
 
 class GRUCell(Cell, flax_nn.GRUCell):
@@ -152,7 +204,30 @@ class RNN(Module, flax_nn.RNN):
         carry = kwargs.get("initial_carry")
         if carry is not None and isinstance(self.cell, Cell):
             kwargs = kwargs | {"initial_carry": self.cell._cast_carry(carry)}
-        return method(self, *args, **kwargs)
+        if effective.policy is None or not self._may_widen():
+            return method(self, *args, **kwargs)
+        wide = effective.policy.reduction_dtype
+
+        def widened(variables: Any) -> Any:
+            return jax.tree.map(lambda x: widen(x, wide), variables)
+
+        def run(rnn: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(rnn, *args, **kwargs)
+
+        return flax_nn.map_variables(run, "params", widened)(self, *args, **kwargs)
+
+    @flax_nn.nowrap
+    def _may_widen(self) -> bool:
+        """Whether the loop's half parameters may be handed to the cell in float32.
+
+        The cells of Flax's cast each of them where it is used, to what the cell computes in. So the values are the
+        same, and the gradient of each is summed over the steps in float32: JAX sums that of a loop's constant in the
+        constant's own dtype.
+        """
+        is_upstreams = isinstance(self.cell, Cell) and is_upstream(inspect.unwrap(type(self.cell).__call__))
+        if not is_upstreams or self.is_initializing() or self.is_mutable_collection("params"):
+            return False
+        return any(is_half(x.dtype) for x in jax.tree.leaves(self.cell.variables.get("params", {})))
 
 
 class Bidirectional(Module, flax_nn.Bidirectional):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.attention import dot_product_attention_weights as _flax_attention_weights
 from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
 
-from mpmodules import functional
+from mpmodules import attention
+from mpmodules.functional import is_wider
+from mpmodules.fused_attention import fused_attention, uses_fused_kernel
 from mpmodules.nnx._layer import constructor_dtypes
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
@@ -49,12 +51,12 @@ def dot_product_attention_weights(
     """
     query, key = promote_dtype((query, key), dtype=dtype)
     reduction_dtype = _reduction_dtype()
-    if not functional.is_wider(reduction_dtype, query.dtype):
+    if not is_wider(reduction_dtype, query.dtype):
         return _flax_attention_weights(
             query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
             module, promote_dtype, is_causal,
         )  # fmt: skip
-    weights = functional.dot_product_attention_weights(
+    weights = attention.dot_product_attention_weights(
         query,
         key,
         bias=bias,
@@ -62,11 +64,12 @@ def dot_product_attention_weights(
         is_causal=is_causal,
         precision=precision,
         reduction_dtype=reduction_dtype,
-    ).astype(query.dtype)
+        dtype=query.dtype,
+    )
     if module:
         module.sow(flax_nnx.Intermediate, "attention_weights", weights)
     if not deterministic and dropout_rate > 0.0:
-        weights = functional.attention_dropout(
+        weights = attention.dropout(
             weights, dropout_rate, broadcast=broadcast_dropout, batch_axes=key.ndim - 3, rng=dropout_rng
         )
     return weights
@@ -87,6 +90,8 @@ def dot_product_attention(
     module: flax_nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
     is_causal: bool = False,
+    *,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
 
@@ -95,25 +100,38 @@ def dot_product_attention(
 
     Args:
       query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width).
+      implementation: "cudnn" is the fused GPU kernel, "xla" everything else; None chooses
+        (`mpmodules.fused_attention.uses_fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
 
     Raises:
-      ValueError: shapes that do not fit, or a dropout rate without a key.
+      ValueError: shapes that do not fit, a dropout rate without a key, or an `implementation` that can't do what is
+        asked for.
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    if not functional.is_wider(_reduction_dtype(), query.dtype):
+    obstacles = {
+        "dropout": not deterministic and dropout_rate > 0.0,
+        "sown weights": module is not None,
+        "a precision": precision is not None,
+    }
+    fused = uses_fused_kernel(
+        implementation, query, key, value, bias=bias, mask=mask, reduction_dtype=_reduction_dtype(), obstacles=obstacles
+    )
+    if not is_wider(_reduction_dtype(), query.dtype):
         return flax_nnx.dot_product_attention(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
             precision, module, promote_dtype, is_causal,
         )  # fmt: skip
-    functional.check_attention_shapes(query, key, value)
+    attention.check_shapes(query, key, value)
+    if fused:
+        return fused_attention(query, key, value, bias=bias, mask=mask, is_causal=is_causal)
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
         is_causal=is_causal,
     )  # fmt: skip
-    return functional.weighted_values(weights, value, precision=precision)
+    return attention.weighted_values(weights, value, precision=precision)
 
 
 def _reduction_dtype() -> Any:

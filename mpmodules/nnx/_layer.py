@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from mpmodules.functional import HalfSafe, is_half
 from mpmodules.nnx._module import Module
 from policy.policy import Policy
 from policy.precedence import with_explicit_dtypes
@@ -55,6 +56,8 @@ def constructor_dtypes(
 
     What was given explicitly is noted on the layer: only here can it be told from what the policy says.
 
+    Initialisers given are made to work in half precision where parameters are half.
+
     A dtype argument that is None counts as not given; with no policy in force a `param_dtype` of None is float32.
     """
     kwargs = dict(kwargs)
@@ -74,7 +77,16 @@ def constructor_dtypes(
             kwargs["dtype"] = effective.policy.compute_dtype
         if "param_dtype" in accepted and not _is_complex(param_dtype):
             kwargs["param_dtype"] = effective.policy.param_dtype
+    if is_half(kwargs.get("param_dtype", jnp.float32)):
+        given: dict[str, Any] = {
+            name: init for name, init in kwargs.items() if _is_initialiser(name) and init is not None
+        }
+        kwargs |= {name: HalfSafe(init) for name, init in given.items()}
     return effective.policy, kwargs
+
+
+def _is_initialiser(name: str) -> bool:
+    return name.endswith(("_init", "_initializer")) and name != "carry_init"  # a carry's is no parameter's
 
 
 def _is_complex(dtype: Any) -> bool:

@@ -49,6 +49,9 @@ class Matmul(Layer):
     ) -> Any:
         policy = self.dtype_policy
         preferred = getattr(self, "preferred_element_type", None)
+        complex_dtype = functional.complex_input((*args, *kwargs.values()))
+        if policy is not None and self._explicit_dtype is None and complex_dtype is not None:
+            return method(viewed(self, dtype=complex_dtype), *args, **kwargs)  # no policy casts complex numbers
         if self.promote_dtype is not promote_dtype:
             return method(self, *args, **kwargs)
         if policy is None or self.dtype != policy.compute_dtype:

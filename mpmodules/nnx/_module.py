@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -211,10 +212,18 @@ def _follows(child: Any, policy: Policy) -> bool:
     captured = getattr(child, "dtype_policy", None)
     if captured is None or child._policy_source is not None:
         return captured is not None
+    return _captured_from(child, policy)
+
+
+def _captured_from(module: Any, policy: Policy) -> bool:
+    """Whether a module captured `policy`, its own dtype arguments aside."""
+    captured = module.dtype_policy
+    if captured is None:
+        return False
     same: dict[str, Any] = {}
-    if child._explicit_dtype is not None:
+    if module._explicit_dtype is not None:
         same |= {"compute_dtype": policy.compute_dtype, "output_dtype": policy.output_dtype, "reduction_dtype": None}
-    if child._explicit_param_dtype is not None:
+    if module._explicit_param_dtype is not None:
         same["param_dtype"] = policy.param_dtype
     return captured.replace(**same) == policy.replace(**{name: value for name, value in same.items() if value is None})
 
@@ -225,7 +234,11 @@ def _follows(child: Any, policy: Policy) -> bool:
 
 
 class _Calls(threading.local):
-    depth = 0
+    """How many module calls are under way in this thread, and the boundaries crossed below the outermost, by class."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.crossed: dict[str, Policy] = {}
 
 
 _calls = _Calls()
@@ -296,15 +309,23 @@ def run_method(
             keep=cls.keep_inputs,
             signature=lambda: _without_self(signature_of),
         )
+    explained = contextlib.nullcontext()
+    if crosses and policy is not None:
+        if _calls.depth:
+            _calls.crossed[cls.__name__] = policy
+        else:
+            explained = carries.scan_explained(_calls.crossed)
     _calls.depth += 1
     try:
-        with enter(boundary.inside(scope, policy) if crosses else scope):
+        with explained, enter(boundary.inside(scope, policy) if crosses else scope):
             if is_upstream and cls._is_layer:
                 outputs = module._call_layer(crosses, method, name, args, kwargs)
             else:
                 outputs = method(module, *args, **kwargs)
     finally:
         _calls.depth -= 1
+        if not _calls.depth:
+            _calls.crossed.clear()
     if is_step and policy is not None:
         outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
     if not crosses or policy is None:
@@ -329,7 +350,7 @@ def _without_self(method: Any) -> inspect.Signature:
 
 
 def _warn_of_scope(module: Any, scope: Scope) -> None:
-    if scope.policy is not None and not scope.boundary_open and scope.policy != module.dtype_policy:
+    if scope.policy is not None and not scope.boundary_open and not _captured_from(module, scope.policy):
         captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
         warn_once(
             f"{type(module).__name__} was built under {captured}, and the scope around this call, '{scope.policy}', "

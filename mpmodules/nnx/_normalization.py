@@ -17,6 +17,7 @@ from mpmodules import functional
 from mpmodules.nnx._layer import Layer, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
+from policy.remembering import keeping_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,18 @@ class Normalization(Layer):
     """What the normalisations share.
 
     Input, scale, bias and running statistics are widened to reduction_dtype before anything is computed, and the
-    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in.
+    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
+    half input is that input and the statistics, no float32 copy.
 
     Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and under a policy a
-    variance that does not cancel. A value given by the user is obeyed.
+    variance that does not cancel: one pass over data shifted by one of its elements, or two passes where there is a
+    mask or an axis name. A value given by the user is obeyed.
     """
 
+    axis_name: str | None
+
     _takes_inputs_as_they_come: ClassVar[bool] = True
+    _running: ClassVar[tuple[str, ...]] = ()  # the running statistics
     _chooses_variance = True  # False where the user gave use_fast_variance
 
     def _construct(
@@ -56,9 +62,13 @@ class Normalization(Layer):
         if "use_fast_variance" in kwargs:
             self._chooses_variance = False
 
-    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
-        """The axes along which the input may be shifted before a one-pass variance, or None for two passes."""
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        """What to subtract from `x` before a one-pass variance; None for two passes over `x` itself."""
         return None
+
+    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+        """The updated running statistics, as they are for the input as it came."""
+        return updates
 
     def _call_layer(
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -76,17 +86,37 @@ class Normalization(Layer):
             if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
                 return method(self, *args, **kwargs)
             return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)
-        x = jnp.asarray(x, policy.reduction_dtype)
-        view = _in(self, policy.reduction_dtype)
-        if self._chooses_variance:
-            axes = self._shift_axes(x, kwargs)
-            x = x if axes is None else functional.shifted(x, axes)
-            view.__dict__["use_fast_variance"] = axes is not None
-        args, kwargs = ((x, *args[1:]), kwargs) if args else (args, kwargs | {"x": x})
+        rest = {name: value for name, value in kwargs.items() if name != "x"}
+        shifts = self._chooses_variance and self.axis_name is None and rest.get("mask") is None
+        use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
         # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
         strict = policy.reduction_dtype == jnp.float32
-        with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
-            return cast_array(method(view, *args, **kwargs), self._returns(crosses))
+
+        def run(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            x = jnp.asarray(x, policy.reduction_dtype)
+            view = _in(self, policy.reduction_dtype)
+            for statistic in self._running:  # written in here, put in place outside
+                view.__dict__[statistic] = flax_nnx.BatchStat(getattr(self, statistic)[...])
+            shift = self._shift(x, use_running_average) if shifts else None
+            if self._chooses_variance:
+                view.__dict__["use_fast_variance"] = shift is not None
+            x = x if shift is None else x - shift
+            with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
+                y = cast_array(method(view, x, *args[1:], **rest), self._returns(crosses))
+            updates = {statistic: getattr(view, statistic)[...] for statistic in self._running}
+            return y, updates if shift is None else self._shifted_back(updates, shift)
+
+        x = jnp.asarray(x)
+        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
+        y, updates = (keeping_inputs(run) if widens else run)(x)
+        if not self._uses_running_average(use_running_average):
+            for statistic, value in updates.items():
+                getattr(self, statistic)[...] = jax.lax.stop_gradient(value)
+        return y
+
+    def _uses_running_average(self, argument: bool | None) -> bool:
+        """Whether a call with that argument reads the running statistics, rather than updating them."""
+        return not self._running
 
 
 def _is_complex(x: Any) -> bool:
@@ -98,14 +128,10 @@ def _in(module: Any, reduction_dtype: Any) -> Any:
 
 
 class LayerNorm(Normalization, flax_nnx.LayerNorm):
-    """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+    """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
-    Under a policy the one-pass variance runs over data shifted by one element of each row, which costs no second pass
-    and does not cancel; with a mask or an axis name, two passes.
-    """
-
-    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
-        return self.reduction_axes if self.axis_name is None and kwargs.get("mask") is None else None
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        return functional.shift_of(x, self.reduction_axes)
 
 
 class RMSNorm(Normalization, flax_nnx.RMSNorm):
@@ -113,27 +139,39 @@ class RMSNorm(Normalization, flax_nnx.RMSNorm):
 
 
 class GroupNorm(Normalization, flax_nnx.GroupNorm):
-    """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding at the end."""
+    """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        axes = range(1, x.ndim - 1) if self.reduction_axes is None else np.atleast_1d(np.asarray(self.reduction_axes))
+        return functional.shift_of_groups(x, functional.without(axes, x.ndim, x.ndim - 1), self.num_groups)
 
 
 class InstanceNorm(Normalization, flax_nnx.InstanceNorm):
-    """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+    """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
-    The variance is taken as in `LayerNorm`.
-    """
-
-    def _shift_axes(self, x: jax.Array, kwargs: dict[str, Any]) -> Any:
-        if self.axis_name is not None or kwargs.get("mask") is not None:
-            return None
-        features = {axis % x.ndim for axis in np.atleast_1d(np.asarray(self.feature_axes))}
-        return [axis for axis in range(1, x.ndim) if axis not in features]
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        return functional.shift_of(x, functional.without(range(1, x.ndim), x.ndim, self.feature_axes))
 
 
 class BatchNorm(Normalization, flax_nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` that obeys policies: statistics in reduction_dtype (two passes), one rounding at the end.
+    """`flax.nnx.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
 
     Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
     """
+
+    _running = ("mean", "var")
+
+    def _uses_running_average(self, argument: bool | None) -> bool:
+        return bool(self.use_running_average if argument is None else argument)
+
+    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
+        if self._uses_running_average(use_running_average):
+            return None
+        return functional.shift_of(x, functional.without(range(x.ndim), x.ndim, self.axis))
+
+    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+        mean = updates["mean"]
+        return updates | {"mean": mean + (1 - self.momentum) * shift.reshape(mean.shape)}
 
     def _capture(self, policy: Policy | None, source: str | None) -> None:
         super()._capture(policy, source)

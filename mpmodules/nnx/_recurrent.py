@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from mpmodules._carries import step_in
-from mpmodules.functional import HalfSafe, is_half
-from mpmodules.nnx._layer import Layer, constructor_dtypes
+from mpmodules.functional import HalfSafe, is_half, widen
+from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
 from policy.casting import cast_floating
@@ -101,10 +101,10 @@ class Cell(Layer):
 
 
 def _half_safe_inits(upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The initialisers of a cell's parameters, given or by default, made to work in half precision."""
+    """The default initialisers of a cell's parameters, made to work in half precision."""
     parameters = inspect.signature(upstream_init).parameters.values()
-    given = {p.name: kwargs.get(p.name, p.default) for p in parameters if p.name.endswith("_init")}
-    return {name: HalfSafe(init) for name, init in given.items() if name != "carry_init"}
+    defaults = {p.name: p.default for p in parameters if p.name.endswith("_init") and p.name not in kwargs}
+    return {name: HalfSafe(init) for name, init in defaults.items() if name != "carry_init"}
 
 
 class SimpleCell(Cell, flax_nnx.SimpleCell):
@@ -114,10 +114,10 @@ class SimpleCell(Cell, flax_nnx.SimpleCell):
 class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
 
-    Kernels and biases are created in param_dtype and cast where they are used, at every step: the gradient of a kernel
-    is summed over the steps in param_dtype. Matmuls, gates, carry and output are in compute_dtype. A cell with a policy
-    of its own returns its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
-    half precision run in float32.
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
+    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
+    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
+    Initialisers that JAX can't run in half precision run in float32.
     """
 
 
@@ -160,7 +160,12 @@ class RNN(Module, flax_nnx.RNN):
         """
         if initial_carry is not None and isinstance(self.cell, Cell):
             initial_carry = self.cell._cast_carry(initial_carry)
-        return super().__call__(
+        loop: Any = self
+        policy: Any = self.dtype_policy
+        if self._may_widen():
+            loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
+        outputs = flax_nnx.RNN.__call__(
+            loop,
             inputs,
             initial_carry=initial_carry,
             seq_lengths=seq_lengths,
@@ -170,6 +175,29 @@ class RNN(Module, flax_nnx.RNN):
             keep_order=keep_order,
             rngs=rngs,
         )
+        if loop is not self:
+            flax_nnx.update(self.cell, flax_nnx.state(loop.cell, flax_nnx.Not(flax_nnx.Param)))
+        return outputs
+
+    def _may_widen(self) -> bool:
+        """Whether the loop's half parameters may be handed to the cell in float32.
+
+        The cells of Flax's cast each of them where it is used, to what the cell computes in. So the values are the
+        same, and the gradient of each is summed over the steps in float32: JAX sums that of what a loop carries in its
+        own dtype.
+        """
+        cell: Any = self.cell
+        if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
+            return False
+        if inspect.unwrap(type(cell).__call__).__module__.split(".")[0] not in ("flax", "mpmodules"):
+            return False
+        return any(is_half(x.dtype) for x in jax.tree.leaves(flax_nnx.state(cell, flax_nnx.Param)))
+
+
+def _widened(cell: Any, dtype: Any) -> Any:
+    """A copy of a cell whose parameters are at least as wide as `dtype`."""
+    graphdef, params, rest = flax_nnx.split(cell, flax_nnx.Param, ...)
+    return flax_nnx.merge(graphdef, jax.tree.map(lambda x: widen(x, dtype), params), rest, copy=True)
 
 
 class Bidirectional(Module, flax_nnx.Bidirectional):

@@ -111,108 +111,29 @@ def test_accumulating_stand_ins_take_what_the_originals_take():
     assert einsum("bij,bkj->bik", x, x, preferred_element_type=None).dtype == jnp.float32
 
 
-# --- shifted --------------------------------------------------------------------------------------------------------
+# --- shift ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_shift_takes_away_one_element_and_lets_no_gradient_through_it():
+def test_a_shift_is_one_element_and_lets_no_gradient_through_it():
     x = jnp.asarray(1000 + RNG.normal(size=(4, 8)), jnp.float32)
-    np.testing.assert_array_equal(functional.shifted(x, -1), x - x[:, :1])
-    np.testing.assert_array_equal(functional.shifted(x, (0, 1)), x - x[0, 0])
-    np.testing.assert_array_equal(jax.grad(lambda x: functional.shifted(x, -1).sum())(x), np.ones((4, 8)))
+    np.testing.assert_array_equal(functional.shift_of(x, -1), x[:, :1])
+    np.testing.assert_array_equal(functional.shift_of(x, (0, 1)), x[:1, :1])
+    np.testing.assert_array_equal(jax.grad(lambda x: (x - functional.shift_of(x, -1)).sum())(x), np.ones((4, 8)))
+
+
+def test_a_shift_of_groups_is_one_element_of_each_group():
+    x = jnp.asarray(RNG.normal(size=(2, 3, 6)), jnp.float32)
+    shift = functional.shift_of_groups(x, [1], 2)
+    assert shift is not None
+    np.testing.assert_array_equal(shift[:, 0], np.repeat(x[:, 0, ::3], 3, axis=-1))
+    assert functional.shift_of_groups(x, [1], 4) is None and functional.shift_of_groups(x, [1], 0) is None
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_a_shift_of_nothing_is_nothing(shape):
-    assert functional.shifted(jnp.ones(shape), -1).shape == shape
+def test_nothing_has_no_shift(shape):
+    assert functional.shift_of(jnp.ones(shape), -1) is None
 
 
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
-def qkv(half, heads=4, key_heads=4):
-    shapes = ((2, 3, heads, 8), (2, 5, key_heads, 8), (2, 5, key_heads, 8))
-    return tuple(jnp.asarray(RNG.normal(size=shape), half) for shape in shapes)
-
-
-def exact_weights(query, key, bias=None, allowed=None):
-    q, k = (np.asarray(x, np.float64) for x in (query, key))
-    k = np.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
-    logits = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
-    logits = logits if bias is None else logits + bias
-    logits = logits if allowed is None else np.where(allowed, logits, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_weights_are_exact_to_float32_with_grouped_heads(dtype, key_heads):
-    query, key, _ = qkv(dtype, key_heads=key_heads)
-    weights = functional.dot_product_attention_weights(query, key)
-    assert (weights.shape, weights.dtype) == ((2, 4, 3, 5), jnp.float32)
-    np.testing.assert_allclose(weights, exact_weights(query, key), rtol=2e-5, atol=1e-6)
-
-
-def test_bias_mask_and_causality():
-    query, key, _ = qkv("bfloat16")
-    bias = RNG.normal(size=(1, 4, 3, 5)).astype(np.float32)
-    mask = RNG.random(size=(2, 1, 3, 5)) > 0.3
-    mask[..., 0] = True
-    allowed = mask & np.tril(np.ones((3, 5), bool))
-    weights = functional.dot_product_attention_weights(
-        query, key, bias=jnp.asarray(bias), mask=jnp.asarray(mask), is_causal=True
-    )
-    np.testing.assert_allclose(weights, exact_weights(query, key, bias, allowed), rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_a_row_without_keys_is_uniform_forward_and_finite_backward(half):
-    query, key, _ = qkv(half)
-    mask = jnp.ones((1, 1, 3, 5), bool).at[..., 1, :].set(False)
-
-    def weights(query):
-        return functional.dot_product_attention_weights(query, key, mask=mask, bias=jnp.full((1, 1, 1, 1), -1e30))
-
-    np.testing.assert_allclose(weights(query)[:, :, 1], 0.2, rtol=1e-6)
-    assert bool(jnp.isfinite(jax.grad(lambda q: weights(q).sum())(query).astype(jnp.float32)).all())
-
-
-def test_values_are_summed_by_weight_with_grouped_heads():
-    weights = jnp.asarray(RNG.random(size=(2, 4, 3, 5)), jnp.float32)
-    value = qkv("float32", key_heads=2)[2]
-    expected = np.einsum("bhqk,bkhd->bqhd", weights, np.repeat(value, 2, axis=-2))
-    np.testing.assert_allclose(functional.weighted_values(weights, value), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    query, key, value = qkv("float32")
-    check = functional.check_attention_shapes
-    with pytest.raises(ValueError, match=r"q, k, v must have same rank, but got 4, 3, 4\."):
-        check(query, key[0], value)
-    with pytest.raises(
-        ValueError, match=r"q, k, v batch dims must match, but got shapes \(2, 3, 4, 8\), \(1, 5, 4, 8\)"
-    ):
-        check(query, key[:1], value)
-    with pytest.raises(ValueError, match=r"k, v lengths must match, but got 5 and 4\."):
-        check(query, key, value[:, :4])
-    with pytest.raises(ValueError, match=r"q, k depths must match, but got 8 and 7\."):
-        functional.dot_product_attention_weights(query, key[..., :7])
-    with pytest.raises(
-        ValueError, match=r"Query heads \(4\) must be a multiple of key heads \(3\) for grouped queries\."
-    ):
-        functional.dot_product_attention_weights(query, key[..., :3, :])
-    with pytest.raises(ValueError, match=r"Query heads \(4\) must be a multiple of value heads \(3\)\."):
-        functional.weighted_values(jnp.ones((2, 4, 3, 5)), value[..., :3, :])
-
-
-def test_dropout_keeps_the_mean_and_checks_its_arguments():
-    weights = jnp.ones((2, 4, 64, 64), jnp.bfloat16)
-    dropped = functional.attention_dropout(weights, 0.25, broadcast=False, batch_axes=1, rng=jax.random.key(0))
-    assert dropped.dtype == jnp.bfloat16
-    np.testing.assert_allclose(float(dropped.astype(jnp.float32).mean()), 1, atol=0.02)
-    shared = functional.attention_dropout(weights, 0.25, broadcast=True, batch_axes=1, rng=jax.random.key(0))
-    assert bool((shared == shared[:1, :1]).all())
-    with pytest.raises(ValueError, match=r"dropout_rate must be in the range \[0, 1\), got 1\.0\."):
-        functional.attention_dropout(weights, 1.0, broadcast=True, batch_axes=1, rng=jax.random.key(0))
-    with pytest.raises(ValueError, match="dropout_rng is required when dropout_rate > 0 and deterministic=False"):
-        functional.attention_dropout(weights, 0.5, broadcast=True, batch_axes=1, rng=None)
+def test_axes_are_counted_from_both_ends():
+    assert functional.without(range(4), 4, -1) == [0, 1, 2]
+    assert functional.without([-1, 1], 4, (3,)) == [1]

@@ -42,9 +42,20 @@ def test_a_thousand_equal_logits_cost_their_logarithm():
     np.testing.assert_allclose(loss, np.log(1000), rtol=1e-6)  # optax in bfloat16: 6.875
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_logits_around_a_thousand_cost_what_they_cost_around_zero(smoothing):
+    logits = _logits(jnp.bfloat16, offset=1000.0)
+    targets = (1 - smoothing) * np.eye(32)[LABELS] + smoothing / 32
+    truth = _cross_entropy(np.asarray(logits, np.float64), targets)
+    loss = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), label_smoothing=smoothing)
+    assert abs(truth).min() > 0.1
+    np.testing.assert_allclose(loss, truth, rtol=1e-6)  # lse - logit, both near 1000, is off by 2e-5
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_gradient_is_softmax_minus_target_rounded_once(dtype):
-    logits = _logits(dtype)
+def test_the_gradient_is_softmax_minus_target_rounded_once(dtype, offset):
+    logits = _logits(dtype, offset)
     gradient = jax.grad(lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.asarray(LABELS)).sum())(
         logits
     )

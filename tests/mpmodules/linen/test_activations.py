@@ -68,10 +68,10 @@ def test_half_is_within_one_ulp(name, dtype):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_backward_keeps_what_came_in(name):
+def test_backward_keeps_what_came_in_and_a_rows_statistics(name):
     x = normal((4, 64), jnp.bfloat16)
     _, backward = jax.vjp(lambda x: call(getattr(nn, name), name, x), x)
-    kept = [leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > 1]
+    kept = [leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > len(x)]
     assert all(leaf.dtype == jnp.bfloat16 for leaf in kept) and sum(leaf.size for leaf in kept) <= x.size
     assert backward(jnp.ones_like(call(getattr(nn, name), name, x)))[0].dtype == jnp.bfloat16
 

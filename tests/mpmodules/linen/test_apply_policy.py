@@ -15,7 +15,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import DtypePolicyWarning, Policy, PolicyRules, current_policy, use_policy
-from tests.mpmodules.linen.programs import apply, boundary_casts, named, operations
+from tests.programs import apply, boundary_casts, named, operations
 
 apply_policy = our_nn.apply_policy
 KEY = jax.random.key(0)

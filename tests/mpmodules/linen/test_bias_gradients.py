@@ -10,7 +10,7 @@ import pytest
 
 from mpmodules import linen as nn
 from policy import Policy, get_policy, use_policy
-from tests.mpmodules.linen.programs import operations
+from tests.programs import operations
 
 KEY = jax.random.key(0)
 ROWS, GRID = (3, 5, 4), (2, 6, 6, 4)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from mpmodules import linen as nn
 from policy import Policy, current_policy, use_policy
-from tests.mpmodules.linen.programs import apply, boundary_casts, named, operations
+from tests.programs import apply, boundary_casts, named, operations
 
 MIXED = Policy("f32", "bf16", "f32")
 X = jnp.ones((2, 4))

@@ -18,7 +18,7 @@ from flax import errors
 import mpmodules
 from mpmodules import linen as our_nn
 from policy import Policy, use_policy
-from tests.mpmodules.linen.programs import apply
+from tests.programs import apply
 
 KEY = jax.random.key(0)
 X = jnp.ones((2, 4))

@@ -15,7 +15,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import get_policy, use_policy
-from tests.mpmodules.linen.programs import apply, named, operations
+from tests.programs import apply, named, operations
 
 KEY = jax.random.key(0)
 HALVES = ("bfloat16", "float16")

@@ -14,7 +14,7 @@ from jax import lax
 
 from mpmodules import linen as nn
 from policy import set_policy, use_policy
-from tests.mpmodules.linen.programs import apply as apply_model
+from tests.programs import apply as apply_model
 
 A, B = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 ABA = ((A, "bfloat16"), (B, "float16"), (A, "bfloat16"))

@@ -14,7 +14,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import get_policy, use_policy
-from tests.mpmodules.linen.programs import frozen_biases
+from tests.programs import frozen_biases
 
 IMAGE, ROWS, TOKENS = "image", "rows", "tokens"
 

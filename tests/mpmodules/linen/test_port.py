@@ -12,7 +12,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import get_policy, use_policy
-from tests.mpmodules.linen.programs import frozen_biases
+from tests.programs import frozen_biases
 
 POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "p=f32,c=bf16,o=bf16", "float32")
 HALF_BOUNDARY = ("bfloat16", "p=f32,c=bf16,o=bf16")

@@ -12,7 +12,7 @@ import pytest
 
 from mpmodules import linen as nn
 from policy import DtypePolicyWarning, set_policy, use_policy
-from tests.mpmodules.linen.programs import boundary_casts, named, operations
+from tests.programs import boundary_casts, named, operations
 
 X = jnp.ones((2, 4))
 KEY = jax.random.key(0)

@@ -12,7 +12,7 @@ import pytest
 
 from mpmodules import linen as nn
 from policy import PolicyRules, current_policy, use_policy
-from tests.mpmodules.linen.programs import named, operations
+from tests.programs import named, operations
 
 X = jnp.ones((2, 3, 4))
 KEY = jax.random.key(0)

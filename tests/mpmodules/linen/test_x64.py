@@ -17,7 +17,7 @@ PROGRAM = """
     import numpy as np
     from mpmodules import linen as nn
     from policy import use_policy
-    from tests.mpmodules.linen.programs import operations
+    from tests.programs import operations
 
     KEY = jax.random.key(0)
     X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ class Operation:
       inputs, outputs: dtype names; "" for what has none.
       scope: the name stack, its names joined by ``/``.
       within: the primitives whose bodies it stands in, outermost first.
+      terms: how many numbers go into each number of a plain reduction (`reduce_sum` and its like); else None.
     """
 
     name: str
@@ -25,23 +27,37 @@ class Operation:
     outputs: tuple[str, ...]
     scope: str
     within: tuple[str, ...]
+    terms: int | None = None
 
 
 def operations(fn: Callable[..., Any], *args: Any) -> list[Operation]:
     """Every equation of `fn`'s jaxpr, bodies of scans, jits and checkpoints included, in order."""
-    return list(_walk(jax.make_jaxpr(fn)(*args).jaxpr, (), ""))
+    return operations_of(jax.make_jaxpr(fn)(*args))
+
+
+def operations_of(jaxpr: Any) -> list[Operation]:
+    """`operations` of what `jax.make_jaxpr` returned."""
+    return list(_walk(jaxpr.jaxpr, (), ""))
 
 
 def _walk(jaxpr: Any, within: tuple[str, ...], above: str) -> Iterator[Operation]:
     for eqn in jaxpr.eqns:
         scope = "/".join(part for part in (above, str(eqn.source_info.name_stack)) if part)
         inputs, outputs = (tuple(_dtype(v) for v in vs) for vs in (eqn.invars, eqn.outvars))
-        yield Operation(eqn.primitive.name, inputs, outputs, scope, within)
+        yield Operation(eqn.primitive.name, inputs, outputs, scope, within, _terms(eqn))
         for value in eqn.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from _walk(inner, (*within, eqn.primitive.name), scope)
+
+
+def _terms(eqn: Any) -> int | None:
+    axes = eqn.params.get("axes")
+    shape: Any = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
+    if not eqn.primitive.name.startswith("reduce_") or axes is None:
+        return None
+    return math.prod(int(shape[axis]) for axis in axes)
 
 
 def _dtype(variable: Any) -> str:

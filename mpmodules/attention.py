@@ -1,0 +1,167 @@
+"""Attention's maths, which both wings share: half-precision matmuls, logits and softmax in reduction_dtype."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from mpmodules.functional import accumulating, is_wider
+from policy.remembering import keeping_inputs
+
+Array = jax.Array
+
+
+def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
+    """Refuses queries, keys and values whose ranks, batch axes, heads, widths or lengths do not fit.
+
+    Args:
+      query: (B..., T, N, H); `key`: (B..., S, K, H); `value`: (B..., S, K, any width).
+    """
+    arrays = [x for x in (query, key, value) if x is not None]
+    if len({x.ndim for x in arrays}) != 1:
+        raise ValueError(f"q, k, v must have same rank, but got {', '.join(str(x.ndim) for x in arrays)}.")
+    if len({x.shape[:-3] for x in arrays}) != 1:
+        raise ValueError(f"q, k, v batch dims must match, but got shapes {', '.join(str(x.shape) for x in arrays)}.")
+    if value is not None and key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"k, v lengths must match, but got {key.shape[-3]} and {value.shape[-3]}.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"q, k depths must match, but got {query.shape[-1]} and {key.shape[-1]}.")
+    for name, heads in [(n, x.shape[-2]) for n, x in (("key", key), ("value", value)) if x is not None]:
+        if not heads or query.shape[-2] % heads:
+            raise ValueError(f"Query heads ({query.shape[-2]}) must be a multiple of {name} heads ({heads}).")
+
+
+def dot_product_attention_weights(
+    query: Array,
+    key: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    precision: Any = None,
+    einsum: Callable[..., Array] | None = None,
+    reduction_dtype: DTypeLike = jnp.float32,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the matmul's accumulator on.
+
+    Axes: B batch (any number), T query, S key, N query heads, K key heads (a divisor of N), H head width. This is
+    `jax.nn.dot_product_attention`'s contract: logits and softmax are never rounded to the operands' dtype.
+
+    Args:
+      query: (B..., T, N, H), half or full precision.
+      key: (B..., S, K, H), the same dtype.
+      bias: added to the logits; broadcastable to (B..., N, T, S).
+      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S). A row without any key left is uniform.
+      is_causal: masks out the keys after each query.
+      precision: as in `jax.lax`.
+      einsum: computes the logits instead of ours, `einsum(subscripts, query, key)`.
+      reduction_dtype: what logits and softmax are in; at least float32.
+      dtype: of the weights; None is `reduction_dtype`. Backward keeps the weights in it, nothing else of their size.
+
+    Returns:
+      (B..., N, T, S) in `dtype`.
+    """
+    check_shapes(query, key)
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    if einsum is not None:
+        logits = einsum("...qhd,...khd->...hqk", query, key).astype(reduction_dtype)
+    elif heads == key_heads:
+        logits = _dot("...qhd,...khd->...hqk", query, key, precision, reduction_dtype)
+    else:
+        grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])  # (B..., T, K, G, H)
+        logits = _dot("...qhgd,...khd->...hgqk", grouped, key, precision, reduction_dtype)
+        logits = logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])  # (B..., N, T, S)
+    logits = logits * np.asarray(1 / math.sqrt(query.shape[-1]), logits.dtype)
+    if bias is not None:
+        logits = logits + jnp.asarray(bias, logits.dtype)
+    if mask is not None or is_causal:
+        logits = keeping_inputs(functools.partial(_masked, is_causal=is_causal))(logits, mask)
+    if dtype is None or logits.dtype == dtype:
+        return jax.nn.softmax(logits, axis=-1)
+    return _rounded_softmax(logits, jnp.dtype(dtype))
+
+
+def _masked(logits: Array, mask: Array | None, *, is_causal: bool) -> Array:
+    """The logits, very low where `mask` is False (or 0) and, where causal, at the keys after each query."""
+    allowed = jnp.ones((1,) * logits.ndim, bool) if mask is None else jnp.asarray(mask).astype(bool)
+    allowed = jnp.broadcast_to(allowed, logits.shape)
+    if is_causal:
+        queries, keys = (lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - axis) for axis in (2, 1))
+        allowed = jnp.logical_and(allowed, keys <= queries)
+    # Half of the lowest number: a bias on top of it can't reach -inf, and a row of it is uniform, not NaN.
+    return jnp.where(allowed, logits, np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded_softmax(logits: Array, dtype: np.dtype) -> Array:
+    """softmax over the last axis, rounded once to `dtype`; backward keeps the rounded weights, no others."""
+    return jax.nn.softmax(logits, axis=-1).astype(dtype)
+
+
+@_rounded_softmax.defjvp
+def _rounded_softmax_jvp(dtype: np.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    weights = _rounded_softmax(primals[0], dtype)
+
+    def derivative(weights: Array, tangent: Array) -> Array:
+        wide = weights.astype(tangent.dtype)
+        # Rounded weights sum to almost 1: dividing by that sum keeps the gradient's own sum over the keys at 0.
+        mean = jnp.sum(wide * tangent, -1, keepdims=True) / jnp.sum(wide, -1, keepdims=True)
+        return (wide * (tangent - mean)).astype(dtype)
+
+    # Checkpointed whole: that sum too is had again from the weights, in the pass of backward that reads them anyway.
+    return weights, jax.checkpoint(derivative, prevent_cse=False)(weights, tangents[0])
+
+
+def weighted_values(weights: Array, value: Array, *, precision: Any = None) -> Array:
+    """Sums the values by attention weight.
+
+    Args:
+      weights: (B..., N, T, S), the values' dtype.
+      value: (B..., S, K, H), K a divisor of N.
+
+    Returns:
+      (B..., T, N, H) in the values' dtype.
+    """
+    heads, value_heads = weights.shape[-3], value.shape[-2]
+    if heads == value_heads:
+        return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=precision)
+    grouped = weights.reshape(*weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:])
+    out = jnp.einsum("...hgqk,...khd->...qhgd", grouped, value, precision=precision)
+    return out.reshape(*out.shape[:-3], heads, out.shape[-1])
+
+
+def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLike) -> Array:
+    """An einsum of two operands that returns its accumulator where `dtype` is wider than the operands."""
+    einsum = functools.partial(jnp.einsum, subscripts, precision=precision)
+    if not is_wider(dtype, lhs.dtype):
+        return einsum(lhs, rhs)
+    return accumulating(einsum, dtype)(lhs, rhs)
+
+
+def dropout(weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None) -> Array:
+    """Drops attention weights with probability `rate` and scales the rest by 1 / (1 - rate), as Flax does.
+
+    Args:
+      weights: (B..., N, T, S).
+      rate: in [0, 1).
+      broadcast: whether all batch entries and heads share one mask.
+      batch_axes: how many batch axes there are.
+      rng: the key; the mask is the one that Flax draws from it.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be in the range [0, 1), got {rate!r}.")
+    if rng is None:
+        raise ValueError("dropout_rng is required when dropout_rate > 0 and deterministic=False.")
+    shape = (1,) * (batch_axes + 1) + weights.shape[-2:] if broadcast else weights.shape
+    keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
+    scale = np.asarray(1.0 - rate, weights.dtype)
+    return weights * (keep.astype(weights.dtype) / scale)

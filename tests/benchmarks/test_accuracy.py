@@ -1,0 +1,181 @@
+"""The accuracy table holds on small shapes, and judges as it says it does."""
+
+import dataclasses
+import functools
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+from benchmarks import accuracy
+from benchmarks.accuracy import cases, report, torch_peer
+from benchmarks.accuracy.cases import BFLOAT16, FLOAT16, FLOAT32, Case, Row, measure
+from benchmarks.accuracy.ulps import max_ulps
+
+# Left to the command, which is slower: the like of what is here, and what half the compilations would go into.
+SKIPPED = re.compile(
+    r"General|Einsum|ConvLocal|Transpose|LoRA|RNN|MultiHead|(attention|ctc_loss) \(large|(ctc_loss|with_log).* from"
+    r"|Norm(, training)? \(normal|Norm.*(gradient of bias|float32\), bfloat16| from bfloat16)"
+    r"|(Weight|Spectral).* bfloat16"
+)
+
+
+def _chosen() -> Any:
+    for case, precision in accuracy.selected(small=True):
+        name = f"{case}, {precision}"
+        if SKIPPED.search(name) or (case.family == "matmuls" and precision == FLOAT16):
+            continue
+        yield pytest.param(dataclasses.replace(case, torch=None), precision, id=name)
+
+
+@pytest.mark.parametrize(("case", "precision"), list(_chosen()))
+def test_ours_is_within_its_bound_and_no_worse_than_upstream(case, precision):
+    assert report.complaints(measure(case, precision)) == []
+
+
+def _truth(name: str, inputs: str) -> tuple[np.ndarray, Any, Case]:
+    """The truth of a case, its inputs in float64, and the case."""
+    (case,) = {
+        case.name: case for case, _ in accuracy.selected(small=True, only="^" + re.escape(f"{name} ({inputs})"))
+    }.values()
+    exact = cases._inputs(case, BFLOAT16)
+    return cases._exactly(case.truth, BFLOAT16, exact), exact, case
+
+
+def _value(case: Case, name: str, *shape: int) -> np.ndarray:
+    assert case.values is not None
+    return case.values(BFLOAT16, name, shape).astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize(("name", "axes"), [("LayerNorm", (-1,)), ("BatchNorm, training", (0, 1, 2))])
+def test_the_truth_of_a_norm_is_numpys(name, axes):
+    truth, (x,), case = _truth(name, "mean 1000")
+    epsilon, width = 1e-6 if name == "LayerNorm" else 1e-5, x.shape[-1]
+    scale, bias = _value(case, "scale", width), _value(case, "bias", width)
+    variance = x.var(axes, keepdims=True)
+    expected = (x - x.mean(axes, keepdims=True)) / np.sqrt(variance + epsilon) * scale + bias
+    np.testing.assert_allclose(truth, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_truth_of_a_matmul_is_numpys_on_rounded_operands():
+    truth, (x,), case = _truth("Dense, Linear", "normal")
+    kernel, bias = _value(case, "kernel", x.shape[-1], 8), _value(case, "bias", 8)
+    for operand in (x, kernel, bias):
+        np.testing.assert_array_equal(operand, operand.astype(jnp.bfloat16).astype(np.float64))
+    np.testing.assert_allclose(truth, x @ kernel + bias, rtol=1e-12, atol=1e-12)
+
+
+def test_the_truths_of_functions_are_numpys():
+    softmax, (x,), _ = _truth("softmax", "large logits")
+    np.testing.assert_allclose(softmax, scipy.special.softmax(x, -1), rtol=1e-12)
+    loss, (x, labels), _ = _truth("softmax_cross_entropy_with_integer_labels", "mean 1000")
+    chosen = np.take_along_axis(x, labels[:, None], -1)[:, 0]
+    np.testing.assert_allclose(loss, np.asarray(scipy.special.logsumexp(x, -1)) - chosen, rtol=1e-11)
+    sums, (x,), _ = _truth("cumsum", "normal")
+    np.testing.assert_allclose(sums, x.cumsum(1), rtol=1e-11, atol=1e-11)
+    gradient, (tokens,), _ = _truth("Embed, gradient of embedding", "uniform tokens")
+    pattern = (np.arange(tokens.size * 8) * 7919 % 16 + 1) / 16 * np.where(np.arange(tokens.size * 8) % 5 == 0, -1, 1)
+    expected = np.zeros((10, 8))
+    np.add.at(expected, tokens, pattern.reshape(-1, 8))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rounding_once_is_at_most_half_an_ulp(dtype):
+    truth = np.random.default_rng(0).normal(size=1000)
+    assert 0.45 < max_ulps(truth.astype(np.float32), truth, dtype, floor=0.0) <= 0.5  # a wider result is rounded first
+    neighbour = 1 + float(jnp.finfo(dtype).eps)
+    assert max_ulps(np.array([neighbour]), np.array([1.0]), dtype) == 1
+    assert max_ulps(np.array([0.0, 1.0]), np.array([2.0**-20, 1.0]), dtype, floor=0.5) < 0.01
+    assert max_ulps(np.array([0.0, 1.0]), np.array([2.0**-13, 1.0]), dtype, floor=0.0) > 100
+
+
+def test_what_is_not_finite_is_infinitely_wrong_where_the_truth_is():
+    for wrong in (np.inf, np.nan):
+        assert max_ulps(np.array([wrong, 1.0]), np.array([1.0, 1.0]), jnp.float16) == np.inf
+    assert max_ulps(np.array([np.inf]), np.array([1e6]), jnp.float16) == 0  # beyond float16 for anybody
+    assert max_ulps(np.array([6e4]), np.array([1e6]), jnp.float16) == np.inf
+    with pytest.raises(ValueError, match=r"The result should be of shape \(1,\), but is of shape \(2,\)"):
+        max_ulps(np.zeros(2), np.zeros(1), jnp.float16)
+
+
+def _doubling(upstream: Any = None, ours: Any = None, **rest: Any) -> Case:
+    exactly = lambda precision, x: x + x  # noqa: E731
+    columns = {"ours": ours or exactly, "jax, optax": upstream or exactly}
+    return Case("doubling", "normal", "sums", cases.normal(64), columns, exactly, **rest)
+
+
+def _off(ulps: float) -> Any:
+    return lambda precision, x: (x + x) * (1 + ulps * jnp.finfo(x.dtype).eps).astype(x.dtype)
+
+
+def test_a_row_is_held_against_its_promise_and_against_the_best_of_the_others():
+    assert report.complaints(measure(_doubling(), BFLOAT16)) == []
+    promise, best = report.complaints(measure(_doubling(ours=_off(4)), BFLOAT16))
+    assert re.search(r"ulps, where sums are to be within 1$", promise)
+    assert re.search(r"ulps, where the best of the others has 0$", best)
+    assert report.complaints(measure(_doubling(upstream=_off(4)), BFLOAT16)) == []
+    rounded = _doubling(ours=lambda precision, x: (x * x).astype(x.dtype).astype(jnp.float32))
+    assert len(report.complaints(measure(rounded, FLOAT32))) == 2
+
+
+def test_a_peer_that_raises_has_no_figure_and_ours_may_not_raise():
+    def refuse(precision: Any, x: Any) -> Any:
+        raise TypeError("no such dtype")
+
+    row = measure(_doubling(upstream=refuse), FLOAT16)
+    assert row.ulps == {"ours": 0.0, "jax, optax": None} and row.best_of_peers is None
+    assert "raises" in report.text([row])
+    with pytest.raises(TypeError, match="no such dtype"):
+        measure(_doubling(ours=refuse), FLOAT16)
+
+
+def test_a_reason_to_be_worse_counts_for_the_columns_it_is_given_for():
+    case = dataclasses.replace(_doubling(), family="matmuls", accepted="of this")
+    row = Row(case, BFLOAT16, {"ours": 2.0, "jax, optax": 2.0, "torch": 0.5})
+    assert report.complaints(row) == [] and "Accepted, doubling: of this." in report.summary([row])
+    worse = dataclasses.replace(row, ulps={"ours": 2.0, "jax, optax": 1.0, "torch": 0.5})
+    assert report.complaints(worse) == ["2 ulps, where the best of the others has 1"]
+    tied = dataclasses.replace(row, ulps={"ours": 2.0, "jax, optax": 2.0, "torch": 2.0})
+    assert report.summary([tied]) == "All 1 rows hold."
+
+
+def _command(monkeypatch, case: Case, *arguments: str) -> int:
+    monkeypatch.setattr(accuracy, "layer_cases", lambda small: [])
+    monkeypatch.setattr(accuracy, "function_cases", lambda small: [case])
+    return accuracy.main([*arguments])
+
+
+def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(monkeypatch, capsys, tmp_path):
+    table, figures = tmp_path / "accuracy.md", tmp_path / "accuracy.json"
+    assert _command(monkeypatch, _doubling(), "--json", str(figures), "--markdown", str(table)) == 0
+    assert "All 2 rows hold." in capsys.readouterr().out
+    page = table.read_text()
+    assert "| doubling | normal | 0.00 | 0.00 |  |" in page and "## Float16, functions" in page
+    assert f"jax {jax.__version__}" in page
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["precision"] for row in rows] == ["bfloat16", "float16"]
+    assert rows[0]["ulps"] == {"ours": 0.0, "jax, optax": 0.0} and rows[0]["complaints"] == []
+
+    assert _command(monkeypatch, _doubling(ours=_off(4)), "--only", ", float16") == 1
+    out = capsys.readouterr().out
+    assert "1 of 1 rows do not hold:" in out and "- doubling (normal), float16: " in out and "WORSE" in out
+    assert _command(monkeypatch, _doubling(), "--only", "nothing") == 2
+    assert "No row matches --only 'nothing'." in capsys.readouterr().out
+
+
+def test_without_torch_its_column_is_empty_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(torch_peer, "available", functools.partial(bool, 0))
+    row = measure(_doubling(torch="softmax"), BFLOAT16)
+    assert "torch" not in row.ulps
+    assert "torch is not installed, so its column is empty: `pip install torch`" in report.about_torch()
+
+
+def test_every_torch_run_is_a_cases():
+    named = {case.torch for small in (True, False) for case, _ in accuracy.selected(small)}
+    assert set(torch_peer.RUNS) <= named

@@ -1,0 +1,194 @@
+"""Turns a case into pure functions: how its parameters are made, and what they give with inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmodules import linen, nnx
+from policy import use_policy
+from tests.mpmodules.table.cases import Case
+from tests.programs import Operation, operations_of
+
+OURS: dict[str, Any] = {"linen": linen, "nnx": nnx}
+THEIRS: dict[str, Any] = {"linen": flax.linen, "nnx": flax.nnx}
+CALL_KEY = jax.random.key(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A layer as pure functions.
+
+    Attributes:
+      init: key -> (params, rest): the trainable parameters, and all other variables.
+      apply: (params, rest, inputs) -> (out, variables that the call changed).
+      inputs: what it is called with: arrays, and a cell's carry.
+    """
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+    inputs: tuple[Any, ...]
+
+
+class LinenComposite(linen.Module):
+    """A model that is nothing but the layer: the boundary is around it."""
+
+    layer: Any
+    method: str
+
+    def __call__(self, *inputs: Any, **call: Any) -> Any:
+        return getattr(self.layer, self.method)(*inputs, **call)
+
+
+class NnxComposite(nnx.Module):
+    """A model that is nothing but the layer: the boundary is around it."""
+
+    def __init__(self, make: Callable[[], Any], method: str):
+        self.layer = make()
+        self.method = method
+
+    def __call__(self, *inputs: Any, **call: Any) -> Any:
+        return getattr(self.layer, self.method)(*inputs, **call)
+
+
+def in_dtype(inputs: Any, dtype: Any) -> Any:
+    """Inputs with their floating arrays in `dtype`."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else x.dtype), inputs)
+
+
+def program(
+    wing: str, case: Case, modules: Any = None, *, composite: bool = False, inputs_in: Any = jnp.float32, **dtypes: Any
+) -> Program:
+    """The case in `wing`, from our modules or from `modules`.
+
+    Args:
+      composite: whether the layer is called by a module around it, instead of as the root.
+      inputs_in: what floating inputs are in.
+      dtypes: dtype arguments for the layer.
+    """
+    make = linen_program if wing == "linen" else nnx_program
+    return make(case, OURS[wing] if modules is None else modules, composite, inputs_in, dtypes)
+
+
+def linen_program(case: Case, nn: Any, composite: bool, inputs_in: Any, dtypes: dict[str, Any]) -> Program:
+    layer = case.make(nn, **dtypes)
+    model = LinenComposite(layer, case.method) if composite else layer
+    carry = (layer.initialize_carry(CALL_KEY, case.inputs[0].shape),) if case.is_cell else ()
+    first = (*carry, *in_dtype(case.inputs, inputs_in))
+    method = "__call__" if composite else case.method
+    sown = {name: value for name, value in case.call.items() if name != "sow_weights"}
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+        variables = dict(model.init(rngs, *first, method=method, **sown))
+        return variables.pop("params", {}), variables
+
+    def apply(params: Any, rest: Any, inputs: Any) -> tuple[Any, Any]:
+        return model.apply(
+            {"params": params, **rest},
+            *inputs,
+            method=method,
+            rngs={"dropout": CALL_KEY},
+            mutable=["batch_stats", "cache", "intermediates"],
+            **case.call,
+        )
+
+    return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
+
+
+def nnx_program(case: Case, modules: Any, composite: bool, inputs_in: Any, dtypes: dict[str, Any]) -> Program:
+    graphs: list[Any] = []
+    method = "__call__" if composite else case.method
+
+    def make(key: jax.Array) -> Any:
+        layer = case.make(modules, flax.nnx.Rngs(key), **dtypes)
+        if case.prepare is not None:
+            case.prepare(layer)
+        return layer
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        layer = NnxComposite(lambda: make(key), case.method) if composite else make(key)
+        graph, params, rest = flax.nnx.split(layer, flax.nnx.Param, ...)
+        graphs[:] = [graph]
+        return params, rest
+
+    def apply(params: Any, rest: Any, inputs: Any) -> tuple[Any, Any]:
+        model = flax.nnx.merge(graphs[-1], params, jax.tree.map(lambda x: x, rest), copy=True)
+        out = getattr(model, method)(*inputs, **case.call)
+        return out, flax.nnx.to_pure_dict(flax.nnx.state(model, flax.nnx.Not(flax.nnx.Param)))
+
+    carry = (make(CALL_KEY).initialize_carry(case.inputs[0].shape, flax.nnx.Rngs(0)),) if case.is_cell else ()
+    return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a case is under a policy, without running it.
+
+    Attributes:
+      params, rest, out, state: the types of what init and the call give.
+      param_gradients, input_gradients: the types of the gradients.
+      inputs: the types of the floating inputs.
+      init, ops: the operations of init; of the call and its gradients.
+    """
+
+    params: Any
+    rest: Any
+    out: Any
+    state: Any
+    param_gradients: Any
+    inputs: Any
+    input_gradients: Any
+    init: list[Operation]
+    ops: list[Operation]
+
+
+def scope_of(policy: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if policy is None else use_policy(policy)
+
+
+def traced(wing: str, case: Case, policy: Any, **options: Any) -> Trace:
+    """The case under a policy, or None; `options` are those of `program`."""
+    with scope_of(policy):
+        return _trace(program(wing, case, **options))
+
+
+def _trace(run: Program) -> Trace:
+    init, (params, rest) = jax.make_jaxpr(run.init, return_shape=True)(jax.random.key(0))
+    floats = _floating(run.inputs)
+
+    def both_ways(params: Any, rest: Any, floats: Any) -> Any:
+        def out_of(params: Any, floats: Any) -> Any:
+            out, state = run.apply(params, rest, _with(run.inputs, floats))
+            return out, state
+
+        out, backward, state = jax.vjp(out_of, params, floats, has_aux=True)
+        return out, state, backward(jax.tree.map(jnp.ones_like, out))
+
+    jaxpr, (out, state, gradients) = jax.make_jaxpr(both_ways, return_shape=True)(params, rest, floats)
+    return Trace(
+        params, rest, out, state, gradients[0], floats, gradients[1], operations_of(init), operations_of(jaxpr)
+    )
+
+
+def _floating(inputs: Any) -> dict[int, Any]:
+    leaves = jax.tree.leaves(inputs)
+    return {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
+
+
+def _with(inputs: Any, floats: dict[int, Any]) -> Any:
+    leaves, treedef = jax.tree.flatten(inputs)
+    return jax.tree.unflatten(treedef, [floats.get(i, x) for i, x in enumerate(leaves)])
+
+
+def dtypes_of(tree: Any) -> set[str]:
+    """The names of a tree's floating dtypes."""
+    return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)}

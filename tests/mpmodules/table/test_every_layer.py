@@ -1,0 +1,287 @@
+"""Every layer of both wings under every policy: what is stored, multiplied, summed, returned and differentiated.
+
+Nothing here is run: each case is traced once for each policy, its gradients by parameters and by floating inputs
+included, and the contracts are read from that. The suite traces under strict dtype and rank promotion.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from policy import Policy, get_policy
+from tests.mpmodules.table.cases import CASES, Case
+from tests.mpmodules.table.exceptions import ELEMENTWISE, UNROUNDED_SUMS
+from tests.mpmodules.table.running import THEIRS, Trace, dtypes_of, program, traced
+from tests.programs import Operation
+
+# Deprecations that both wings of Flax announce and that are no business of this table.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*value.*:DeprecationWarning"),
+]
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
+INSIDE = ("mixed_bfloat16",)  # under it, inside a model too
+MATMULS = ("dot_general", "conv_general_dilated")
+# reduce_max, reduce_min, argmax, sort and their like are exact in any dtype.
+SUMS = frozenset(
+    [
+        "reduce_sum",
+        "reduce_prod",
+        "reduce_window",
+        "reduce_window_sum",
+        "cumsum",
+        "cumprod",
+        "cumlogsumexp",
+        "scatter-add",
+        "scatter-mul",
+        "select_and_scatter_add",
+    ]
+)
+FUNCTIONS = frozenset(
+    [
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "rsqrt",
+        "sqrt",
+        "tanh",
+        "logistic",
+        "erf",
+        "pow",
+        "integer_pow",
+        "square",
+        "div",
+        "sin",
+        "cos",
+    ]
+)
+CALLS = frozenset(["jit", "pjit", "scan", "while", "cond", "checkpoint", "custom_jvp_call", "custom_vjp_call"])
+HALVES = frozenset(["bfloat16", "float16"])
+
+EACH_CASE = pytest.mark.parametrize(("wing", "case"), CASES, ids=[f"{wing}-{case}" for wing, case in CASES])
+EACH_POLICY = pytest.mark.parametrize("policy", POLICIES)
+
+
+_traces: dict[Any, Trace] = {}
+
+
+def trace_of(wing: str, case: Case, policy: str | None, composite: bool = False) -> Trace:
+    key = (wing, str(case), policy, composite)
+    if key not in _traces:
+        _traces[key] = traced(wing, case, policy, composite=composite)
+    return _traces[key]
+
+
+def both(wing: str, case: Case, policy: str) -> Iterator[Operation]:
+    """The operations of a case as the root, and inside a model, whose boundary hands it compute_dtype."""
+    yield from trace_of(wing, case, policy).ops
+    if policy in INSIDE:
+        yield from trace_of(wing, case, policy, composite=True).ops
+
+
+def narrow(ops: Iterable[Operation], names: frozenset[str], policy: Policy) -> set[str]:
+    """Which of `names` run on something narrower than reduction_dtype, plain sums of one term each left out."""
+    found = (op for op in ops if op.name in names and op.terms != 1)
+    return {op.name for op in found for dtype in op.inputs if dtype in HALVES and policy.reduction_dtype.name != dtype}
+
+
+@pytest.mark.parametrize("wing", ("linen", "nnx"))
+def test_the_table_holds_every_layer_of_the_catalogue(wing):
+    path = pathlib.Path(__file__).parents[3] / "docs" / "make_layers.py"
+    spec = importlib.util.spec_from_file_location("make_layers", path)
+    assert spec is not None and spec.loader is not None
+    catalogue: Any = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "make_layers", catalogue)
+        spec.loader.exec_module(catalogue)
+    listed = {row.name for row in catalogue.LAYERS if wing in row.tests and hasattr(THEIRS[wing], row.name)}
+    names = [str(case) for at, case in CASES if at == wing]
+    assert {case.layer for at, case in CASES if at == wing} == listed
+    assert len(set(names)) == len(names)
+
+
+@EACH_POLICY
+@EACH_CASE
+def test_parameters_are_stored_in_param_dtype_and_statistics_in_float32(wing, case, policy):
+    trace, policy = trace_of(wing, case, policy), get_policy(policy)
+    assert dtypes_of(trace.params) <= {policy.param_dtype.name}
+    kept = policy.compute_dtype.name if case.setting == "decoding" else "float32"
+    if (wing, case.layer) == ("nnx", "WeightNorm"):
+        kept = policy.param_dtype.name  # its scales are parameters, in a type of Variable of their own
+    assert dtypes_of(trace.rest) <= {kept}
+    sown = {policy.compute_dtype.name} if case.call.get("sow_weights") else set()
+    assert dtypes_of(trace.state) <= {kept} | sown
+
+
+@EACH_POLICY
+@EACH_CASE
+def test_every_matmul_multiplies_compute_dtype(wing, case, policy):
+    found = [op for op in both(wing, case, policy) if op.name in MATMULS]
+    compute = get_policy(policy).compute_dtype.name
+    if case.layer == "SpectralNorm":  # its power iteration multiplies weights, in reduction_dtype
+        found = [op for op in found if set(op.inputs) != {"float32"}]
+    assert {dtype for op in found for dtype in op.inputs} <= {compute}
+    wide = {op.outputs for op in found} - {(compute,)}
+    # the logits of attention are the matmul's accumulator: they go into a float32 softmax
+    assert wide <= ({("float32",)} if "Attention" in case.layer else set())
+
+
+@EACH_POLICY
+@EACH_CASE
+def test_every_sum_runs_in_reduction_dtype_forward_and_backward(wing, case, policy):
+    exempt = UNROUNDED_SUMS.get((wing, str(case)), {})
+    assert narrow(both(wing, case, policy), SUMS, get_policy(policy)) <= set(exempt)
+
+
+@EACH_POLICY
+@EACH_CASE
+def test_every_function_of_statistics_runs_in_reduction_dtype_forward_and_backward(wing, case, policy):
+    assert narrow(both(wing, case, policy), FUNCTIONS, get_policy(policy)) <= set(ELEMENTWISE.get(case.layer, {}))
+
+
+def test_no_exception_is_out_of_use():
+    policy = get_policy("mixed_bfloat16")
+    sums = {(wing, str(case)): narrow(both(wing, case, str(policy)), SUMS, policy) for wing, case in CASES}
+    assert {key: set(names) for key, names in UNROUNDED_SUMS.items()} == {k: v for k, v in sums.items() if v}
+    functions: dict[str, set[str]] = {}
+    for wing, case in CASES:
+        found = narrow(both(wing, case, str(policy)), FUNCTIONS, policy)
+        functions.setdefault(case.layer, set()).update(found)
+    assert {layer: set(names) for layer, names in ELEMENTWISE.items()} == {k: v for k, v in functions.items() if v}
+
+
+@EACH_POLICY
+@EACH_CASE
+def test_a_root_returns_what_it_is_and_a_model_around_it_returns_output_dtype(wing, case, policy):
+    resolved = get_policy(policy)
+    root = resolved.output_dtype if case.is_module else resolved.compute_dtype
+    assert dtypes_of(trace_of(wing, case, policy).out) == {root.name}
+    if policy in INSIDE:
+        assert dtypes_of(trace_of(wing, case, policy, composite=True).out) == {resolved.output_dtype.name}
+
+
+@EACH_POLICY
+@EACH_CASE
+def test_gradients_come_back_in_the_dtypes_of_parameters_and_inputs(wing, case, policy):
+    trace = trace_of(wing, case, policy)
+
+    def same(gradient: Any, value: Any) -> None:
+        assert (gradient.shape, gradient.dtype) == (value.shape, value.dtype)
+
+    jax.tree.map(same, trace.param_gradients, trace.params)
+    jax.tree.map(same, trace.input_gradients, trace.inputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# No policy
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@EACH_CASE
+def test_with_no_policy_float32_stays_float32(wing, case):
+    trace = trace_of(wing, case, None)
+    assert dtypes_of((trace.params, trace.rest, trace.out, trace.state, trace.param_gradients)) <= {"float32"}
+    assert not {dtype for op in trace.ops for dtype in op.inputs} & (HALVES | {"float64"})
+
+
+def is_repaired(wing: str, case: Case) -> bool:
+    """Whether Flax's result is float32 from ``dtype=bfloat16``, or an error, and ours follows `dtype`."""
+    repaired = case.is_cell or case.layer in ("RNN", "Bidirectional")
+    return repaired or (wing, case.layer, case.setting) == ("nnx", "MultiHeadAttention", "decoding")
+
+
+@pytest.mark.parametrize("given", ({}, {"dtype": jnp.bfloat16}), ids=("inferred", "bfloat16"))
+@pytest.mark.parametrize("inputs_in", (jnp.float32, jnp.bfloat16), ids=("f32 inputs", "bf16 inputs"))
+@EACH_CASE
+def test_with_no_policy_outputs_have_the_dtypes_that_flax_gives_them(wing, case, inputs_in, given):
+    with jax.numpy_dtype_promotion("standard"):
+        ours = shapes_of(wing, case, None, inputs_in, given)
+        if given and is_repaired(wing, case):
+            assert dtypes_of(ours) == {"bfloat16"}
+        else:
+            theirs = shapes_of(wing, case, THEIRS[wing], inputs_in, given)
+            assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
+
+
+def shapes_of(wing: str, case: Case, modules: Any, inputs_in: Any, given: dict[str, Any]) -> Any:
+    run = program(wing, case, modules, inputs_in=inputs_in, **given)
+    params, rest = jax.eval_shape(run.init, jax.random.key(0))
+    return jax.eval_shape(lambda params, rest: run.apply(params, rest, run.inputs)[0], params, rest)
+
+
+@EACH_CASE
+def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(wing, case):
+    # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a half one
+    mixes = case.setting == "forced" or case.layer == "LoRALinear"
+    with jax.numpy_dtype_promotion("standard" if mixes else "strict"):
+        ops = traced(wing, case, None, dtype=jnp.bfloat16).ops
+    exempt = UNROUNDED_SUMS.get((wing, str(case)), {})
+    assert narrow(ops, SUMS, get_policy("mixed_bfloat16")) <= set(exempt)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# x64
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@EACH_CASE
+def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
+    # Flax's decoding adds an int32 counter to an int64 arange
+    with jax.numpy_dtype_promotion("standard" if case.setting == "decoding" else "strict"):
+        trace = traced(wing, case, "mixed_bfloat16")
+    found = {op.name for op in trace.ops if "float64" in (*op.inputs, *op.outputs)} - CALLS
+    if case.layer == "Dropout" or case.setting in ("with dropout", "all at once"):
+        found = {name for name in found if name in MATMULS or name in SUMS}  # JAX draws the masks in float64
+    assert not found
+    assert "float64" not in dtypes_of((trace.params, trace.rest, trace.out, trace.state))
+
+
+# Flax's nnx attention takes its softmax in float32 even of float64, `forced` asks for that, and Flax's decoding mixes
+# int32 with int64.
+NOT_IN_FLOAT64 = [("linen", "forced"), ("linen", "decoding")]
+IN_FLOAT64 = [
+    (wing, case)
+    for wing, case in CASES
+    if (wing, case.setting) not in NOT_IN_FLOAT64 and (wing, case.layer) != ("nnx", "MultiHeadAttention")
+]
+
+
+@pytest.mark.parametrize(("wing", "case"), IN_FLOAT64, ids=[f"{wing}-{case}" for wing, case in IN_FLOAT64])
+def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, wing, case):
+    trace = traced(wing, case, "float64", inputs_in=jnp.float64)
+    assert dtypes_of((trace.params, trace.rest, trace.out, trace.state, trace.param_gradients)) == {"float64"}
+    assert not {dtype for op in trace.ops if op.name in SUMS | set(MATMULS) for dtype in floats(op)} - {"float64"}
+
+
+def floats(op: Operation) -> set[str]:
+    return {dtype for dtype in (*op.inputs, *op.outputs) if dtype in HALVES | {"float32", "float64"}}
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # nnx BatchNorm's statistics
+@EACH_CASE
+def test_with_x64_and_no_policy_float64_inputs_give_what_flax_gives(x64, wing, case):
+    with jax.numpy_dtype_promotion("standard"):
+        try:
+            theirs = shapes_of(wing, case, THEIRS[wing], jnp.float64, {})
+        except TypeError as error:  # a float32 carry does not stay one over float64 inputs
+            assert "carry" in str(error) or case.setting == "decoding"
+            return
+        ours = shapes_of(wing, case, None, jnp.float64, {})
+    assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)

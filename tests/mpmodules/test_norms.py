@@ -1,0 +1,134 @@
+"""Normalisations of half-precision data far from zero, against float64, and their running statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as flax_linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import errors
+from flax import nnx as flax_nnx
+
+from mpmodules import linen, nnx
+from policy import use_policy
+
+HALVES = ["bfloat16", "float16"]
+RNG = np.random.default_rng(0)
+SHAPE = (4, 5, 5, 8)
+MEANS = np.linspace(-1500.0, 1500.0, 8)  # another for each channel
+
+
+def images(half: str, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(MEANS * 0.6 + scale * RNG.normal(size=SHAPE) * (1 + np.arange(8)), half)
+
+
+def exact(x: Any, axes: tuple[int, ...], epsilon: float, groups: int | None = None) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    shape = x.shape
+    x = x if groups is None else x.reshape(*shape[:-1], groups, shape[-1] // groups)
+    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    return ((x - mean) / np.sqrt(var + epsilon)).reshape(shape)
+
+
+def ulps(found: Any, truth: np.ndarray, half: str) -> float:
+    """The largest error in units of the last place of values from 2^-5 on; smaller ones count as that large."""
+    spacing = float(jnp.finfo(half).eps) * 2.0 ** np.floor(np.log2(np.maximum(np.abs(truth), 2.0**-5)))
+    return float((np.abs(np.asarray(found, np.float64) - truth) / spacing).max())
+
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "BatchNorm": ({}, lambda x: exact(x, (0, 1, 2), 1e-5)),
+    "GroupNorm": ({"num_groups": 2}, lambda x: exact(x, (1, 2, 4), 1e-6, groups=2)),
+    "InstanceNorm": ({}, lambda x: exact(x, (1, 2), 1e-6)),
+    "LayerNorm": ({}, lambda x: exact(x, (3,), 1e-6)),
+}
+
+
+def normalise(wing: str, name: str, x: jax.Array, half: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The result, and the running statistics."""
+    with use_policy(f"p=f32,c={half},o={half}"):
+        if wing == "linen":
+            options |= {"use_running_average": False} if name == "BatchNorm" else {}
+            layer: Any = getattr(linen, name)(**options)
+            variables: Any = layer.init(jax.random.key(0), x)
+            y, updated = jax.jit(lambda v, x: layer.apply(v, x, mutable=["batch_stats"]))(variables, x)
+            return y, updated.get("batch_stats", {})
+        layer = getattr(nnx, name)(x.shape[-1], **options, rngs=nnx.Rngs(0))
+        y = nnx.jit(lambda layer, x: layer(x))(layer, x)
+        return y, {"mean": layer.mean[...], "var": layer.var[...]} if name == "BatchNorm" else {}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_offset_channels_are_within_one_ulp(wing, name, half):
+    options, truth = CASES[name]
+    x = images(half)
+    y, _ = normalise(wing, name, x, half, **options)
+    assert y.dtype == half and ulps(y, truth(x), half) <= 1
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_running_statistics_are_those_of_the_input_as_it_came(wing, half):
+    x = images(half)
+    _, stats = normalise(wing, "BatchNorm", x, half, momentum=0.75)
+    wide = np.asarray(x, np.float64)
+    assert {stats["mean"].dtype, stats["var"].dtype} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(stats["mean"], 0.25 * wide.mean((0, 1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(stats["var"], 0.75 + 0.25 * wide.var((0, 1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_an_axis_of_devices_normalises_over_all_of_them(wing):
+    x = images("float16")
+
+    if wing == "linen":
+        layer: Any = linen.BatchNorm(use_running_average=False, axis_name="devices", dtype_policy="f16")
+        variables: Any = layer.init(jax.random.key(0), x)
+        y = jax.vmap(lambda x: layer.apply(variables, x, mutable=["batch_stats"])[0], axis_name="devices")(x[:, None])
+    else:
+        graphdef, state = flax_nnx.split(nnx.BatchNorm(8, axis_name="devices", rngs=nnx.Rngs(0), dtype_policy="f16"))
+        y = jax.vmap(lambda x: flax_nnx.merge(graphdef, state, copy=True)(x), axis_name="devices")(x[:, None])
+    assert ulps(y[:, 0], exact(x, (0, 1, 2), 1e-5), "float16") <= 8  # two passes over data that is not shifted
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_gradients_by_offset_data_are_float64s(wing):
+    x, weight = images("float16"), jnp.asarray(RNG.normal(size=SHAPE), "float32")
+
+    def loss(x: jax.Array) -> jax.Array:
+        if wing == "linen":
+            layer: Any = linen.BatchNorm(use_running_average=False)
+            y = layer.apply(variables, x, mutable=["batch_stats"])[0]
+        else:
+            y = flax_nnx.merge(graphdef, state, copy=True)(x)
+        return jnp.sum(y.astype(jnp.float32) * weight)
+
+    with use_policy("p=f32,c=f16,o=f16"):
+        variables: Any = linen.BatchNorm(use_running_average=False).init(jax.random.key(0), x)
+        graphdef, state = flax_nnx.split(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+        found = jax.grad(loss)(x)
+    normal, scale = exact(x, (0, 1, 2), 1e-5), 1 / np.sqrt(np.asarray(x, np.float64).var((0, 1, 2)) + 1e-5)
+    ct = np.asarray(weight.astype(jnp.float16), np.float64)  # as it arrives at a layer that returns half
+    truth = scale * (ct - ct.mean((0, 1, 2)) - normal * (ct * normal).mean((0, 1, 2)))
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(np.asarray(found, np.float64), truth, rtol=2e-3, atol=1e-3 * np.abs(truth).max())
+
+
+def test_statistics_that_may_not_be_written_are_refused_as_by_flax():
+    x = images("bfloat16")
+    layer = linen.BatchNorm(use_running_average=False)
+    variables: Any = flax_linen.BatchNorm(use_running_average=False).init(jax.random.key(0), x.astype(jnp.float32))
+    with use_policy("bf16"), pytest.raises(errors.ModifyScopeVariableError):
+        layer.apply(variables, x)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
+@pytest.mark.parametrize("name", ["LayerNorm", "BatchNorm"])
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_nothing_normalises_to_nothing(wing, name, shape):
+    assert normalise(wing, name, jnp.zeros(shape, "bfloat16"), "bfloat16")[0].shape == shape
