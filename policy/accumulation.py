@@ -128,10 +128,13 @@ def _common(scales: jax.Array) -> jax.Array:
 
 
 def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:
-    axes = varying_axes(like)
+    """What a sum starts from, or a maximum: of the type that it will have, where types say where arrays lie."""
     if is_overwritten(path):
-        return make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), axes)
-    return make_varying(jnp.zeros(like.shape, working_dtype(like.dtype)), axes | more_axes)
+        start = make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like))
+    else:
+        start = make_varying(jnp.zeros(like.shape, working_dtype(like.dtype)), varying_axes(like) | more_axes)
+    sharding = jax.typeof(like).sharding  # under a mesh of explicit axes
+    return jax.reshard(start, sharding) if any(axis is not None for axis in sharding.spec) else start
 
 
 def _add(weight: Any, path: Any, total: jax.Array, x: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def collectives_of(
 ) -> list[Collective]:
     """Every exchange between devices that a call of `fn` makes, in the dtype that it is made in.
 
-    Nothing is run. One inside of a loop is listed once.
+    Nothing is run. One inside of a loop is listed once, and those of both branches of a `lax.cond`.
 
     Args:
       fn: a function, or a jitted one, with its shardings and donated arguments.
@@ -68,7 +68,7 @@ def collectives_of(
         needs no devices (`jax.sharding.AbstractMesh`), and sees nothing of what the partitioner adds.
 
     Returns:
-      Collectives, in program order.
+      Collectives, in the order of the program's text.
 
     Raises:
       ValueError: `stage` is another.

@@ -9,7 +9,7 @@ what the weight gradient's dot returns: nothing here reaches it, and `collective
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -22,6 +22,7 @@ from policy.casting import require_available
 from policy.gradients import ScaledGradients
 from policy.policy import parse_dtype
 from policy.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
+from policy.widening import MOVING_JITS
 
 T = TypeVar("T")
 Axis: TypeAlias = Hashable | Sequence[Hashable]
@@ -42,8 +43,8 @@ def is_typed(axis: Hashable) -> bool:
 
 
 def make_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """`x`, of a type that varies over `axes` too."""
-    missing = tuple(sorted(axes - varying_axes(x), key=str))
+    """`x`, of a type that varies over `axes` too, as far as types say such things."""
+    missing = tuple(sorted((a for a in axes - varying_axes(x) if is_typed(a)), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -54,9 +55,8 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
     once for all microbatches.
 
     ``vary(params, "data", "bfloat16")``, inside the loss: backward casts the gradient of each param to that dtype, sums
-    it over the axis, and returns it in the param's dtype. It is the gradient of what was written, so a sum over the
+    it over the axis, and returns it. It is the gradient of what was written, so a sum over the
     devices' losses: take `lax.pmean` of the loss, which also divides before the sum, where float16 would overflow.
-    Cotangents of a half-precision param's uses add up in its dtype on the way there.
 
     What lies under `_overwrite_with_gradient` takes the largest of the devices' new values, as in `all_reduce`.
 
@@ -82,29 +82,38 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
             return leaf
         if dtype is None:
             return make_varying(leaf, frozenset(missing))
-        return _varying_with_reduction(leaf, missing, dtype, is_overwritten(path))
+        typed = frozenset(a for a in missing if is_typed(a))
+        return _reducing_vary(missing, typed, dtype, is_overwritten(path))(leaf)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _varying_with_reduction(x: jax.Array, axes: tuple[Any, ...], dtype: np.dtype, overwritten: bool) -> jax.Array:
-    del dtype, overwritten
-    return lax.pcast(x, axes, to="varying")
+@functools.lru_cache
+def _reducing_vary(
+    axes: tuple[Any, ...], typed: frozenset[Any], dtype: np.dtype, overwritten: bool
+) -> Callable[[jax.Array], jax.Array]:
+    """A function that makes an array vary over `axes`, and whose backward reduces over them in `dtype`.
 
+    It is jitted for its name, by which `value_and_grad` knows that a param's gradient goes through it in float32.
+    """
 
-def _vary_forward(x: jax.Array, axes: tuple[Any, ...], dtype: np.dtype, overwritten: bool) -> tuple[jax.Array, None]:
-    return _varying_with_reduction(x, axes, dtype, overwritten), None
+    @jax.custom_vjp
+    def move(x: jax.Array) -> jax.Array:
+        return make_varying(x, typed)
 
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        if overwritten:
+            return (lax.pmax(cotangent, axes),)
+        floating = jnp.issubdtype(cotangent.dtype, jnp.floating)
+        return (lax.psum(cotangent.astype(dtype) if floating else cotangent, axes).astype(cotangent.dtype),)
 
-def _vary_backward(axes: tuple[Any, ...], dtype: np.dtype, overwritten: bool, _: None, cotangent: Any) -> Any:
-    if overwritten:
-        return (lax.pmax(cotangent, axes),)
-    reduced = cotangent.astype(dtype) if jnp.issubdtype(cotangent.dtype, jnp.floating) else cotangent
-    return (lax.psum(reduced, axes).astype(cotangent.dtype),)
+    def vary(x: jax.Array) -> jax.Array:
+        return move(x)
 
-
-_varying_with_reduction.defvjp(_vary_forward, _vary_backward)
+    move.defvjp(lambda x: (move(x), None), backward)
+    vary.__name__ = f"vary_{axes}_{sorted(map(str, typed))}_{dtype.name}_{overwritten}"
+    MOVING_JITS[vary.__name__] = move
+    return jax.jit(vary)
 
 
 def all_reduce(grads: T, axis: Axis, dtype: DTypeLike) -> T:
