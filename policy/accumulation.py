@@ -59,7 +59,8 @@ def accumulate_gradients(
       params: a tree, handed on.
       microbatches: a tree whose leaves have a first axis of K microbatches; keys for dropout are a leaf of it.
       weights: (K,) how much each counts, such as its number of tokens where the loss is a mean over them. None weighs
-        all alike. They weigh on one device only: `all_reduce` takes the plain mean of the devices. A microbatch of weight 0 is left out, also where it is not finite: the mean of no tokens is NaN.
+        all alike. They weigh on one device only: `all_reduce` takes the plain mean of the devices. A microbatch of
+        weight 0 is left out, also where it is not finite: the mean of no tokens is NaN.
 
     Returns:
       `(loss, gradients)`, or `((loss, aux), gradients)` with each leaf of aux stacked, (K, ...). `ScaledGradients` keep
@@ -72,11 +73,11 @@ def accumulate_gradients(
       TypeError: `value_and_grad_fn` returns no `(value, gradients)`.
     """
     count = _count(microbatches)
-    if weights is not None and jnp.shape(weights) != (count,):
-        raise ValueError(f"weights should have shape ({count},), one for each microbatch, but got {jnp.shape(weights)}.")
+    weights = None if weights is None else jnp.asarray(weights, jnp.float32)
+    if weights is not None and weights.shape != (count,):
+        raise ValueError(f"weights should have shape ({count},), one for each microbatch, but got {weights.shape}.")
     one = lambda params, microbatch: _Turn(value_and_grad_fn(params, microbatch))  # noqa: E731
     like = jax.eval_shape(lambda p, m: one(p, jax.tree.map(lambda x: x[0], m)).summed, params, microbatches)
-    weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     weight_axes = frozenset() if weights is None else varying_axes(weights)
     kinds: list[_Turn] = []
 

@@ -101,7 +101,9 @@ def _traced(jaxpr: Any, above: str) -> Iterator[Collective]:
         primitive, params = equation.primitive.name, equation.params
         if primitive in _TRACED:
             axes = params.get("axes", params.get("axis_name"))
-            axes = tuple(str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int))
+            axes = tuple(
+                str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int)
+            )
             name = f"{scope}/{primitive}" if scope else primitive
             for x in equation.outvars if axes else ():
                 yield Collective(_TRACED[primitive], x.aval.dtype.name, tuple(x.aval.shape), axes, name)

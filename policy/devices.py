@@ -38,8 +38,19 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def is_typed(axis: Hashable) -> bool:
-    """Whether types say what varies over a mapped axis."""
-    return axis in varying_axes(lax.axis_index(axis))
+    """Whether types say what varies over a mapped axis.
+
+    Raises:
+      ValueError: the axis is not mapped here.
+    """
+    try:
+        index = lax.axis_index(axis)
+    except NameError:
+        raise ValueError(
+            f"axis {axis!r} is not mapped here: call it inside jax.shard_map or jax.vmap over that axis. Under jax.jit "
+            "with sharded arrays name none: XLA reduces over the devices by itself."
+        ) from None
+    return axis in varying_axes(index)
 
 
 def make_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
@@ -70,7 +81,8 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
     Raises:
       ValueError: an axis that is not mapped here, or a dtype that gradients can't be summed in.
     """
-    axes = _mapped(axis)
+    axes = _as_axes(axis)
+    typed = frozenset(a for a in axes if is_typed(a))
     dtype = None if all_reduce_dtype is None else _reducing_dtype(all_reduce_dtype)
 
     def one(path: Any, leaf: Any) -> Any:
@@ -82,8 +94,7 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
             return leaf
         if dtype is None:
             return make_varying(leaf, frozenset(missing))
-        typed = frozenset(a for a in missing if is_typed(a))
-        return _reducing_vary(missing, typed, dtype, is_overwritten(path))(leaf)
+        return _reducing_vary(missing, typed.intersection(missing), dtype, is_overwritten(path))(leaf)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -134,7 +145,7 @@ def all_reduce(grads: T, axis: Axis, dtype: DTypeLike) -> T:
       ValueError: an axis that is not mapped here; a dtype that gradients can't be summed in; gradients whose type says
         that they are the same on every device of the axis: backward has summed them already.
     """
-    axes, dtype = _mapped(axis), _reducing_dtype(dtype)
+    axes, dtype = _as_axes(axis), _reducing_dtype(dtype)
     if isinstance(grads, ScaledGradients):
         return grads.with_tree(_all_reduced(grads.tree, axes, dtype, keep=True))
     return _all_reduced(grads, axes, dtype, keep=False)
@@ -174,17 +185,8 @@ def _require_varying(tree: Any, axes: tuple[Any, ...]) -> None:
         )
 
 
-def _mapped(axis: Axis) -> tuple[Any, ...]:
-    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    for name in axes:
-        try:
-            lax.axis_size(name)
-        except NameError:
-            raise ValueError(
-                f"axis {name!r} is not mapped here: call it inside jax.shard_map or jax.vmap over that axis. Under "
-                "jax.jit with sharded arrays XLA reduces gradients by itself."
-            ) from None
-    return axes
+def _as_axes(axis: Axis) -> tuple[Any, ...]:
+    return tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
 
 
 def _reducing_dtype(dtype: DTypeLike) -> np.dtype:

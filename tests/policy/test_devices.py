@@ -180,6 +180,9 @@ def test_float64_gradients_stay_float64():
 def test_an_axis_that_is_not_mapped_is_refused(call):
     with pytest.raises(ValueError, match=r"axis 'i' is not mapped here: call it inside jax\.shard_map or jax\.vmap"):
         call()
+    tx = mixed_precision(optax.sgd(0.1), "float32", axis_name="i")
+    with pytest.raises(ValueError, match=r"axis 'i' is not mapped here.* with sharded arrays name none"):
+        apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])
@@ -191,7 +194,9 @@ def test_a_dtype_that_gradients_cannot_be_summed_in_is_refused(dtype):
 
 def test_gradients_that_backward_has_summed_already_are_refused():
     step = lambda p, x: all_reduce(jax.grad(loss_fn)(p, x), "i", "float32")  # noqa: E731
-    with pytest.raises(ValueError, match=r"but w are the same all over 'i': backward summed them .* vary\(params, axis\)"):
+    with pytest.raises(
+        ValueError, match=r"but w are the same all over 'i': backward summed them .* vary\(params, axis\)"
+    ):
         traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
 
 
