@@ -128,6 +128,16 @@ def step_in(
     return hand_on_outputs(cast_floating(step(*args, **kwargs), dtype), given)
 
 
+def indexing_lengths(seq_lengths: Any) -> Any:
+    """A loop's lengths in JAX's default integer dtype, that of the indices which Flax adds them to.
+
+    In x64 mode strict promotion refuses int64 indices with int32 lengths.
+    """
+    if seq_lengths is None or not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
+        return seq_lengths
+    return jnp.asarray(seq_lengths, jax.dtypes.canonicalize_dtype(int))
+
+
 _ADVICE = "Modules inside are boundaries with a policy of their own"
 
 

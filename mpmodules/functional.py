@@ -88,13 +88,47 @@ def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -
     def run(lhs: Array, rhs: Array) -> Array:
         return bilinear(lhs, rhs, preferred_element_type=dtype)
 
-    @run.defjvp
-    def run_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-        lhs, rhs = primals
-        tangent = bilinear(tangents[0], rhs) + bilinear(lhs, tangents[1])
-        return run(lhs, rhs), tangent.astype(dtype)
+    def run_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
+        y = run(*primals)
+        return y, _bilinear_tangent(bilinear, primals, tangents, y)
 
+    run.defjvp(run_jvp, symbolic_zeros=True)
     return run
+
+
+def _bilinear_tangent(
+    bilinear: Callable[..., Array], operands: tuple[Array, Array], tangents: tuple[Any, Any], y: Array
+) -> Array:
+    """The tangent of a bilinear operation, run in the operands' dtype and returned in that of `y`, its result."""
+    pairs = ((tangents[0], operands[1]), (operands[0], tangents[1]))
+    known = [not any(isinstance(x, SymbolicZero) for x in pair) for pair in pairs]  # a frozen operand costs nothing
+    parts = [bilinear(*pair) for pair, is_known in zip(pairs, known, strict=True) if is_known]
+    return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
+
+
+def with_operand_gradients(y: Array, lhs: Array, rhs: Array, bilinear: Callable[[Array, Array], Array]) -> Array:
+    """`y` itself, which is or has in it `bilinear(lhs, rhs)` accumulated in a wider dtype, with their gradients.
+
+    For an operation that can be asked for its accumulator, but not be replaced by `accumulating`: the forward program
+    stays as it is, and both backward operations run in the operands' dtype.
+
+    Args:
+      y: what the operation returned, made of operands behind a `stop_gradient`.
+      lhs, rhs: the operands, in the dtype that the operation ran in.
+      bilinear: the operation, of operands and result in that dtype.
+    """
+
+    @jax.custom_jvp
+    def run(y: Array, lhs: Array, rhs: Array) -> Array:
+        return y
+
+    def run_jvp(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Any]:
+        y, *operands = primals
+        through = _bilinear_tangent(bilinear, (operands[0], operands[1]), tangents[1:], y)
+        return y, through if isinstance(tangents[0], SymbolicZero) else tangents[0] + through
+
+    run.defjvp(run_jvp, symbolic_zeros=True)
+    return run(y, lhs, rhs)
 
 
 def accumulating_dot_general(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
@@ -179,20 +213,26 @@ def trailing(y: Array, bias: Array) -> tuple[int, ...]:
 
 
 def shift_of(x: Array, axes: int | Sequence[int]) -> Array | None:
-    """The first element of `x` along `axes`, which stay as 1, with no gradient through it; None of an empty array.
+    """The mean of four elements of `x` along `axes`, which stay as 1, with no gradient; None of an empty array.
 
     A normalisation over `axes` is the same for `x` and `x - shift_of(x, axes)`, forward and backward, but the one-pass
     variance E[x^2] - E[x]^2 of the shifted data does not cancel where the mean is large against the spread (measured
-    at mean 1000 and spread 1, float32: 3e-5 against 0.42 unshifted and 7e-5 in two passes).
+    at mean 1000 and spread 1, float32: 3e-5 against 0.42 unshifted and 7e-5 in two passes). Four elements, because a
+    single one may lie far out: what cancels grows with the square of its distance from the mean.
 
     Args:
       x: floating, any shape.
-      axes: the axes that the statistics run over.
+      axes: the axes that the statistics run over; the elements lie at even distances along all of them.
     """
     axes = tuple(np.atleast_1d(np.asarray(axes, dtype=int)) % max(x.ndim, 1))
     if x.size == 0:
         return None
-    return lax.stop_gradient(x[tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(x.ndim))])
+    quarters = [
+        x[tuple(slice(n * i // 4, n * i // 4 + 1) if axis in axes else slice(None) for axis, n in enumerate(x.shape))]
+        for i in range(4)
+    ]
+    quarter = np.asarray(0.25, x.dtype)  # before the sum, which could overflow
+    return lax.stop_gradient(sum(element * quarter for element in quarters[1:]) + quarters[0] * quarter)
 
 
 def without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules import functional
-from mpmodules.linen._linear import Biased, accumulator_fields
+from mpmodules.linen._linear import Accumulating, Biased, accumulator_fields
 from mpmodules.linen._module import dtype_fields
 from policy.policy import Policy
 
@@ -28,16 +28,15 @@ class Conv(Biased, flax_nn.Conv):
 
 
 class ConvLocal(Biased, flax_nn.ConvLocal):
-    """`flax.linen.ConvLocal` that obeys policies; dtypes as in `Conv`, without an accumulator to return."""
+    """`flax.linen.ConvLocal` that obeys policies; dtypes as in `Conv`.
+
+    JAX's operation has no accumulator to return: one that is a boundary with a wider output_dtype widens its result.
+    """
 
     param_dtype: Any = None
 
 
-class ConvTranspose(Biased, flax_nn.ConvTranspose):
-    """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`.
-
-    JAX can't transpose a half convolution with a float32 result, and Flax gives this layer no hook for its operation:
-    one that is a boundary with a wider output_dtype widens its result.
-    """
+class ConvTranspose(Accumulating, flax_nn.ConvTranspose):
+    """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`."""
 
     param_dtype: Any = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +93,52 @@ class Biased(Layer):
         return y
 
 
+class Accumulating(Biased):
+    """What layers share whose operation can't be replaced, but asked for its accumulator: `preferred_element_type`.
+
+    With that alone, both backward operations would run as float32 times half, or not at all. So Flax's method runs on
+    operands without a gradient, which is put back afterwards, from the same method run in compute_dtype.
+    """
+
+    def _call_layer(
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        policy, returns = effective.policy, None if effective.policy is None else effective.policy.output_dtype
+        given = declared_field(self, "promote_dtype") is not promote_dtype
+        given = given or declared_field(self, "preferred_element_type") is not None
+        in_complex = effective.dtype is not None or functional.complex_input((*args, *kwargs.values())) is not None
+        wider = crosses and policy is not None and functional.is_wider(returns, policy.compute_dtype)
+        if policy is None or given or in_complex or not wider:
+            return super()._call_layer(effective, crosses, method, args, kwargs)
+        accumulated = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype))
+        kernels: list[jax.Array] = []
+
+        def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+            inputs, kernel, *bias = accumulated(*arrays)
+            kernels.append(kernel)
+            return [jax.lax.stop_gradient(inputs), jax.lax.stop_gradient(kernel), *bias]
+
+        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            with fields_set(layer, {"promote_dtype": promote, "preferred_element_type": policy.output_dtype}):
+                return method(layer, *args, **kwargs)
+
+        y = super()._call_layer(effective, crosses, functools.wraps(method)(run), args, kwargs)
+        rest = {name: value for name, value in kwargs.items() if name != "inputs"}
+        operation = functools.partial(self._operation, inspect.unwrap(method), args[1:], rest)
+        inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
+        return functional.with_operand_gradients(y, inputs, kernels[0], operation)
+
+    def _operation(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict, inputs: jax.Array, kernel: jax.Array
+    ) -> jax.Array:
+        """Flax's bare method, of operands as they are and nothing else: no bias, no mask, no variable."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        fields: dict[str, Any] = {"use_bias": False, "mask": None, "param": lambda *_: kernel}
+        view.__dict__.update(fields, promote_dtype=lambda *arrays, dtype=None, inexact=True: list(arrays))
+        return method(view, inputs, *args, **kwargs)
+
+
 class Dense(Biased, flax_nn.Dense):
     """`flax.linen.Dense` that obeys policies.
 
@@ -123,11 +171,8 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
         return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
 
 
-class Einsum(Biased, flax_nn.Einsum):
-    """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`.
-
-    Flax gives this layer no hook for its matmul: one that is a boundary with a wider output_dtype widens its result.
-    """
+class Einsum(Accumulating, flax_nn.Einsum):
+    """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`."""
 
     param_dtype: Any = None
 

@@ -79,6 +79,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
+    _is_whole: ClassVar[bool] = False  # what is inside it holds parameters and computes nothing: no rule is for it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if cls.__module__.startswith("mpmodules.linen."):
@@ -426,10 +427,17 @@ def _check_rules(root: Any, scope: Scope) -> None:
     """
     if scope.rules is None or not scope.rules.strict or _calls.seen is None:
         return
-    called = dict(_calls.seen)
     stored: set[str] = set()
     for collection in root.variables.values():
         _collect_paths(collection, (), stored)
+    wholes = [path for path, classes in _calls.seen.items() if any(getattr(cls, "_is_whole", False) for cls in classes)]
+    inside = tuple(f"{path}/" if path else "" for path in wholes)
+
+    def can_obey(path: str) -> bool:
+        return path in wholes or not path.startswith(inside)
+
+    called = {path: classes for path, classes in _calls.seen.items() if can_obey(path)}
+    stored = set(filter(can_obey, stored))
     paths: dict[str, Any] = dict.fromkeys(stored) | called
     scope.rules.check(paths if stored <= set(called) else list(paths))
 

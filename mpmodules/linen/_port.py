@@ -89,10 +89,13 @@ class _Adopter:
         if known and is_innermost(module):
             return next_fun(*args, **kwargs)
 
-        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            if instance is not module:  # a copy of it inside a transform, where an RNN reads wider parameters
+                return context.orig_method.func(instance, *args, **kwargs)
             return next_fun(*args, **kwargs)
 
         method.__name__ = name
+        method.__wrapped__ = context.orig_method.func  # type: ignore[attr-defined]
         own_body = is_upstream(context.orig_method.func)
         return run_method(module, method, args, kwargs, own_body=own_body)
 

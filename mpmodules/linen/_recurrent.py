@@ -12,9 +12,10 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 
-from mpmodules._carries import step_in
-from mpmodules.functional import is_half, trailing, widen, with_bias_gradient
+from mpmodules._carries import indexing_lengths, step_in
+from mpmodules.functional import is_half, widen
 from mpmodules.linen._layer import Layer, half_safe_inits
+from mpmodules.linen._lstm_gates import GateBiases, gates_of
 from mpmodules.linen._module import (
     Module,
     declared_dtypes,
@@ -114,10 +115,12 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
 
-    Its matmuls are of all four gates at once: no rule can reach one of them.
+    Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that matches nothing but
+    its parts is refused.
     """
 
     param_dtype: Any = None
+    _is_whole: ClassVar[bool] = True
 
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
@@ -126,48 +129,14 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
 
         @functools.wraps(method)
         def run(cell: Any, *args: Any, **kwargs: Any) -> Any:
-            if cell.dtype is None or not is_half(cell.dtype):
+            gates = gates_of(cell) if cell.dtype is not None and is_half(cell.dtype) else None
+            if gates is None:
                 return method(cell, *args, **kwargs)
-            biases = _GateBiases(cell, wide)
+            biases = GateBiases(cell, gates, wide)
             with fields_set(cell, biases.hooks()), flax_nn.intercept_methods(biases.intercept):
                 return method(cell, *args, **kwargs)
 
         return super()._call_layer(effective, crosses, run, args, kwargs)
-
-
-class _GateBiases:
-    """The biases of an OptimizedLSTMCell's gates, whose gradients are to be summed in reduction_dtype.
-
-    Flax adds all four to one matmul's result, and offers no hook there. So they are frozen where they are read, and
-    each has its gradient put back where its gate's sum is complete: where the gate's function is applied to it. Flax
-    applies these in the order of i, f, g, o; of them g's is the first use of `activation_fn`.
-    """
-
-    def __init__(self, cell: Any, reduction_dtype: Any):
-        self.cell, self.reduction_dtype = cell, reduction_dtype
-        self.functions = {"gate_fn": cell.gate_fn, "activation_fn": cell.activation_fn}
-        self.gates = {"gate_fn": ["hi", "hf", "ho"], "activation_fn": ["hg"]}
-        self.biases: dict[str, jax.Array] = {}
-
-    def intercept(self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
-        returned = next_fun(*args, **kwargs)
-        part = context.module
-        if part.parent is not self.cell or context.method_name != "__call__" or not isinstance(returned, tuple):
-            return returned
-        kernel, bias = returned
-        if bias is None:
-            return returned
-        self.biases[part.name] = bias
-        return kernel, jax.lax.stop_gradient(bias)
-
-    def hooks(self) -> dict[str, Any]:
-        return {name: functools.partial(self._apply, name) for name in self.functions}
-
-    def _apply(self, name: str, x: jax.Array) -> jax.Array:
-        if self.gates[name]:
-            bias = self.biases[self.gates[name].pop(0)]
-            x = with_bias_gradient(x, bias, trailing(x, bias), self.reduction_dtype)
-        return self.functions[name](x)
 
 
 class GRUCell(Cell, flax_nn.GRUCell):
@@ -204,7 +173,11 @@ class RNN(Module, flax_nn.RNN):
         carry = kwargs.get("initial_carry")
         if carry is not None and isinstance(self.cell, Cell):
             kwargs = kwargs | {"initial_carry": self.cell._cast_carry(carry)}
-        if effective.policy is None or not self._may_widen():
+        if effective.policy is None:
+            return method(self, *args, **kwargs)
+        if "seq_lengths" in kwargs:
+            kwargs = kwargs | {"seq_lengths": indexing_lengths(kwargs["seq_lengths"])}
+        if not self._may_widen():
             return method(self, *args, **kwargs)
         wide = effective.policy.reduction_dtype
 

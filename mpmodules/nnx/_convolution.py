@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax import lax
 
 from mpmodules import functional
-from mpmodules.nnx._linear import Matmul
+from mpmodules.nnx._layer import viewed
+from mpmodules.nnx._linear import Matmul, PromoteToAccumulator
 
 
 class Conv(Matmul, flax_nnx.Conv):
@@ -23,6 +29,28 @@ class Conv(Matmul, flax_nnx.Conv):
 class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` that obeys policies; dtypes as in `Conv`.
 
-    JAX can't transpose a half convolution with a float32 result, and Flax gives this layer no hook for its operation:
-    one that is a boundary with a wider output_dtype widens its result.
+    Its operation can't be replaced, but asked for its accumulator (`preferred_element_type`), which JAX can't transpose
+    where the operands are half. So Flax's method runs on operands without a gradient, which is put back afterwards,
+    from the same method run in compute_dtype.
     """
+
+    def _call_accumulating(
+        self, dtype: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        policy: Any = self.dtype_policy
+        accumulated = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(dtype))
+        kernels: list[jax.Array] = []
+
+        def promote(arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+            inputs, kernel, *bias = accumulated(arrays)
+            kernels.append(kernel)
+            return (lax.stop_gradient(inputs), lax.stop_gradient(kernel), *bias)
+
+        def operation(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
+            promote = lambda arrays, dtype=None, inexact=True: arrays  # noqa: E731
+            without = {"bias": None, "use_bias": False, "mask": None, "preferred_element_type": None}
+            return method(viewed(self, kernel={...: kernel}, promote_dtype=promote, **without), inputs)
+
+        y = method(viewed(self, promote_dtype=promote, preferred_element_type=dtype), *args, **kwargs)
+        inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
+        return functional.with_operand_gradients(y, inputs, kernels[0], operation)

@@ -79,7 +79,7 @@ def constructor_dtypes(
             kwargs["param_dtype"] = effective.policy.param_dtype
     if is_half(kwargs.get("param_dtype", jnp.float32)):
         given: dict[str, Any] = {
-            name: init for name, init in kwargs.items() if _is_initialiser(name) and init is not None
+            name: init for name, init in kwargs.items() if _is_initialiser(name) and callable(init)
         }
         kwargs |= {name: HalfSafe(init) for name, init in given.items()}
     return effective.policy, kwargs

@@ -57,6 +57,9 @@ class Matmul(Layer):
         if policy is None or self.dtype != policy.compute_dtype:
             return self._call_biased(method, args, kwargs)
         output_dtype = self._returns(crosses)
+        wide = output_dtype if preferred is None else preferred
+        if hasattr(self, "_call_accumulating") and functional.is_wider(wide, policy.compute_dtype):
+            return cast_array(self._call_accumulating(wide, method, args, kwargs), output_dtype)
         if preferred is not None:
             promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(preferred))
             return cast_array(method(viewed(self, promote_dtype=promote), *args, **kwargs), output_dtype)

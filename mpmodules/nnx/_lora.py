@@ -6,8 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx as flax_nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
+from mpmodules import functional
 from mpmodules.nnx._layer import Layer, viewed
 from mpmodules.nnx._linear import Linear, Matmul
 from policy.casting import cast_array
@@ -26,9 +30,14 @@ class LoRA(Layer, flax_nnx.LoRA):
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         policy, base = self.dtype_policy, self.base_module
-        if policy is None or not callable(base):
+        if policy is None:
             return method(self, *args, **kwargs)
-        return method(viewed(self, base_module=_returning(base, self.dtype)), *args, **kwargs)
+        view, returned = self, self.dtype
+        if crosses and self.dtype == policy.compute_dtype and self.promote_dtype is promote_dtype:
+            view, returned = _accumulating(self, policy.output_dtype), policy.output_dtype
+        if callable(base):
+            view = viewed(view, base_module=lambda x, **kwargs: cast_array(base(_plain(x), **kwargs), returned))
+        return method(view, *args, **kwargs)
 
 
 class LoRALinear(Matmul, flax_nnx.LoRALinear):
@@ -77,9 +86,39 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
             if layer.dtype_policy is None:
                 return method(layer, *args, **kwargs)
             returned = layer._returns(crosses)
-            return method(viewed(layer, lora=_returning(layer.lora, returned)), *args, **kwargs)
+            lora = layer.lora
+            if isinstance(lora, LoRA) and lora.promote_dtype is promote_dtype:
+                lora = _accumulating(lora, returned)
+            return method(viewed(layer, lora=_returning(lora, returned)), *args, **kwargs)
 
         return super()._call_layer(crosses, run, name, args, kwargs)
+
+
+class _Factor:
+    """The left operand of Flax's ``x @ lora_a @ lora_b``: the last of these products returns its accumulator."""
+
+    def __init__(self, x: jax.Array, dtype: Any, *, is_last: bool = False):
+        self.x, self.dtype, self.is_last = x, dtype, is_last
+
+    def __matmul__(self, other: jax.Array) -> Any:
+        if self.is_last:
+            return functional.accumulating(jnp.matmul, self.dtype)(self.x, other)
+        return _Factor(self.x @ other, self.dtype, is_last=True)
+
+
+def _plain(x: Any) -> Any:
+    return x.x if isinstance(x, _Factor) else x
+
+
+def _accumulating(lora: Any, dtype: Any) -> Any:
+    """A view of a LoRA whose product is in `dtype`, where that is wider than its operands: the accumulator."""
+
+    def promote(arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+        x, *matrices = promote_dtype(arrays, dtype=dtype, inexact=inexact)
+        return (_Factor(x, returned), *matrices) if functional.is_wider(returned, x.dtype) else (x, *matrices)
+
+    returned = dtype
+    return viewed(lora, promote_dtype=promote)
 
 
 def _returning(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules._carries import step_in
+from mpmodules._carries import indexing_lengths, step_in
 from mpmodules.functional import HalfSafe, is_half, widen
 from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
 from mpmodules.nnx._module import Module
@@ -162,6 +162,8 @@ class RNN(Module, flax_nnx.RNN):
             initial_carry = self.cell._cast_carry(initial_carry)
         loop: Any = self
         policy: Any = self.dtype_policy
+        if policy is not None:
+            seq_lengths = indexing_lengths(seq_lengths)
         if self._may_widen():
             loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
         outputs = flax_nnx.RNN.__call__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
@@ -19,10 +20,15 @@ from policy.reductions import reduction_dtype
 class ReparameterizedWeights(Module):
     """What the two wrappers share: they count as modules, and normalise the weights of the layer inside in place.
 
-    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken,
-    and rounded to the dtype that they are stored in: the layer inside casts them as it would any weight. A `dtype`
-    without a policy is what Flax rounds them to; here it rounds nothing.
+    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken.
+    The layer inside gets them unrounded under a policy, and rounds them once, as it would any weight; with no policy it
+    gets what Flax's `dtype` says. What stays stored is rounded to the dtype that it was stored in.
     """
+
+    dtype: Any
+    param_dtype: Any
+
+    _handed: list[tuple[Any, Any]] | None = None  # while a call is under way: the weights, and their stored dtypes
 
     def _construct(
         self,
@@ -35,6 +41,29 @@ class ReparameterizedWeights(Module):
         policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
         upstream_init(self, *args, **kwargs)
         self._capture(policy, source)
+
+    def _run(self, upstream_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Flax's call, after which the weights are as they are stored."""
+        handed: list[tuple[Any, Any]] = []
+        try:
+            return upstream_call(viewed(self, _handed=handed), *args, **kwargs)
+        finally:
+            for weights, stored in handed:
+                weights.set_value(cast_array(weights.get_value(), stored))
+
+    def _hand_on(self, weights: Any, normalised: Any) -> None:
+        """Puts normalised weights in place for the call under way."""
+        stored = weights.get_value().dtype
+        dtype = normalised.dtype
+        if self.dtype_policy is None:  # what Flax hands on: what weights and its own parameters have in common
+            with jax.numpy_dtype_promotion("standard"):
+                inferred = jnp.result_type(stored, self.param_dtype if getattr(self, "use_scale", True) else stored)
+            dtype = inferred if self.dtype is None else self.dtype
+        if self._handed is None:  # not in a call: what stays
+            dtype = stored
+        else:
+            self._handed.append((weights, stored))
+        weights.set_value(cast_array(normalised, dtype))
 
     def _reduces(self, *arrays: Any) -> Any:
         """What the norm of `arrays` is taken in."""
@@ -55,6 +84,10 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
                 else:
                     self.scales[path] = cast_array(scale, policy.param_dtype)
 
+    def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """The layer inside, called with its weights normalised; arguments are its own."""
+        return self._run(flax_nnx.WeightNorm.__call__, x, *args, **kwargs)
+
     def _weightnorm_inplace(self, path: Any, param: Any) -> None:
         if not self.variable_filter(path, param) or not jnp.issubdtype(param.dtype, jnp.inexact):
             return super()._weightnorm_inplace(path, param)
@@ -66,7 +99,7 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
             scales = {path: functional.widen(scales[path][...], wide)}
         view = viewed(self, dtype=wide, scales=scales)
         flax_nnx.WeightNorm._weightnorm_inplace(view, path, weights)
-        param.set_value(cast_array(weights.get_value(), stored.dtype))
+        self._hand_on(param, weights.get_value())
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
@@ -86,6 +119,14 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
         if value.dtype != wide:
             statistic.set_value(value.astype(wide))
 
+    def __call__(self, x: jax.Array, *args: Any, update_stats: bool | None = None, **kwargs: Any) -> jax.Array:
+        """The layer inside, called with its weights normalised; other arguments are its own.
+
+        Args:
+          update_stats: whether to update `u` and `sigma`; None is what the constructor was given.
+        """
+        return self._run(flax_nnx.SpectralNorm.__call__, x, *args, update_stats=update_stats, **kwargs)
+
     def _spectral_normalize_inplace(self, path: Any, orig_param: Any, update_stats: bool) -> None:
         if not jnp.issubdtype(orig_param.dtype, jnp.inexact):
             return super()._spectral_normalize_inplace(path, orig_param, update_stats)
@@ -96,4 +137,4 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
                 self._widen_statistic(self.batch_stats[*path, name])
         weights = orig_param.replace(functional.widen(stored, wide))
         flax_nnx.SpectralNorm._spectral_normalize_inplace(viewed(self, dtype=wide), path, weights, update_stats)
-        orig_param.set_value(cast_array(weights.get_value(), stored.dtype))
+        self._hand_on(orig_param, weights.get_value())

@@ -124,7 +124,7 @@ class Recipe:
             each = deliveries, jax.tree.leaves(params), tree.flatten_up_to(masters)
             return [d.skipped(p, kept) for d, p, kept in zip(*each, strict=True)], inner
 
-        operands = (params, gradients, state.inner, state.masters)
+        operands = (params, gradients, jax.tree.map(_strengthened, state.inner), state.masters)
         if self.skip_nonfinite:
             finite = self.agreed_finite(_true_gradients(gradients, scale, params), gradients)
             held, inner = lax.cond(finite, apply_step, skip_step, operands)
@@ -217,6 +217,13 @@ def _settled(leaf: Any, seen: set[int]) -> Any:
         return strong(leaf)
     seen.add(id(leaf))
     return leaf
+
+
+def _strengthened(leaf: Any) -> Any:
+    """A state leaf with a dtype of its own: a Python number that was set from outside, as `tree_set` does, has none."""
+    if isinstance(leaf, (float, int)):
+        return jnp.asarray(leaf, jnp.float32 if isinstance(leaf, float) else jnp.result_type(type(leaf)))
+    return lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf
 
 
 def _keep_type(new: Any, old: Any) -> Any:

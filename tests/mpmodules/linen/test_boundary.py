@@ -609,6 +609,9 @@ def test_a_layer_whose_own_policy_equals_the_one_in_force_is_no_boundary():
     assert seen == ["bfloat16"]
 
 
+MASK = np.arange(3 * 2 * 4 * 3, dtype=np.float32).reshape(3, 2, 4, 3) % 2
+
+
 def accumulator_layers() -> dict[str, tuple[Any, Any, str]]:
     image = jnp.ones((2, 5, 5, 4))
     return {
@@ -616,6 +619,15 @@ def accumulator_layers() -> dict[str, tuple[Any, Any, str]]:
         "DenseGeneral": (nn.DenseGeneral((3, 2), dtype_policy=MIXED), X, "__call__"),
         "Conv": (nn.Conv(3, (3, 3), dtype_policy=MIXED), image, "__call__"),
         "Embed.attend": (nn.Embed(5, 4, dtype_policy=MIXED), X, "attend"),
+        "Einsum": (nn.Einsum((4, 3), "a b, b c -> c a", dtype_policy=MIXED), X, "__call__"),
+        "ConvTranspose": (nn.ConvTranspose(3, (3, 3), strides=(2, 2), dtype_policy=MIXED), image, "__call__"),
+        "ConvTranspose of one image": (
+            nn.ConvTranspose(3, (3, 2), padding="CIRCULAR", mask=MASK, dtype_policy=MIXED),
+            image[0],
+            "__call__",
+        ),
+        "Einsum ported": (nn.apply_policy(flax_nn.Einsum((4, 3), "ab,bc->ac"), MIXED), X, "__call__"),
+        "ConvTranspose ported": (nn.apply_policy(flax_nn.ConvTranspose(3, (3, 3)), MIXED), image, "__call__"),
     }
 
 
@@ -629,7 +641,7 @@ def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator(name):
         assert out.dtype == jnp.float32
         return jnp.square(out).sum()
 
-    matmul = "conv_general_dilated" if name == "Conv" else "dot_general"
+    matmul = "conv_general_dilated" if name.startswith("Conv") else "dot_general"
     forward = named(operations(loss, variables, x), matmul)
     assert [(op.inputs, op.outputs) for op in forward] == [(("bfloat16", "bfloat16"), ("float32",))]
     both = named(operations(jax.grad(loss, argnums=(0, 1)), variables, x), matmul)
@@ -646,8 +658,31 @@ def test_the_accumulator_is_not_a_rounded_copy_widened_again(name):
     out = np.asarray(layer.apply(variables, x, method=method))
     assert not np.array_equal(out, np.asarray(out.astype(jnp.bfloat16), np.float32))
     rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), variables)
-    exact = layer.clone(dtype_policy="f32").apply(rounded, x.astype(jnp.bfloat16).astype(jnp.float32), method=method)
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)
+    exact = in_float32(layer).apply(rounded, x, method=method)
     np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
+
+
+def in_float32(layer: Any) -> Any:
+    if hasattr(layer, "_ported_from"):
+        return nn.apply_policy(layer, "f32")
+    return layer.clone(dtype_policy="f32")
+
+
+@pytest.mark.parametrize("name", ["Einsum", "ConvTranspose", "ConvTranspose of one image", "Einsum ported"])
+def test_the_gradients_through_an_accumulator_are_those_of_float32(name):
+    layer, x, _ = accumulator_layers()[name]
+    x = jax.random.normal(jax.random.key(3), x.shape)
+    variables = layer.init(KEY, x)
+    weights = jax.random.normal(KEY, jax.eval_shape(layer.apply, variables, x).shape)
+
+    def gradients(layer: Any) -> Any:
+        return jax.jit(jax.grad(lambda v, x: jnp.sum(layer.apply(v, inputs=x) * weights), argnums=(0, 1)))(variables, x)
+
+    for a, b in zip(jax.tree.leaves(gradients(layer)), jax.tree.leaves(gradients(in_float32(layer))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2**-7 * float(jnp.abs(b).max()))
+    frozen = named(operations(jax.grad(lambda v: layer.apply(v, x).sum()), variables), "dot_general")
+    assert len(frozen) in (0, 2)  # forward and the kernel's: none for inputs that need no gradient
 
 
 def test_a_forward_mode_derivative_of_an_accumulator_works():

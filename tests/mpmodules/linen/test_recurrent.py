@@ -271,8 +271,7 @@ def test_a_ported_rnn_obeys_as_ours_does(name, policy):
         variables = jax.eval_shape(ours.init, KEY, x)
         program = jax.jit(lambda *args: ours.apply(*args)).lower(variables, x).as_text()
     assert jax.eval_shape(ported.init, KEY, x) == variables
-    if get_policy(policy).param_dtype == jnp.float32:  # of half weights, ours widens the copy that the loop reads
-        assert jax.jit(lambda *args: ported.apply(*args)).lower(variables, x).as_text() == program
+    assert jax.jit(lambda *args: ported.apply(*args)).lower(variables, x).as_text() == program
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16"])
@@ -671,5 +670,5 @@ def test_the_gradient_of_a_512_step_rnn_is_accurate():
             gradient = jax.jit(jax.grad(loss))(variables)["params"]["cell"]["i"]["kernel"]
         return np.abs(np.asarray(gradient, np.float64) - truth).max() / np.abs(truth).max()
 
-    cast_before = jax.tree.map(lambda a: a.astype(jnp.bfloat16), variables)
-    assert error(variables) < 2**-8 < 2 * 2**-8 < error(cast_before)
+    stored_in_half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), variables)
+    assert error(variables) < 2**-8 and error(stored_in_half) < 2**-8  # summed in half over the steps: 2% off

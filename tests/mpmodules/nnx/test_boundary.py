@@ -253,7 +253,12 @@ LAYERS = {
     "ConvWithOptions": lambda **k: nnx.Conv(
         4, 4, (3,), strides=2, padding="CIRCULAR", feature_group_count=2, rngs=nnx.Rngs(0), **k
     ),
+    "ConvTranspose": lambda **k: nnx.ConvTranspose(4, 4, (3,), rngs=nnx.Rngs(0), **k),
+    "ConvTransposeWithOptions": lambda **k: nnx.ConvTranspose(
+        4, 4, (3,), strides=2, padding="CIRCULAR", mask=MASK, rngs=nnx.Rngs(0), **k
+    ),
 }
+MASK = np.arange(48, dtype=np.float32).reshape(3, 4, 4) % 2
 
 
 def build(name, **options):
@@ -296,10 +301,17 @@ def test_an_inner_layer_or_one_that_returns_compute_dtype_is_flax_s_own_matmul()
         assert dots(pure(layer), X) == [("bfloat16", "bfloat16", "bfloat16")]
 
 
-def test_conv_transpose_as_a_boundary_returns_output_dtype():
-    layer = nnx.ConvTranspose(4, 4, (3,), dtype_policy=MIXED, rngs=nnx.Rngs(0))
-    assert layer(X[None]).dtype == F32
-    assert dots(pure(layer), X[None]) == [("bfloat16", "bfloat16", "bfloat16")]
+def test_a_conv_transposes_accumulator_and_its_gradients_are_those_of_float32():
+    layers = [nnx.ConvTranspose(4, 4, (3,), dtype_policy=policy, rngs=nnx.Rngs(0)) for policy in (MIXED, "f32")]
+    x = jnp.asarray(X[None], BF16).astype(F32)
+    for layer in layers:
+        layer.kernel[...] = layer.kernel[...].astype(BF16).astype(F32)
+    half, full = (layer(inputs=x) for layer in layers)
+    np.testing.assert_allclose(half, full, rtol=2e-6, atol=1e-6)
+    loss = lambda layer, x: jnp.sin(layer(x)).sum()  # noqa: E731
+    half, full = (flax_nnx.grad(loss, argnums=(0, 1))(layer, x) for layer in layers)
+    for a, b in zip(jax.tree.leaves(half), jax.tree.leaves(full), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2**-7 * float(jnp.abs(b).max()))
 
 
 def test_embed_as_a_boundary_looks_up_unrounded_and_attend_returns_its_accumulator():
@@ -315,11 +327,11 @@ def test_embed_as_a_boundary_looks_up_unrounded_and_attend_returns_its_accumulat
     assert inner(np.array([2, 0])).dtype == inner.attend(X).dtype == BF16
 
 
-@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv"])
+@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose"])
 @pytest.mark.parametrize("policy", ["c=bf16", "mixed_bfloat16"])
 def test_a_preferred_element_type_of_the_user_s_accumulates_and_the_policy_says_what_is_returned(name, policy):
     layer = build(name, dtype_policy=policy, preferred_element_type=F32)
-    x = X[None] if name == "Conv" else X
+    x = X[None] if name.startswith("Conv") else X
     assert jax.eval_shape(pure(layer), x).dtype == layer.dtype_policy.output_dtype
     assert dots(pure(layer), x) == [("bfloat16", "bfloat16", "float32")]
     assert jax.eval_shape(jax.grad(lambda x: pure(layer)(x).sum().astype(F32)), x).dtype == F32

@@ -8,6 +8,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx
 from policy import get_policy, use_policy
+from tests.programs import named, operations
 
 X = jax.random.normal(jax.random.key(0), (3, 8))
 POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32")
@@ -85,3 +86,30 @@ def test_a_policy_applied_to_flaxs_own_layer_holds(name):
     model = nnx.apply_policy(build(flax_nnx, name), "p=bf16,c=bf16,o=f32")
     assert model(X).dtype == jnp.float32 and stored(model) == {jnp.dtype(jnp.bfloat16)}
     assert isinstance(model, getattr(flax_nnx, name))
+
+
+@pytest.mark.parametrize(("name", "over"), (("LoRA", ""), ("LoRA", "a layer"), ("LoRALinear", "")))
+def test_one_that_is_a_boundary_returns_accumulators_and_runs_backward_in_half(name, over):
+    def make(policy):
+        base = {"base_module": nnx.Linear(8, 4, rngs=flax_nnx.Rngs(1), dtype_policy=policy)} if over else {}
+        return build(nnx, name, dtype_policy=policy, **base)
+
+    half, full = make("mixed_bfloat16"), make("float32")
+    for layer in (half, full):
+        flax_nnx.update(layer, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state(layer)))
+    x = X.astype(jnp.bfloat16).astype(jnp.float32)
+    graph, params = flax_nnx.split(half)
+    total = lambda params, x: flax_nnx.merge(graph, params, copy=True)(x).sum()  # noqa: E731
+    forward = named(operations(lambda x: half(x), x), "dot_general")
+    backward = named(operations(jax.grad(total, argnums=(0, 1)), params, x), "dot_general")
+    products = [op.outputs for op in forward]
+    assert products.count(("float32",)) == (1 if name == "LoRA" else 2)
+    # x @ lora_a, which goes into the next product, and what a layer inside of the boundary hands on
+    assert products.count(("bfloat16",)) == (2 if over else 1)
+    assert len(backward) == 3 * len(forward)
+    assert {dtype for op in backward for dtype in op.inputs} == {"bfloat16"}
+    lora = full if name == "LoRA" else full.lora
+    between, base = x @ lora.lora_a[...], full(x) - x @ lora.lora_a[...] @ lora.lora_b[...]
+    rounded = between.astype(jnp.bfloat16).astype(jnp.float32) @ lora.lora_b[...]
+    base = full.base_module(x).astype(jnp.bfloat16).astype(jnp.float32) if over else base
+    np.testing.assert_allclose(half(x), base + rounded, rtol=0, atol=2e-6)

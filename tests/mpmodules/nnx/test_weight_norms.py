@@ -112,3 +112,33 @@ def test_instance_norm_keeps_an_offset_input_accurate(dtype):
     assert np.max(np.abs(np.asarray(y, np.float64) - true) / spacing) <= 1
     ours, upstream = (wing.InstanceNorm(3, rngs=flax_nnx.Rngs(0)) for wing in (nnx, flax_nnx))
     equal(ours(x), upstream(x))
+
+
+@pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"])
+def test_the_layer_inside_gets_unrounded_weights_and_half_ones_stay_stored(name):
+    """As in linen: what is computed from half weights in float32 is rounded for storage only."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
+    with use_policy("p=f16,c=f32,o=f32"):
+        layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        kernel = layer.kernel[...]
+        model = getattr(nnx, name)(layer, rngs=nnx.Rngs(1), **({"n_steps": 50} if name == "SpectralNorm" else {}))
+    y = model(x)
+    wide = np.asarray(kernel, np.float64)
+    normalised = wide / np.linalg.norm(wide, axis=0 if name == "WeightNorm" else None, ord=2)
+    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ normalised, rtol=1e-5, atol=1e-5)
+    stored = layer.kernel[...]
+    assert stored.dtype == jnp.float16
+    np.testing.assert_allclose(stored, normalised, rtol=2**-10)
+
+
+def test_weights_are_put_back_as_they_are_stored_when_the_layer_inside_fails():
+    class Failing(nnx.Linear):
+        def __call__(self, inputs, out_sharding=None):
+            raise RuntimeError("no")
+
+    with use_policy("p=f16,c=f32,o=f32"):
+        layer = Failing(8, 4, rngs=nnx.Rngs(0))
+        model = nnx.WeightNorm(layer, rngs=nnx.Rngs(1))
+    with pytest.raises(RuntimeError, match="no"):
+        model(jnp.ones((2, 8)))
+    assert layer.kernel[...].dtype == jnp.float16

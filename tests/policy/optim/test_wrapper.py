@@ -528,7 +528,7 @@ def test_a_transform_whose_state_changes_its_tree_is_refused():
 def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
     params = {"w": jnp.ones(2)}
     tx = mixed_precision(optax.sgd(0.1), "float32")
-    for outer in (optax.chain(optax.clip(1.0), tx), optax.masked(tx, {"w": True})):
+    for outer in (optax.chain(optax.clip(1.0), tx), optax.masked(tx, {"w": True}), optax.flatten(tx)):
         with pytest.raises(
             TypeError, match=r"with a mixed_precision inside\. Put it outermost: mixed_precision\(optax"
         ):
@@ -541,6 +541,15 @@ def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
         apply_gradients(plain, params, plain.init(params), params)
     with pytest.raises(TypeError, match="state should be a MixedPrecisionState"):
         apply_gradients(tx, params, plain.init(params), params)
+
+
+@pytest.mark.parametrize("make", [optax.sgd, optax.adam, optax.adamw, optax.lion, optax.adafactor])
+def test_a_plain_optimizer_refuses_scaled_gradients_by_their_structure(make):
+    params, plain = {"w": jnp.ones(2)}, make(0.1)
+    scaled = ScaledGradients({"w": jnp.ones(2)}, 8.0)
+    with pytest.raises((TypeError, ValueError)), jax.numpy_dtype_promotion("standard"):
+        updates, _ = plain.update(scaled, plain.init(params), params)
+        optax.apply_updates(params, updates)
 
 
 def test_the_state_is_a_named_tuple_with_the_promised_parts():
