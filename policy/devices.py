@@ -1,9 +1,9 @@
 """Gradients across devices: in which dtype they are summed, and where.
 
 Under `jax.shard_map` backward sums the gradient of a param over the devices at the point where the param became
-device-varying, in the dtype that it had there. `vary` moves that point, and so decides the dtype; or it leaves gradients
-on their device, for `all_reduce` to sum once. Under `jax.jit` with sharded arrays the partitioner sums, in the dtype of
-what the weight gradient's dot returns: nothing here reaches it, and `collectives_of` shows what it was.
+device-varying, in the dtype that it had there. `vary` moves that point, and so decides the dtype; or it leaves
+gradients on their device, for `all_reduce` to sum once. Under `jax.jit` with sharded arrays the partitioner sums, in
+the dtype of what the weight gradient's dot returns: nothing here reaches it, and `collectives_of` shows what it was.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-@functools.lru_cache
+@functools.cache
 def _reducing_vary(
     axes: tuple[Any, ...], typed: frozenset[Any], dtype: np.dtype, overwritten: bool
 ) -> Callable[[jax.Array], jax.Array]:
@@ -122,7 +122,10 @@ def _reducing_vary(
         return move(x)
 
     move.defvjp(lambda x: (move(x), None), backward)
-    vary.__name__ = f"vary_{axes}_{sorted(map(str, typed))}_{dtype.name}_{overwritten}"
+    name = ".".join(["vary", *map(str, axes), "max" if overwritten else dtype.name])  # dots: no other function's name
+    while name in MOVING_JITS:  # of other axes of that name, or elsewhere typed
+        name += "."
+    vary.__name__ = name
     MOVING_JITS[vary.__name__] = move
     return jax.jit(vary)
 

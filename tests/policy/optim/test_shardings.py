@@ -83,5 +83,5 @@ def test_params_that_lie_nowhere_or_on_two_meshes_are_refused():
     other = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = params_in(jnp.float32)
     params["b"] = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(other, PartitionSpec()))
-    with pytest.raises(ValueError, match="params should lie on one mesh, but got b on .* on "):
+    with pytest.raises(ValueError, match=r"params should lie on one mesh, but got b on .* on "):
         state_shardings(optax.adam(1e-3), params)
