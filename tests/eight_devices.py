@@ -1,4 +1,4 @@
-"""Runs a file of tests in a process that has eight devices: how many there are is fixed when JAX starts."""
+"""Runs code in a process of its own, as where eight devices are needed: how many there are is fixed when JAX starts."""
 
 import os
 import subprocess
@@ -6,20 +6,20 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FLAG = "--xla_force_host_platform_device_count=8"
 
 
-def with_eight_devices(*command: str | Path) -> None:
-    """Runs `python *command` from the repository's root on eight CPU devices. What it printed is the error's text."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}"
+def run_python(*command: str | Path, **variables: str) -> str:
+    """Runs `python *command` on the CPU from the repository's root. Returns what it printed; a failure shows that."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
     result = subprocess.run(
         [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def run_tests_on_eight_devices(file: Path) -> None:
     """Runs every test of `file`."""
-    with_eight_devices("-m", "pytest", "-p", "no:cacheprovider", "--tb=short", file)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    run_python("-m", "pytest", "-p", "no:cacheprovider", "--tb=short", file, XLA_FLAGS=flags)
