@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -43,7 +43,7 @@ def accumulate_gradients(
     params: Any,
     microbatches: Any,
     *,
-    weights: ArrayLike | None = None,
+    weights: ArrayLike | Sequence[float] | None = None,
 ) -> tuple[Any, Any]:
     """Mean loss and mean gradients over microbatches, in a `lax.scan`: the memory of one backward pass.
 

@@ -78,7 +78,8 @@ def collectives_of(
         return list(_traced(jax.make_jaxpr(fn)(*args).jaxpr, ""))
     if stage != "partitioned":
         raise ValueError(f"stage should be 'partitioned' or 'traced', but got {stage!r}.")
-    lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args)
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    lowered = jitted.lower(*args)
     return list(_partitioned(*_partitioned_text(lowered)))
 
 

@@ -206,4 +206,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(
         TypeError, match=r"should return \(value, gradients\), as of value_and_grad\(loss_fn\), but got"
     ):
-        accumulate_gradients(loss_fn, params_in(jnp.float32), split_batch(X, 3))
+        accumulate_gradients(loss_fn, params_in(jnp.float32), split_batch(X, 3))  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,7 @@
 """`collectives_of`: what a program exchanges. The eight devices of `test_eight_devices.py` compare it with XLA."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ class Mesh:
     axis_names, axis_sizes = ("data", "one", "model"), (4, 1, 2)
 
 
-def parsed(attributes, result="bf16[4,8]{1,0}", operation="all-reduce", mesh=Mesh):
+def parsed(attributes, result="bf16[4,8]{1,0}", operation="all-reduce", mesh: Any = Mesh):
     text = f'  %x.1 = {result} {operation}(%y), {attributes}, metadata={{op_name="jit(f)/dot" stack_frame_id=3}}\n'
     return list(_partitioned(f"HloModule m\n{text}  %z = f32[] add(%a, %b)\n", mesh))
 

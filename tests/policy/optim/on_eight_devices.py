@@ -2,19 +2,23 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from policy import (
     DynamicLossScale,
+    accumulate_gradients,
     apply_gradients,
     loss_scale_of,
     master_params,
     mixed_precision,
+    split_batch,
     state_shardings,
     value_and_grad,
 )
@@ -49,10 +53,10 @@ def assert_only_the_scale_moved(before, after):
     np.testing.assert_array_equal(state.loss_scale.loss_scale, before[1].loss_scale.loss_scale / 2)
 
 
-def accumulating(dtype, mode="auto", axis_name=None):
+def accumulating(dtype, mode: Any = "auto", axis_name=None):
     """Adam on the mean of two steps' gradients, params of `dtype`, and the places of the params and of the state."""
     tx = mixed_precision(
-        optax.MultiSteps(optax.adam(1e-2), 2),
+        optax.MultiSteps(optax.adam(1e-2), 2),  # pyright: ignore[reportArgumentType]
         "mixed_bfloat16",
         loss_scale=DynamicLossScale(2.0**8),
         master_weights=mode,
@@ -203,7 +207,7 @@ def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode
 def test_a_state_made_without_jit_lies_as_its_params_too_and_stays_there():
     params, shardings = fully_sharded(jnp.bfloat16)
     tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", moment_dtype="bfloat16")
-    state = tx.init(params)
+    state: Any = tx.init(params)
     step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2], donate_argnums=(0, 1))
     for _ in range(2):
         for kept in (params, state.inner[0].mu, state.inner[0].nu, state.masters):
@@ -211,3 +215,29 @@ def test_a_state_made_without_jit_lies_as_its_params_too_and_stays_there():
         old = jax.tree.leaves((params, state.masters, state.inner[0].mu))
         params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
         assert all(leaf.is_deleted() for leaf in old)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_step_under_jit_works_on_a_mesh_of_explicit_axes(is_sharded):
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    whole = jax.tree.map(lambda p: p.astype(jnp.bfloat16), F32)
+    tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", clip_global_norm=0.5)
+
+    def whole_of(param):  # what is written by hand where types say how arrays lie
+        return jax.reshard(param, EVERYWHERE) if is_sharded and not jax.typeof(param).sharding.mesh.empty else param
+
+    @jax.jit
+    def step(params, state, batch):
+        gathered = lambda p, b: loss_fn(jax.tree.map(whole_of, p), b)  # noqa: E731
+        fn = value_and_grad(gathered, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute")
+        value, grads = accumulate_gradients(fn, params, split_batch(batch, 2))
+        return *apply_gradients(tx, params, state, grads), value
+
+    truth, end = curve(step, whole, tx.init(whole), BATCH, 3)
+    with jax.set_mesh(mesh):
+        place = SPLIT if is_sharded else EVERYWHERE
+        params = {"hidden": jax.reshard(whole["hidden"], EVERYWHERE), "head": jax.reshard(whole["head"], place)}
+        losses, params = curve(step, params, tx.init(params), jax.reshard(BATCH, SPLIT), 3)
+        assert params["head"].sharding.spec[0] == ("data" if is_sharded else None)
+    np.testing.assert_allclose(losses, truth, rtol=0.01)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), params, end)
