@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.functional import accumulating, is_wider
+from mpmodules.functional import accumulating, complex_input, is_wider
 from policy.remembering import keeping_inputs
+from policy.scope import current_policy
 
 Array = jax.Array
 
@@ -37,6 +39,17 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
     for name, heads in [(n, x.shape[-2]) for n, x in (("key", key), ("value", value)) if x is not None]:
         if not heads or query.shape[-2] % heads:
             raise ValueError(f"Query heads ({query.shape[-2]}) must be a multiple of {name} heads ({heads}).")
+
+
+def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None:
+    """What attention's operands are cast to: `dtype`, or nothing (None) where a policy would cast complex numbers."""
+    return None if current_policy() is not None and complex_input(operands) is not None else dtype
+
+
+def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
+    """For Flax's decoding in x64 mode, which adds its int32 counter to int64 indices: strict promotion refuses that."""
+    mixes = decoding and jax.config.read("jax_enable_x64")
+    return jax.numpy_dtype_promotion("standard") if mixes else contextlib.nullcontext()
 
 
 def dot_product_attention_weights(

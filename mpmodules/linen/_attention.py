@@ -53,6 +53,7 @@ def dot_product_attention_weights(
     Raises:
       ValueError: both `einsum` and `precision` or `einsum_dot_general` are given, or a dropout rate without a key.
     """
+    dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype(query, key, dtype=dtype)
     if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
         return flax_nn.dot_product_attention_weights(
@@ -122,6 +123,7 @@ def dot_product_attention(
       ValueError: one of the two einsums without the other, or together with `precision` or `einsum_dot_general`;
         shapes that do not fit; an `implementation` that can't do what is asked for.
     """
+    dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     obstacles = {
         "dropout": not deterministic and dropout_rate > 0.0,
@@ -183,7 +185,8 @@ class Attention(Module):
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
         declared = declared_dtypes(self)
-        with fields_set(self, fields), layers_inside(effective.policy, declared):
+        decoding = attention.adding_indices(bool(getattr(self, "decode", False)))
+        with fields_set(self, fields), layers_inside(effective.policy, declared), decoding:
             return method(self, *args, **kwargs)
 
 

@@ -243,14 +243,15 @@ def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
 def _install_boundaries(cls: Any) -> None:
     """Puts the boundary around each public method that `cls` adds, and around its setup where it is a layer's.
 
-    A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it transforms, our mark
-    included: a mark that points to another function tells such a method, and gives it a boundary outside of the
-    transform.
+    Flax's machinery is outside of the boundary: what it hands to interceptors, captures and tabulates is what the
+    caller gave and gets. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it
+    transforms, our mark included: a mark that points to another function tells such a method, and gives it a boundary
+    outside of the transform.
     """
     fields = {field.name for field in dataclasses.fields(cls)}
     names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
     for name in names:
-        is_setup = name == "setup" and cls._is_layer
+        is_setup = name == "setup"
         private = name.startswith("_") and name != "__call__"
         if name in fields or private or (not is_setup and (name in _FLAX_METHODS or name in NOT_BOUNDARIES)):
             continue
@@ -262,7 +263,18 @@ def _install_boundaries(cls: Any) -> None:
         mark = method.__dict__.get("_policy_boundary")
         if mark is method:
             continue
-        setattr(cls, name, _setup_with_policy(method) if is_setup else _with_boundary(method, lifted=mark is not None))
+        setattr(cls, name, _setup_with_policy(method) if is_setup else _bounded(method, lifted=mark is not None))
+
+
+def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
+    """A method with its boundary: inside of Flax's wrapper, unless it is a transformed one."""
+    wrapped = getattr(method, "__wrapped__", None)
+    transformed = lifted or wrapped is None or hasattr(wrapped, "method_handler_wrapped")
+    if transformed or not hasattr(method, "method_handler_wrapped"):
+        return _with_boundary(method, lifted=lifted)
+    bounded = flax_nn.module.wrap_method_once(_with_boundary(wrapped, lifted=False))
+    bounded._policy_boundary = bounded  # type: ignore[attr-defined]
+    return bounded
 
 
 def is_upstream(method: Callable[..., Any]) -> bool:
@@ -295,10 +307,21 @@ def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
-    """Runs a layer's setup with its fields as the policy wants them."""
-    policy = effective_policy(module, current_scope()).policy
-    with fields_set(module, module._policy_fields(policy, None, "setup")):
+    """Runs a module's setup under its policy, and a layer's with its fields as the policy wants them."""
+    scope = current_scope()
+    effective = effective_policy(module, scope)
+    if not getattr(type(module), "_is_layer", False):
+        with enter(_scope_inside(scope, effective, boundary.module_crosses(scope, effective.base))):
+            return setup()
+    with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
         return setup()
+
+
+def _scope_inside(scope: Scope, effective: Effective, crosses: bool) -> Scope:
+    """The scope that holds for what a module's methods run."""
+    if effective.policy is None:
+        return scope
+    return boundary.inside(scope, effective.policy) if crosses else dataclasses.replace(scope, policy=effective.policy)
 
 
 def run_method(
@@ -326,14 +349,9 @@ def run_method(
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
         else:
             crosses = boundary.module_crosses(scope, effective.base)
-        if effective.policy is None:
-            inner = scope
-        elif crosses:
-            inner = boundary.inside(scope, effective.policy)
-        else:
-            inner = dataclasses.replace(scope, policy=effective.policy)
         if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
+        inner = _scope_inside(scope, effective, crosses)
         with enter(inner), _scan_carries_explained(module, crosses, effective.policy):
             if not getattr(type(module), "_dtype_fields", False) or lifted:
                 outputs = method(module, *args, **kwargs)

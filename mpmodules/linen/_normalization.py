@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpmodules import functional
-from mpmodules.linen._layer import Layer, declared_field
+from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
 from mpmodules.linen._module import dtype_fields, fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
@@ -85,6 +85,7 @@ class Normalization(Layer):
         def run(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
             updates: dict[str, jax.Array] = {}
             fields = self._policy_fields(policy, output_dtype, method.__name__) | {"_updates": updates}
+            fields |= half_safe_inits(self, policy.param_dtype)
             x = jnp.asarray(x, policy.reduction_dtype)
             shift = self._shift(x, use_running_average) if shifts else None
             if shift is not None:

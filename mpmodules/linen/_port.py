@@ -86,7 +86,7 @@ class _Adopter:
             return next_fun(*args, **kwargs)
         # A method of ours comes with its boundary around it; one that was looked up before the instance was adopted
         # (self.embed.attend(self.embed(x)) does that) comes without.
-        if known and is_innermost(module):
+        if known and ("_policy_boundary" in vars(context.orig_method.func) or is_innermost(module)):
             return next_fun(*args, **kwargs)
 
         def method(instance: Any, *args: Any, **kwargs: Any) -> Any:

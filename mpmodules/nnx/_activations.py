@@ -10,7 +10,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import activations, functional
-from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._layer import Layer, in_complex
 from policy.casting import cast_array
 
 
@@ -24,6 +24,9 @@ class PReLU(Layer, flax_nnx.PReLU):
     def _call_layer(
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        view = in_complex(self, args, kwargs)
+        if view is not None:
+            return method(view, *args, **kwargs)
         inputs = jnp.asarray(args[0] if args else kwargs["inputs"])
         if self.dtype is not None and jnp.issubdtype(inputs.dtype, jnp.floating):
             inputs = cast_array(inputs, self.dtype)

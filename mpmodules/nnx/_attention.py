@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ def dot_product_attention_weights(
 ) -> jax.Array:
     """`flax.nnx`'s attention weights, with logits and softmax in reduction_dtype whatever the inputs are.
 
-    Arguments and masks are Flax's. Inputs as wide as reduction_dtype take Flax's own function.
+    Arguments and masks are Flax's. Float32 inputs take Flax's own function.
 
     Args:
       query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width).
@@ -49,9 +50,10 @@ def dot_product_attention_weights(
     Raises:
       ValueError: shapes that do not fit, or a dropout rate without a key.
     """
+    dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype((query, key), dtype=dtype)
     reduction_dtype = _reduction_dtype()
-    if not is_wider(reduction_dtype, query.dtype):
+    if not _is_ours(query):
         return _flax_attention_weights(
             query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
             module, promote_dtype, is_causal,
@@ -95,8 +97,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
 
-    Arguments and masks are Flax's; `precision` is obeyed with and without dropout. Inputs as wide as
-    reduction_dtype take Flax's own function.
+    Arguments and masks are Flax's; `precision` is obeyed with and without dropout. Float32 inputs take
+    Flax's own function, and where no policy is in force float64 ones too; that computes in float32.
 
     Args:
       query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width).
@@ -110,6 +112,7 @@ def dot_product_attention(
       ValueError: shapes that do not fit, a dropout rate without a key, or an `implementation` that can't do what is
         asked for.
     """
+    dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     obstacles = {
         "dropout": not deterministic and dropout_rate > 0.0,
@@ -119,7 +122,7 @@ def dot_product_attention(
     fused = uses_fused_kernel(
         implementation, query, key, value, bias=bias, mask=mask, reduction_dtype=_reduction_dtype(), obstacles=obstacles
     )
-    if not is_wider(_reduction_dtype(), query.dtype):
+    if not _is_ours(query):
         return flax_nnx.dot_product_attention(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
             precision, module, promote_dtype, is_causal,
@@ -134,9 +137,27 @@ def dot_product_attention(
     return attention.weighted_values(weights, value, precision=precision)
 
 
+def _is_ours(query: jax.Array) -> bool:
+    """Whether attention over such queries is ours, rather than Flax's, whose logits are float32 for float64 too."""
+    in_float64 = current_policy() is not None and query.dtype == jnp.float64
+    return in_float64 or is_wider(_reduction_dtype(), query.dtype)
+
+
 def _reduction_dtype() -> Any:
     policy = current_policy()
     return jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
+
+
+def _decoding(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's `__call__`, which may decode in x64 mode."""
+
+    @functools.wraps(call)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decodes = self.decode if kwargs.get("decode") is None else kwargs["decode"]
+        with attention.adding_indices(bool(decodes)):
+            return call(self, *args, **kwargs)
+
+    return wrapped
 
 
 class MultiHeadAttention(Module, flax_nnx.MultiHeadAttention):
@@ -160,6 +181,8 @@ class MultiHeadAttention(Module, flax_nnx.MultiHeadAttention):
         upstream_init(self, *args, **kwargs)
         self._capture(policy, source)
         adopt_children(self, policy)
+
+    __call__ = _decoding(flax_nnx.MultiHeadAttention.__call__)
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
         """Flax's `init_cache`, in compute_dtype, or in float32 with no policy, unless `dtype` says otherwise."""

@@ -13,7 +13,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.nnx._layer import Layer, viewed
+from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
 
 
@@ -47,6 +47,9 @@ class Embed(Layer, flax_nnx.Embed):
             reduction_dtype = jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
             embedded = method(viewed(self, promote_dtype=AsStored(reduction_dtype)), *args, **kwargs)
             return cast_array(embedded, self.dtype if policy is None else self._returns(crosses))
+        view = in_complex(self, args, kwargs)
+        if view is not None:
+            return method(view, *args, **kwargs)
         if name == "attend" and crosses and functional.is_wider(policy.output_dtype, policy.compute_dtype):
             return self._attend_accumulating(policy.output_dtype, *args, **kwargs)
         return method(self, *args, **kwargs)

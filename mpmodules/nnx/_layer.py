@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from mpmodules.functional import HalfSafe, is_half
+from mpmodules.functional import HalfSafe, complex_input, is_half
 from mpmodules.nnx._module import Module
 from policy.policy import Policy
 from policy.precedence import with_explicit_dtypes
@@ -91,6 +91,17 @@ def _is_initialiser(name: str) -> bool:
 
 def _is_complex(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def in_complex(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a layer in the dtype of its complex inputs, which no policy casts; None where there are none.
+
+    An explicit dtype argument holds.
+    """
+    dtype = complex_input((*args, *kwargs.values()))
+    if layer.dtype_policy is None or layer._explicit_dtype is not None or dtype is None:
+        return None
+    return viewed(layer, dtype=dtype)
 
 
 def viewed(module: Any, **attributes: Any) -> Any:

@@ -14,7 +14,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from mpmodules import functional
-from mpmodules.nnx._layer import Layer, viewed
+from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
 
 
@@ -49,9 +49,9 @@ class Matmul(Layer):
     ) -> Any:
         policy = self.dtype_policy
         preferred = getattr(self, "preferred_element_type", None)
-        complex_dtype = functional.complex_input((*args, *kwargs.values()))
-        if policy is not None and self._explicit_dtype is None and complex_dtype is not None:
-            return method(viewed(self, dtype=complex_dtype), *args, **kwargs)  # no policy casts complex numbers
+        view = in_complex(self, args, kwargs)
+        if view is not None:
+            return method(view, *args, **kwargs)
         if self.promote_dtype is not promote_dtype:
             return method(self, *args, **kwargs)
         if policy is None or self.dtype != policy.compute_dtype:

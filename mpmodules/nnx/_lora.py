@@ -12,7 +12,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.nnx._layer import Layer, viewed
+from mpmodules.nnx._layer import Layer, in_complex, viewed
 from mpmodules.nnx._linear import Linear, Matmul
 from policy.casting import cast_array
 from policy.policy import Policy
@@ -30,8 +30,9 @@ class LoRA(Layer, flax_nnx.LoRA):
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         policy, base = self.dtype_policy, self.base_module
-        if policy is None:
-            return method(self, *args, **kwargs)
+        view = in_complex(self, args, kwargs)
+        if policy is None or view is not None:
+            return method(view or self, *args, **kwargs)
         view, returned = self, self.dtype
         if crosses and self.dtype == policy.compute_dtype and self.promote_dtype is promote_dtype:
             view, returned = _accumulating(self, policy.output_dtype), policy.output_dtype

@@ -14,7 +14,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from mpmodules import functional
-from mpmodules.nnx._layer import Layer, viewed
+from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.remembering import keeping_inputs
@@ -75,8 +75,11 @@ class Normalization(Layer):
     ) -> Any:
         policy = self.dtype_policy
         x: Any = args[0] if args else kwargs.get("x")
-        if self.promote_dtype is not promote_dtype or not hasattr(x, "dtype") or _is_complex(x):
+        if self.promote_dtype is not promote_dtype or not hasattr(x, "dtype"):
             return method(self, *args, **kwargs)
+        if functional.complex_input((x,)) is not None:
+            with jax.numpy_dtype_promotion("standard"):
+                return method(in_complex(self, args, kwargs) or self, *args, **kwargs)
         if policy is None:
             stored: list[Any] = [
                 v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None
@@ -117,10 +120,6 @@ class Normalization(Layer):
     def _uses_running_average(self, argument: bool | None) -> bool:
         """Whether a call with that argument reads the running statistics, rather than updating them."""
         return not self._running
-
-
-def _is_complex(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _in(module: Any, reduction_dtype: Any) -> Any:

@@ -17,7 +17,7 @@ from flax import errors
 
 import mpmodules
 from mpmodules import linen as our_nn
-from policy import Policy, use_policy
+from policy import Policy, current_policy, use_policy
 from tests.programs import apply
 
 KEY = jax.random.key(0)
@@ -221,6 +221,64 @@ def test_captured_intermediates_are_upstreams(policy):
     assert ours == theirs
 
 
+@pytest.mark.parametrize("lift", [lambda cls: cls, our_nn.remat, our_nn.jit], ids=["plain", "remat", "jit"])
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm"])
+def test_a_captured_output_is_what_the_call_returned(norm, lift):
+    options = {"GroupNorm": {"num_groups": 2}, "BatchNorm": {"use_running_average": False}}.get(norm, {})
+
+    class Block(our_nn.Module):
+        @our_nn.compact
+        def __call__(self, x):
+            return getattr(our_nn, norm)(**options, name="norm")(x)
+
+    class Outer(our_nn.Module):
+        @our_nn.compact
+        def __call__(self, x):
+            return lift(Block)(name="block")(x)
+
+    model, x = Outer(dtype_policy="mixed_bfloat16"), jax.random.normal(KEY, (2, 3, 4))
+    variables = model.init(KEY, x)
+    mutable = ["intermediates", "batch_stats"]
+    y, state = model.apply(variables, x, capture_intermediates=True, mutable=mutable)
+    (outer,), block = state["intermediates"]["__call__"], state["intermediates"]["block"]
+    np.testing.assert_array_equal(outer, y)
+    for (inner,) in (block["__call__"], block["norm"]["__call__"]):
+        assert inner.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(inner.astype(jnp.float32), y)
+    gradient = jax.grad(lambda v: model.apply(v, x, capture_intermediates=True, mutable=mutable)[0].sum())
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradient(variables)))
+
+
+def test_tabulate_and_interceptors_show_what_goes_in_and_comes_out_of_each_call():
+    model, seen = Net(dtype_policy="mixed_bfloat16"), {}
+
+    def note(next_fun, args, kwargs, context):
+        out = next_fun(*args, **kwargs)
+        seen["/".join(context.module.path)] = (args[0].dtype.name, out.dtype.name)
+        return out
+
+    with flax_nn.intercept_methods(note):
+        variables = model.init(KEY, X)
+        model.apply(variables, X)
+    half = ("bfloat16", "bfloat16")
+    assert seen == {"": ("float32", "float32"), "Dense_0": half, "LayerNorm_0": half, "Dense_1": half}
+    rows = {line.split("│")[1].strip(): line for line in model.tabulate(KEY, X).splitlines() if "│" in line}
+    assert "bfloat16" in rows["LayerNorm_0"] and "bfloat16" not in rows[""]
+
+
+def test_a_modules_setup_runs_under_its_policy():
+    class Inner(our_nn.Module):
+        def setup(self):
+            self.scale = self.param("scale", our_nn.initializers.ones, (), current_policy().param_dtype)
+
+        def __call__(self, x):
+            return x * self.scale.astype(x.dtype)
+
+    model = our_nn.Sequential([Inner(dtype_policy="p=bf16,c=f32"), Inner()], dtype_policy="float16")
+    params = jax.eval_shape(model.init, KEY, X)["params"]
+    assert [params[f"layers_{i}"]["scale"].dtype.name for i in (0, 1)] == ["bfloat16", "float16"]
+
+
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_interceptors_see_the_same_calls_in_the_same_order(policy):
     def calls_of(model, x):
@@ -270,7 +328,7 @@ def test_boundary_casts_carry_a_name_of_their_own():
     model = Net(dtype_policy="mixed_bfloat16")
     jaxpr = jax.make_jaxpr(model.apply)(model.init(KEY, X), X).jaxpr
     first, *_, last = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
-    assert (first, last) == ("policy_boundary", "policy_boundary")
+    assert (first, last) == ("Net/policy_boundary", "Net/policy_boundary")
 
 
 @BOTH

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from policy import Policy, get_policy
+from policy import Policy, get_policy, use_policy
 from tests.mpmodules.table.cases import CASES, Case
 from tests.mpmodules.table.exceptions import ELEMENTWISE, UNROUNDED_SUMS
 from tests.mpmodules.table.running import THEIRS, Trace, dtypes_of, program, traced
@@ -29,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*value.*:DeprecationWarning"),
 ]
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
-INSIDE = ("mixed_bfloat16",)  # under it, inside a model too
+INSIDE = ("mixed_bfloat16", "mixed_float16", "bfloat16")  # under these, inside a model too
 MATMULS = ("dot_general", "conv_general_dilated")
 # reduce_max, reduce_min, argmax, sort and their like are exact in any dtype.
 SUMS = frozenset(
@@ -146,6 +147,17 @@ def test_every_sum_runs_in_reduction_dtype_forward_and_backward(wing, case, poli
 
 @EACH_POLICY
 @EACH_CASE
+def test_every_sum_and_matmul_of_init_runs_in_the_dtypes_of_a_call(wing, case, policy):
+    ops, resolved = trace_of(wing, case, policy).init, get_policy(policy)
+    exempt = UNROUNDED_SUMS.get((wing, str(case)), {})
+    assert narrow(ops, SUMS, resolved) <= set(exempt)
+    # initialisers and SpectralNorm's power iteration multiply in float32
+    multiplied = {dtype for op in ops if op.name in MATMULS for dtype in op.inputs}
+    assert multiplied <= {resolved.compute_dtype.name, "float32"}
+
+
+@EACH_POLICY
+@EACH_CASE
 def test_every_function_of_statistics_runs_in_reduction_dtype_forward_and_backward(wing, case, policy):
     assert narrow(both(wing, case, policy), FUNCTIONS, get_policy(policy)) <= set(ELEMENTWISE.get(case.layer, {}))
 
@@ -230,6 +242,26 @@ def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(wing, case):
     assert narrow(ops, SUMS, get_policy("mixed_bfloat16")) <= set(exempt)
 
 
+REFUSED = (TypeError, ValueError, FutureWarning, np.exceptions.ComplexWarning)
+OF_NUMBERS = [
+    (wing, case)
+    for wing, case in CASES  # a cell's carry is real
+    if not (case.is_cell or case.layer == "RNN") and all(x.dtype == np.float32 for x in case.called_with)
+]
+
+
+@pytest.mark.parametrize(("wing", "case"), OF_NUMBERS, ids=[f"{wing}-{case}" for wing, case in OF_NUMBERS])
+def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
+    with jax.numpy_dtype_promotion("standard"):
+        try:
+            theirs = shapes_of(wing, case, THEIRS[wing], jnp.complex64, {})
+        except REFUSED:  # no softmax, no gate, no running average of Flax's takes complex numbers
+            return
+        with use_policy("mixed_bfloat16"):
+            ours = shapes_of(wing, case, None, jnp.complex64, {})
+    assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # x64
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,9 +275,7 @@ def x64():
 
 @EACH_CASE
 def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
-    # Flax's decoding adds an int32 counter to an int64 arange
-    with jax.numpy_dtype_promotion("standard" if case.setting == "decoding" else "strict"):
-        trace = traced(wing, case, "mixed_bfloat16")
+    trace = traced(wing, case, "mixed_bfloat16")
     found = {op.name for op in trace.ops if "float64" in (*op.inputs, *op.outputs)} - CALLS
     if case.layer == "Dropout" or case.setting in ("with dropout", "all at once"):
         found = {name for name in found if name in MATMULS or name in SUMS}  # JAX draws the masks in float64
@@ -253,14 +283,8 @@ def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
     assert "float64" not in dtypes_of((trace.params, trace.rest, trace.out, trace.state))
 
 
-# Flax's nnx attention takes its softmax in float32 even of float64, `forced` asks for that, and Flax's decoding mixes
-# int32 with int64.
-NOT_IN_FLOAT64 = [("linen", "forced"), ("linen", "decoding")]
-IN_FLOAT64 = [
-    (wing, case)
-    for wing, case in CASES
-    if (wing, case.setting) not in NOT_IN_FLOAT64 and (wing, case.layer) != ("nnx", "MultiHeadAttention")
-]
+# `forced` asks for a softmax in float32
+IN_FLOAT64 = [(wing, case) for wing, case in CASES if (wing, case.setting) != ("linen", "forced")]
 
 
 @pytest.mark.parametrize(("wing", "case"), IN_FLOAT64, ids=[f"{wing}-{case}" for wing, case in IN_FLOAT64])
