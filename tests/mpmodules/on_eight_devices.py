@@ -197,7 +197,7 @@ def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
     params: Any = nnx.state(model, nnx.Param)
     shardings: Any = jax.tree.map(lambda p: NamedSharding(MESH, SPLIT if p.shape[0] == 16 else EVERYWHERE), params)
     nnx.update(model, jax.device_put(params, shardings))
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    optimizer: Any = nnx.Optimizer(model, TX, wrt=nnx.Param)
     places = state_shardings(TX, nnx.state(model, nnx.Param))
 
     @nnx.jit
@@ -212,5 +212,7 @@ def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
     place = shardings["head"]["kernel"].get_value()
     assert place.spec == SPLIT
     assert places.inner[0].mu["head"]["kernel"].get_value() == place
-    for kept in (nnx.state(model, nnx.Param), optimizer.opt_state.inner[0].mu, optimizer.opt_state.inner[0].nu):
+    adam = optimizer.opt_state.inner[0]
+    trees: list[Any] = [nnx.state(model, nnx.Param), adam.mu, adam.nu]
+    for kept in trees:
         assert kept["head"]["kernel"].get_value().sharding.is_equivalent_to(place, 2)
