@@ -2,7 +2,13 @@
 
 from policy import losses as losses
 from policy import reductions as reductions
+from policy.accumulation import accumulate_gradients as accumulate_gradients
+from policy.accumulation import split_batch as split_batch
 from policy.casting import cast_floating as cast_floating
+from policy.collectives import Collective as Collective
+from policy.collectives import collectives_of as collectives_of
+from policy.devices import all_reduce as all_reduce
+from policy.devices import vary as vary
 from policy.gradients import ScaledGradients as ScaledGradients
 from policy.gradients import grad as grad
 from policy.gradients import value_and_grad as value_and_grad
@@ -22,6 +28,7 @@ from policy.optim import master_params as master_params
 from policy.optim import match_updates as match_updates
 from policy.optim import mixed_precision as mixed_precision
 from policy.optim import resync as resync
+from policy.optim import state_shardings as state_shardings
 from policy.policy import Policy as Policy
 from policy.policy import cast_to_full as cast_to_full
 from policy.policy import cast_to_half as cast_to_half

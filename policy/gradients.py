@@ -66,6 +66,10 @@ class ScaledGradients:
         bits = jax.random.key_data(self._sealed_scale)[..., 0]
         return lax.bitcast_convert_type(bits, jnp.float32)
 
+    def with_tree(self, tree: Any) -> ScaledGradients:
+        """Another tree of gradients of the same scale."""
+        return ScaledGradients.tree_unflatten(None, (tree, self._sealed_scale))
+
     def tree_flatten_with_keys(self):
         keys = jax.tree_util.GetAttrKey("tree"), jax.tree_util.GetAttrKey("scale")
         return tuple(zip(keys, (self._tree, self._sealed_scale), strict=True)), None

@@ -104,6 +104,9 @@ _MOVES = frozenset(
     ["reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "gather", "rev"]
 )
 
+MOVING_JITS: dict[str, Callable[[jax.Array], jax.Array]] = {}
+"""Jitted functions, by name, that only move their one argument: what to call on a float32 value that stands for it."""
+
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
@@ -169,6 +172,8 @@ def _jitted(jaxpr: Any, dtypes: tuple[Any, ...]) -> tuple[Callable[..., Any], li
 
 
 def _jit(equation: Any, operands: list[Any]) -> list[Any] | None:
+    if (move := MOVING_JITS.get(equation.params["name"])) is not None:
+        return [_Wide(move(operands[0].value), operands[0].dtype)]
     shardings = (*equation.params["in_shardings"], *equation.params["out_shardings"])
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
         return None  # a jit made anew would lose them

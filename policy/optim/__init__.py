@@ -5,6 +5,7 @@ from policy.optim.apply import init_from_master as init_from_master
 from policy.optim.masters import master_params as master_params
 from policy.optim.masters import resync as resync
 from policy.optim.match import match_updates as match_updates
+from policy.optim.shardings import state_shardings as state_shardings
 from policy.optim.state import MixedPrecisionState as MixedPrecisionState
 from policy.optim.state import finite_of as finite_of
 from policy.optim.state import loss_scale_of as loss_scale_of

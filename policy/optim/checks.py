@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from policy.devices import varying_axes
 from policy.gradients import ScaledGradients
 from policy.optim.state import MixedPrecisionState
 from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
@@ -41,7 +42,8 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
 
     Raises:
       TypeError: `state` is no MixedPrecisionState, or a ScaledGradients lies inside of the gradients.
-      ValueError: `params` are missing, or the gradients' tree or shapes are not the params'; or they are no numbers.
+      ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they are no numbers, or
+        differ between devices where the params don't.
     """
     if not isinstance(state, MixedPrecisionState):
         raise TypeError(f"state should be a MixedPrecisionState, but got {type(state).__name__}.")
@@ -72,6 +74,23 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         raise ValueError(
             f"gradients should be floating (complex for complex params only), of the params' shapes, but "
             f"{shortened(wrong)}."
+        )
+    _check_devices(gradients, params)
+
+
+def _check_devices(gradients: Any, params: Any) -> None:
+    """Refuses gradients that differ between devices where their params are the same on all: those would drift apart."""
+    wrong = [
+        f"{path_name(path)} over {', '.join(sorted(map(repr, axes)))}"
+        for (path, p), g in zip(
+            jax.tree_util.tree_leaves_with_path(params), map(_array, jax.tree.leaves(gradients)), strict=True
+        )
+        if (axes := varying_axes(g) - varying_axes(p))
+    ]
+    if wrong:
+        raise ValueError(
+            f"gradients differ between devices where their params don't: {shortened(wrong)}. Reduce them first, "
+            "all_reduce(grads, axis, dtype)."
         )
 
 

@@ -9,21 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policy.devices import is_typed, varying_axes
+
 
 def mapped_axes(tree: Any, axis_name: Sequence[Hashable]) -> list[frozenset[Any]]:
     """For each leaf, the mapped axes over which devices hold different parts of it.
 
-    Inside `jax.shard_map` each leaf's type says so. Where no leaf's does (`check_vma=False`, `jax.vmap`), it is
-    `axis_name` for all of them.
+    Inside `jax.shard_map` each leaf's type says so. Of axes that types say nothing about (`check_vma=False`,
+    `jax.vmap`), they are those of `axis_name`, for every leaf.
     """
-    axes = [_varying(leaf) for leaf in jax.tree.leaves(tree)]
-    return axes if any(axes) else [frozenset(axis_name)] * len(axes)
-
-
-def _varying(x: Any) -> frozenset[Any]:
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)
-    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
+    untyped = frozenset(axis for axis in axis_name if not is_typed(axis))
+    return [varying_axes(leaf) | untyped for leaf in jax.tree.leaves(tree)]
 
 
 def clip_by_global_norm(gradients: Any, largest: float, axis_name: Sequence[Hashable] = ()) -> Any:

@@ -1,0 +1,209 @@
+"""In which dtype devices exchange numbers: read from the program, not guessed.
+
+Under `jax.jit` with sharded arrays there is no collective in the program that was written; XLA's partitioner puts them
+in. What it put there can't be read from the compiled program either: XLA:CPU sums in float32 what the partitioner wrote
+as a bfloat16 all-reduce. So the module is read as it leaves the partitioner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from policy.policy import parse_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One exchange between devices.
+
+    Attributes:
+      operation: "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute".
+      dtype: of what is exchanged, by name: "bfloat16".
+      shape: of one device's result.
+      axes: names of the mesh axes over which devices exchange; () where they could not be told.
+      name: the JAX operation that it was made for, with its name scopes.
+    """
+
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    name: str
+
+    @property
+    def size(self) -> int:
+        """How many numbers one device's result holds."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return f"{self.operation} {self.dtype}[{shape}] over {','.join(self.axes) or '?'}: {self.name}"
+
+
+def collectives_of(
+    fn: Callable[..., Any], *args: Any, stage: Literal["partitioned", "traced"] = "partitioned"
+) -> list[Collective]:
+    """Every exchange between devices that a call of `fn` makes, in the dtype that it is made in.
+
+    Nothing is run. One inside of a loop is listed once, and those of both branches of a `lax.cond`.
+
+    Args:
+      fn: a function, or a jitted one, with its shardings and donated arguments.
+      *args: arrays, or `jax.ShapeDtypeStruct`, with the shardings of the call.
+      stage: "partitioned" compiles `fn` for the devices at hand, and reads the program as XLA's partitioner left it:
+        collectives of `jax.jit` over sharded arrays and of `jax.shard_map` alike. What a backend does later isn't
+        there: the CPU's widens bfloat16 sums to float32, a GPU's joins several into one. A program for one device has
+        none.
+        "traced" reads the jaxpr: what `jax.shard_map` was written to do, backward included. It compiles nothing and
+        needs no devices (`jax.sharding.AbstractMesh`), and sees nothing of what the partitioner adds.
+
+    Returns:
+      Collectives, in the order of the program's text.
+
+    Raises:
+      ValueError: `stage` is another.
+      RuntimeError: the partitioned program can't be read: this backend writes none.
+    """
+    if stage == "traced":
+        return list(_traced(jax.make_jaxpr(fn)(*args).jaxpr, ""))
+    if stage != "partitioned":
+        raise ValueError(f"stage should be 'partitioned' or 'traced', but got {stage!r}.")
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    lowered = jitted.lower(*args)
+    return list(_partitioned(*_partitioned_text(lowered)))
+
+
+_TRACED = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+def _traced(jaxpr: Any, above: str) -> Iterator[Collective]:
+    for equation in jaxpr.eqns:
+        scope = "/".join(part for part in (above, str(equation.source_info.name_stack)) if part)
+        primitive, params = equation.primitive.name, equation.params
+        if primitive in _TRACED:
+            axes = params.get("axes", params.get("axis_name"))
+            axes = tuple(
+                str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int)
+            )
+            name = f"{scope}/{primitive}" if scope else primitive
+            for x in equation.outvars if axes else ():
+                yield Collective(_TRACED[primitive], x.aval.dtype.name, tuple(x.aval.shape), axes, name)
+        for value in params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _traced(inner, scope)
+
+
+def _partitioned_text(lowered: Any) -> tuple[str, Any]:
+    """The HLO module after partitioning, "" for a program of one device; and a mesh that it was made for, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options=options)
+        shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+        mesh = next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1), None)
+        files = sorted(Path(folder).glob("*after_spmd-partitioning*.txt"))
+        if files:
+            return files[-1].read_text(), mesh
+    if mesh is not None or any(s.num_devices > 1 for s in shardings):
+        raise RuntimeError(
+            "The partitioned program can't be read: this backend wrote none, or took the program from JAX's "
+            "compilation cache (jax_enable_compilation_cache=False turns that off). stage='traced' reads what "
+            "shard_map was told."
+        )
+    return "", None
+
+
+_ARRAY = re.compile(r"([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
+_INSTRUCTION = re.compile(
+    r"= (?P<result>.*?) (?P<operation>all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)\((?P<rest>.*)"
+)
+_DTYPES = {"pred": "bool", "s": "int", "u": "uint", "c": "complex"}
+
+
+def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
+    for line in text.splitlines():
+        found = _INSTRUCTION.search(line)
+        if not found:
+            continue
+        name = re.search(r'op_name="([^"]*)"', found["rest"])
+        for dtype, shape in _ARRAY.findall(found["result"]):
+            yield Collective(
+                found["operation"],
+                _dtype_name(dtype),
+                tuple(int(n) for n in shape.split(",") if n),
+                _axes(found["rest"], mesh),
+                name[1] if name else "",
+            )
+
+
+def _dtype_name(hlo: str) -> str:
+    letters, bits = re.match(r"([a-z]+)([0-9]*)", hlo).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    if letters in _DTYPES:
+        return _DTYPES[letters] + bits
+    return parse_dtype(hlo).name if hlo in ("bf16", "f16", "f32", "f64") else hlo
+
+
+def _axes(attributes: str, mesh: Any) -> tuple[str, ...]:
+    """The axes of `mesh` whose devices form the groups of a collective. Partitions are numbered as the mesh is."""
+    if mesh is None:
+        return ()
+    pairs = re.search(r"source_target_pairs=\{(\{[^=]*?\})\}", attributes)
+    if pairs:
+        ends = np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([0-9,]+)\}", pairs[1])])
+        places = [np.unravel_index(ends[:, i], mesh.axis_sizes) for i in (0, 1)]
+        return tuple(a for a, x, y in zip(mesh.axis_names, *places, strict=True) if (x != y).any())
+    groups = _groups(attributes)
+    for count in range(1, len(mesh.axis_names) + 1):
+        for axes in itertools.combinations(range(len(mesh.axis_names)), count):
+            # an axis of one device is part of no exchange
+            if all(mesh.axis_sizes[a] > 1 for a in axes) and groups == _groups_over(mesh.axis_sizes, axes):
+                return tuple(mesh.axis_names[a] for a in axes)
+    return ()
+
+
+Groups = frozenset[frozenset[int]]
+
+
+def _groups(attributes: str) -> Groups | None:
+    """Which partitions exchange with each other, from the three ways that HLO has of saying so."""
+    if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
+        return frozenset(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([0-9,]+)\}", listed[1]))
+    if counted := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):
+        shape, sizes = ([int(n) for n in part.split(",")] for part in counted.groups()[:2])
+        order = [int(n) for n in counted[3].split(",")] if counted[3] else None
+        numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(shape[0], -1)
+        return frozenset(frozenset(map(int, row)) for row in numbers)
+    if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'([^']*)'=([0-9]+)", meshed[1]))
+        named = re.findall(r"'([^']*)'", meshed[2])
+        if "device_ids" not in meshed[1] and ":" not in meshed[2] and set(named) <= set(sizes):
+            return _groups_over([int(n) for n in sizes.values()], [list(sizes).index(a) for a in named])
+    return None
+
+
+def _groups_over(sizes: Any, axes: Any) -> Groups:
+    """The groups of partitions that differ in their place along some axes of a mesh only."""
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(-1, math.prod(sizes[a] for a in axes))
+    return frozenset(frozenset(map(int, row)) for row in rows)

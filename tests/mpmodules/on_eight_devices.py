@@ -1,0 +1,218 @@
+"""Models of both wings on eight devices, beside one. `test_eight_devices.py` runs this file where there are eight."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpmodules import linen as nn
+from mpmodules import nnx, use_policy
+from policy import (
+    accumulate_gradients,
+    all_reduce,
+    apply_gradients,
+    collectives_of,
+    loss_scale_of,
+    mixed_precision,
+    split_batch,
+    state_shardings,
+    value_and_grad,
+    vary,
+)
+
+DEVICES = 8
+POLICY = "mixed_bfloat16"
+EVERYWHERE, SPLIT = PartitionSpec(), PartitionSpec("data")
+MESH = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32)
+Y = jnp.asarray(RNG.normal(size=(32, 1)), jnp.float32)
+TX = mixed_precision(optax.adam(1e-2), POLICY, loss_scale="dynamic", clip_global_norm=0.5)
+
+
+def placed(tree, spec):
+    return jax.device_put(tree, NamedSharding(MESH, spec))
+
+
+def squared_error(predictions, y):
+    return jnp.mean(jnp.square(predictions - y))
+
+
+def curve(step, *state, steps=4):
+    """The losses of some steps of `step(*state, x, y) -> (*state, loss)`, and where they ended."""
+    losses = []
+    for _ in range(steps):
+        *state, loss = step(*state, X, Y)
+        losses.append(float(loss))
+    return losses, state
+
+
+def of_arrays(collectives):
+    return sorted((c.dtype, c.shape) for c in collectives if c.size > 1)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.LayerNorm(name="norm")(nn.Dense(16, name="up")(x)))
+        return nn.Dense(1, name="head")(x)
+
+
+def linen_step(place):
+    """One step of the linen model; `place` says where params become each device's own: nowhere, in the loss, before."""
+
+    def loss_fn(params, batch):
+        x, y = batch
+        if place == "in the loss":
+            params = vary(params, "data", "bfloat16")
+        loss = squared_error(Linen().apply({"params": params}, x), y)
+        return lax.pmean(loss, "data") if place == "in the loss" else loss
+
+    def step(params, state, x, y):
+        fn = value_and_grad(loss_fn, policy=POLICY, loss_scale=loss_scale_of(state), grads="compute")
+        if place == "before":
+            loss, grads = accumulate_gradients(fn, vary(params, "data"), split_batch((x, y), 2))
+            loss, grads = lax.pmean(loss, "data"), all_reduce(grads, "data", "bfloat16")
+        else:
+            loss, grads = fn(params, (x, y))
+        params, state, finite = apply_gradients(TX, params, state, grads)
+        return params, state, jnp.where(finite, loss, jnp.nan)
+
+    return step
+
+
+def on_each_device(step, arrays, *, check_vma=True):
+    """`step` under jit and shard_map: `arrays` replicated arguments, then a batch that is split."""
+    specs = (*[EVERYWHERE] * arrays, SPLIT, SPLIT)
+    outputs = (EVERYWHERE,) * (arrays + 1)
+    return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=outputs, check_vma=check_vma))
+
+
+@pytest.fixture(scope="module")
+def linen_params():
+    with use_policy(POLICY):
+        return Linen().init(jax.random.key(0), X)["params"]
+
+
+@pytest.fixture(scope="module")
+def linen_truth(linen_params):
+    return curve(jax.jit(linen_step("nowhere")), linen_params, TX.init(linen_params))[0]
+
+
+@pytest.mark.parametrize(("place", "check_vma"), [("before", True), ("before", False), ("in the loss", True)])
+def test_a_linen_model_under_shard_map_trains_as_on_one_device(linen_params, linen_truth, place, check_vma):
+    step = on_each_device(linen_step(place), 2, check_vma=check_vma)
+    state = TX.init(linen_params)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(linen_params)]
+    found = of_arrays(collectives_of(step, linen_params, state, X, Y))
+    assert found == sorted(("bfloat16", shape) for shape in shapes if shape != (1,))  # each param's gradient, once
+    losses, (params, state) = curve(step, linen_params, state)
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(losses, linen_truth, rtol=2**-7)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((params, state.inner[0].mu))} == {"float32"}
+
+
+def test_a_linen_model_under_jit_keeps_bias_and_norm_sums_in_float32(linen_params, linen_truth):
+    step = jax.jit(linen_step("nowhere"))
+    state = TX.init(linen_params)
+    args = placed((linen_params, state), EVERYWHERE)
+    found = of_arrays(collectives_of(step, *args, placed(X, SPLIT), placed(Y, SPLIT)))
+    # the partitioner may turn a kernel over; a bias and a norm's scale are sums that run in float32
+    assert [(dtype, int(np.prod(shape))) for dtype, shape in found] == [
+        *[("bfloat16", 16), ("bfloat16", 64)],
+        *[("float32", 16)] * 3,
+    ]
+    losses, _ = curve(lambda p, s, x, y: step(p, s, placed(x, SPLIT), placed(y, SPLIT)), *args)
+    np.testing.assert_allclose(losses, linen_truth, rtol=2**-7)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, axis_name, rngs):
+        self.up = nnx.Linear(4, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name=axis_name, momentum=0.5, rngs=rngs)
+        self.head = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.norm(self.up(x))))
+
+
+def nnx_model(axis_name=None):
+    return Nnx(axis_name, nnx.Rngs(0), dtype_policy=POLICY)
+
+
+def nnx_loss(model, x, y):
+    return squared_error(model(x), y)
+
+
+def nnx_step(graphdef, axis=None):
+    """One step of an nnx model, of its parts; across devices where there is an axis."""
+
+    def step(params, rest, state, x, y):
+        model = nnx.merge(graphdef, vary(params, axis) if axis else params, rest)
+        fn = nnx.value_and_grad(nnx_loss, loss_scale=loss_scale_of(state), grads="compute")
+        loss, grads = fn(model, x, y)
+        if axis:
+            loss, grads = lax.pmean(loss, axis), all_reduce(grads, axis, "bfloat16")
+        params, state, finite = apply_gradients(TX, params, state, grads)
+        return params, nnx.state(model, nnx.BatchStat), state, jnp.where(finite, loss, jnp.nan)
+
+    return step
+
+
+@functools.cache
+def nnx_truth():
+    """The losses on one device, and the statistics of BatchNorm after the first step."""
+    graphdef, params, rest = nnx.split(nnx_model(), nnx.Param, ...)
+    step = jax.jit(nnx_step(graphdef))
+    return curve(step, params, rest, TX.init(params))[0], step(params, rest, TX.init(params), X, Y)[1]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_nnx_model_under_shard_map_trains_as_on_one_device(check_vma):
+    graphdef, params, rest = nnx.split(nnx_model("data"), nnx.Param, ...)
+    state = TX.init(params)
+    step = on_each_device(nnx_step(graphdef, "data"), 3, check_vma=check_vma)
+    found = of_arrays(collectives_of(step, params, rest, state, X, Y))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    of_params = sorted(("bfloat16", shape) for shape in shapes if shape != (1,))
+    assert [entry for entry in found if entry[0] == "bfloat16"] == of_params
+    assert {dtype for dtype, _ in found} == {"bfloat16", "float32"}  # the statistics of BatchNorm
+    losses, (_, _, after) = curve(step, params, rest, state)
+    truth, true_statistics = nnx_truth()
+    assert losses[-1] < losses[0]
+    assert after.count == len(losses)
+    np.testing.assert_allclose(losses, truth, rtol=2**-7)
+    statistics = step(params, rest, state, X, Y)[1]  # of the whole batch, before any weight differs
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), statistics, true_statistics)
+
+
+def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
+    model = nnx_model()
+    params: Any = nnx.state(model, nnx.Param)
+    shardings: Any = jax.tree.map(lambda p: NamedSharding(MESH, SPLIT if p.shape[0] == 16 else EVERYWHERE), params)
+    nnx.update(model, jax.device_put(params, shardings))
+    optimizer: Any = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    places = state_shardings(TX, nnx.state(model, nnx.Param))
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        scale = loss_scale_of(optimizer.opt_state)
+        loss, grads = nnx.value_and_grad(nnx_loss, loss_scale=scale)(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, placed(X, SPLIT), placed(Y, SPLIT))) for _ in range(4)]
+    np.testing.assert_allclose(losses, nnx_truth()[0], rtol=2**-7)
+    place = shardings["head"]["kernel"].get_value()
+    assert place.spec == SPLIT
+    assert places.inner[0].mu["head"]["kernel"].get_value() == place
+    adam = optimizer.opt_state.inner[0]
+    trees: list[Any] = [nnx.state(model, nnx.Param), adam.mu, adam.nu]
+    for kept in trees:
+        assert kept["head"]["kernel"].get_value().sharding.is_equivalent_to(place, 2)

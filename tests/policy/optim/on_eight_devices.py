@@ -1,0 +1,243 @@
+"""Faults, norms, shardings and donation on eight devices. `test_eight_devices.py` runs this file where there are."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+from policy import (
+    DynamicLossScale,
+    accumulate_gradients,
+    apply_gradients,
+    loss_scale_of,
+    master_params,
+    mixed_precision,
+    split_batch,
+    state_shardings,
+    value_and_grad,
+)
+from tests.policy.across_devices import (
+    BATCH,
+    DEVICES,
+    EVERYWHERE,
+    F32,
+    MESH,
+    SPLIT,
+    curve,
+    f32_loss,
+    fully_sharded,
+    loss_fn,
+    placed,
+    plain_step,
+    replicated_step,
+    sharded_step,
+)
+
+
+def unchanged(params, state):
+    """What a skipped step leaves alone: all but the scale, the flag and the number of skipped steps."""
+    return params, state.inner, state.masters, state.count
+
+
+def assert_only_the_scale_moved(before, after):
+    jax.tree.map(np.testing.assert_array_equal, unchanged(*after), unchanged(*before))
+    state = after[1]
+    assert not np.any(state.finite)
+    np.testing.assert_array_equal(state.skipped, before[1].skipped + 1)
+    np.testing.assert_array_equal(state.loss_scale.loss_scale, before[1].loss_scale.loss_scale / 2)
+
+
+def accumulating(dtype, mode: Any = "auto", axis_name=None):
+    """Adam on the mean of two steps' gradients, params of `dtype`, and the places of the params and of the state."""
+    tx = mixed_precision(
+        optax.MultiSteps(optax.adam(1e-2), 2),  # pyright: ignore[reportArgumentType]
+        "mixed_bfloat16",
+        loss_scale=DynamicLossScale(2.0**8),
+        master_weights=mode,
+        clip_global_norm=0.5,
+        axis_name=axis_name,
+        key=jax.random.key(0) if mode == "stochastic" else None,
+    )
+    params, shardings = fully_sharded(dtype)
+    return tx, params, (shardings, state_shardings(tx, params))
+
+
+KINDS = ["replicated", "replicated, untyped", "sharded", "sharded, untyped", "jit"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "mode"),
+    [*((kind, jnp.float32, "auto") for kind in KINDS), ("replicated", jnp.bfloat16, "remainder")],
+)
+def test_a_fault_in_the_batch_of_any_device_of_eight_skips_the_step_on_all(kind, dtype, mode):
+    named = "data" if kind == "sharded, untyped" else None
+    tx, params, places = accumulating(dtype, mode, named)
+    if kind == "jit":
+        step = plain_step(tx, loss_fn)
+    elif kind.startswith("sharded"):
+        specs = jax.tree.map(lambda s: s.spec, places)
+        step = sharded_step(tx, loss_fn, *specs, check_vma=named is None)
+    else:
+        params = jax.tree.map(lambda p: p.astype(dtype), F32)
+        step = replicated_step(tx, loss_fn, "bfloat16", check_vma=kind == "replicated")
+    before = params, tx.init(params)
+    x, y = BATCH
+    for mini_step in range(2):
+        for device, value in itertools.product(range(DEVICES), (np.nan, np.inf)):
+            batch = placed((x.at[device * len(x) // DEVICES + 1, 2].set(value), y), SPLIT)
+            assert_only_the_scale_moved(before, step(*before, batch)[:2])
+        before = step(*before, placed(BATCH, SPLIT))[:2]
+        assert before[1].finite
+        assert before[1].inner.mini_step == 1 - mini_step
+    assert not np.array_equal(before[0]["hidden"], F32["hidden"].astype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("mode", "axis_name"),
+    [("full", None), ("remainder", None), ("kahan", None), ("stochastic", None), ("remainder", "data")],
+)
+def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode, axis_name):
+    tx, params, places = accumulating(jnp.bfloat16, mode, axis_name)
+    specs = jax.tree.map(lambda s: s.spec, places)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs, check_vma=axis_name is None
+    )
+    def step(params, state, grads):
+        return apply_gradients(tx, params, state, grads)[:2]
+
+    before = params, jax.device_put(tx.init(params), places[1])
+    grads = jax.tree.map(jnp.ones_like, params)
+    for mini_step in range(2):
+        for device, value in itertools.product(range(DEVICES), (np.nan, np.inf)):
+            faulty = grads | {"hidden": grads["hidden"].at[3, 2 * device].set(value)}
+            assert_only_the_scale_moved(before, step(*before, faulty))
+        before = step(*before, grads)
+        assert before[1].inner.mini_step == 1 - mini_step
+    assert (before[0]["hidden"] < params["hidden"]).all()
+
+
+def test_under_vmap_a_fault_in_one_devices_part_skips_its_own_lane_on_all_devices():
+    tx, params, places = accumulating(jnp.bfloat16, "remainder")
+    specs = jax.tree.map(lambda s: s.spec, places)
+
+    @jax.jit
+    @jax.vmap
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs)
+    def step(params, state, grads):
+        return apply_gradients(tx, params, state, grads)[:2]
+
+    lanes = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)  # noqa: E731
+    lane = lambda tree, i: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
+    before, grads = lanes((params, tx.init(params))), lanes(jax.tree.map(jnp.ones_like, params))
+    before = step(*before, grads)
+    for device in range(DEVICES):
+        faulty = grads | {"head": grads["head"].at[1, 2 * device].set(np.nan)}
+        after = step(*before, faulty)
+        assert_only_the_scale_moved(lane(before, 1), lane(after, 1))
+        assert lane(after, 0)[1].inner.gradient_step == 1
+        assert (lane(after, 0)[0]["hidden"] < params["hidden"]).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_norm_of_sharded_gradients_is_the_single_devices(check_vma):
+    make = functools.partial(mixed_precision, optax.sgd(0.1), "float32", clip_global_norm=1e-2, loss_scale=4.0)
+    one, tx = make(), make(axis_name=None if check_vma else "data")
+    params, shardings = fully_sharded(jnp.float32)
+    specs = jax.tree.map(lambda s: s.spec, (shardings, state_shardings(tx, params)))
+    state = tx.init(F32)
+    found = curve(sharded_step(tx, f32_loss, *specs, check_vma=check_vma), params, state, BATCH, 2)[1]
+    truth = curve(plain_step(one, f32_loss, "float32"), F32, state, BATCH, 2)[1]
+    moved = jax.tree.map(lambda a, b: a - b, truth, F32)
+    np.testing.assert_allclose(optax.tree.norm(moved), 2 * 0.1 * 1e-2, rtol=0.05)  # it does clip
+    jax.tree.map(lambda a, b, p: np.testing.assert_allclose(a - p, b - p, rtol=1e-3, atol=1e-7), found, truth, F32)
+
+
+def test_the_norm_counts_a_replicated_leaf_once_and_a_sharded_one_all_over():
+    tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=1.0)
+    params = {"part": jnp.zeros(16), "whole": jnp.zeros(4)}
+    grads = {"part": jnp.arange(16.0), "whole": jnp.full(4, 7.0)}
+    specs = {"part": SPLIT, "whole": EVERYWHERE}
+
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(specs, specs), out_specs=specs)
+    def step(params, grads):
+        return apply_gradients(tx, params, tx.init(params), grads)[0]
+
+    norm = np.sqrt(np.sum(np.arange(16.0) ** 2) + 4 * 49)
+    new = jax.jit(step)(params, grads)
+    jax.tree.map(lambda p, g: np.testing.assert_allclose(p, -g / norm, rtol=1e-6), new, grads)
+
+
+@pytest.mark.parametrize("mode", ["full", "remainder", "kahan", "stochastic"])
+def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode):
+    params, shardings = fully_sharded(jnp.bfloat16)
+    key = jax.random.key(0) if mode == "stochastic" else None
+    tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", master_weights=mode, key=key)
+    places = state_shardings(tx, params)
+    state = jax.jit(tx.init, out_shardings=places)(params)
+    assert jax.tree.map(lambda x: x.sharding, state) == places
+    for kept in (state.inner[0].mu, *([] if mode == "stochastic" else [state.masters])):
+        assert kept["hidden"].sharding == shardings["hidden"]
+        assert kept["hidden"].addressable_shards[0].data.shape == (4, 2)
+
+    def one(params, state, batch):
+        fn = value_and_grad(loss_fn, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute")
+        return apply_gradients(tx, params, state, fn(params, batch)[1])
+
+    # a donated buffer that could not be used warns, and warnings are errors here
+    step = jax.jit(one, donate_argnums=(0, 1), out_shardings=(shardings, places, None))
+    before = jax.tree.leaves((params, state.masters, state.inner))
+    whole = jax.tree.map(lambda p: p.astype(jnp.bfloat16), F32)
+    truth = jax.jit(one)(whole, tx.init(whole), BATCH)
+    params, state, finite = step(params, state, placed(BATCH, SPLIT))
+    assert finite
+    assert all(leaf.is_deleted() for leaf in before)
+    assert jax.tree.map(lambda x: x.sharding, state) == places
+    mine, theirs = master_params(params, state), master_params(truth[0], truth[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01), mine, theirs)
+
+
+def test_a_state_made_without_jit_lies_as_its_params_too_and_stays_there():
+    params, shardings = fully_sharded(jnp.bfloat16)
+    tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", moment_dtype="bfloat16")
+    state: Any = tx.init(params)
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2], donate_argnums=(0, 1))
+    for _ in range(2):
+        for kept in (params, state.inner[0].mu, state.inner[0].nu, state.masters):
+            assert jax.tree.map(lambda x: x.sharding, kept) == shardings
+        old = jax.tree.leaves((params, state.masters, state.inner[0].mu))
+        params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
+        assert all(leaf.is_deleted() for leaf in old)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_step_under_jit_works_on_a_mesh_of_explicit_axes(is_sharded):
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    whole = jax.tree.map(lambda p: p.astype(jnp.bfloat16), F32)
+    tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", clip_global_norm=0.5)
+
+    def whole_of(param):  # what is written by hand where types say how arrays lie
+        return jax.reshard(param, EVERYWHERE) if is_sharded and not jax.typeof(param).sharding.mesh.empty else param
+
+    @jax.jit
+    def step(params, state, batch):
+        gathered = lambda p, b: loss_fn(jax.tree.map(whole_of, p), b)  # noqa: E731
+        fn = value_and_grad(gathered, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute")
+        value, grads = accumulate_gradients(fn, params, split_batch(batch, 2))
+        return *apply_gradients(tx, params, state, grads), value
+
+    truth, end = curve(step, whole, tx.init(whole), BATCH, 3)
+    with jax.set_mesh(mesh):
+        place = SPLIT if is_sharded else EVERYWHERE
+        params = {"hidden": jax.reshard(whole["hidden"], EVERYWHERE), "head": jax.reshard(whole["head"], place)}
+        losses, params = curve(step, params, tx.init(params), jax.reshard(BATCH, SPLIT), 3)
+        assert params["head"].sharding.spec[0] == ("data" if is_sharded else None)
+    np.testing.assert_allclose(losses, truth, rtol=0.01)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), params, end)
