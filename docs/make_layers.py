@@ -178,7 +178,12 @@ LAYERS = (
         "multiplies and sums the gradient in half precision",
         _PRELU,
     ),
-    Row("LoRA", "the accumulators of its two matmuls, as XLA has them", "returns float32 over a float32 base module", _LORA),
+    Row(
+        "LoRA",
+        "the accumulators of its two matmuls, as XLA has them",
+        "returns float32 over a float32 base module",
+        _LORA,
+    ),
     Row("LoRALinear", "as Linear; its low-rank part follows the policy", "returns float32 from dtype=bfloat16", _LORA),
 )
 
@@ -275,8 +280,8 @@ def page() -> str:
         "",
         "Every layer keeps its parameters in param_dtype, multiplies in compute_dtype and returns what the policy "
         "says. The tables say what else runs in reduction_dtype, what Flax does in half precision without us, and the "
-        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the dtype of every matmul "
-        "and every sum, forward and backward, under every policy.",
+        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the dtype of every "
+        "matmul and every sum, forward and backward, under every policy.",
         "",
     ]
     for title, rows in (("Layers", LAYERS), ("Functions", FUNCTIONS)):

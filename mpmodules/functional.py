@@ -194,7 +194,9 @@ def with_bias_gradient(y: Array, bias: Array, shape: Sequence[int], reduction_dt
         y, (tangent, bias_tangent) = primals[0], tangents
         if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing
             return y, tangent
-        wide = jnp.broadcast_to(widen(bias_tangent, reduction_dtype).reshape(shape), y.shape)
+        wide = widen(bias_tangent, reduction_dtype).reshape(shape)
+        sharding = jax.typeof(y).sharding  # along explicit axes of a mesh: else the cotangent would be gathered
+        wide = jnp.broadcast_to(wide, y.shape, out_sharding=None if sharding.mesh.empty else sharding)
         through = wide.astype(y.dtype)  # broadcast before the cast: transposed, cast before the sum
         return y, through if isinstance(tangent, SymbolicZero) else tangent + through
 

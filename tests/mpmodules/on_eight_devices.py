@@ -216,3 +216,18 @@ def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
     trees: list[Any] = [nnx.state(model, nnx.Param), adam.mu, adam.nu]
     for kept in trees:
         assert kept["head"]["kernel"].get_value().sharding.is_equivalent_to(place, 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_no_gradient_gathers_activations(kind):
+    """Along explicit axes too, what crosses has the shapes of params: a bias's gradient is summed where it lies."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh), use_policy(POLICY):
+        model: Any = Linen()
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        x = jax.device_put(X, NamedSharding(mesh, SPLIT))
+        found = collectives_of(jax.grad(lambda variables, x: model.apply(variables, x).mean()), variables, x)
+    assert {c.operation for c in found} == {"all-reduce"}
+    sizes = {leaf.size for leaf in jax.tree.leaves(variables)}
+    assert {c.size for c in found} <= sizes and max(sizes) < 32 * 16  # an activation's
+    assert ("float32", (16,)) in of_arrays(found)  # the sum of the first bias's gradient
