@@ -1,0 +1,279 @@
+"""autocast: mixed precision for code that nobody can edit, as a function transformation."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+
+from policy.amp import calls as calls
+from policy.amp.categories import known_primitives
+from policy.amp.compat import opened
+from policy.amp.evaluator import Evaluator
+from policy.amp.settings import ISLAND, Journal, Places, Settings
+from policy.amp.values import Value, cast, is_floating
+from policy.policy import Policy, get_policy
+from policy.rules import PolicyRules
+from policy.scope import RulesLike, current_policy, require_usable
+
+Params = int | str | Sequence[int | str] | Callable[[Any], bool] | None
+_MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    policy: Policy | None
+    params: Any
+    settings: Settings | None
+
+    def resolved(self) -> Settings | None:
+        """The settings in force, or None where there is no policy."""
+        assert self.settings is not None
+        policy = self.policy if self.policy is not None else current_policy()
+        return None if policy is None else dataclasses.replace(self.settings, policy=require_usable(policy))
+
+
+def autocast(
+    fn: Any = None,
+    policy: Policy | str | None = None,
+    *,
+    params: Params = None,
+    rules: RulesLike | None = None,
+    preset: Literal["memory", "conservative"] = "memory",
+    allow: Collection[str] = (),
+    deny: Collection[str] = (),
+    opaque: Collection[str] = (),
+    on_unknown: Literal["opaque", "raise"] = "opaque",
+    enabled: bool = True,
+) -> Any:
+    """`fn`, with its matmuls and convolutions in compute_dtype and what is sensitive in float32.
+
+    The function is traced in the dtypes that it is called with, and that program is run again with casts put in. So
+    nothing in it needs to know of dtypes, and everything that JAX can do with a function it can do with this one:
+    jit, grad, vmap, scan, checkpoint, shard_map, in either order. It is compiled, and traced again for other shapes or
+    another policy only; what `jax.jit` asks of a function is asked of this one. Put it around the loss, not around the
+    train step: an optimizer update inside of it would run in half precision.
+
+    Args:
+      fn: any function of arrays. Left out (or with the policy in its place), a decorator is returned.
+      policy: a Policy or its text form; its compute_dtype is what matmuls run in. None is the one in force at the call.
+      params: which arguments are parameters, whose float32 yields to half activations: positions, names of arguments,
+        or a predicate on leaves. None: the `params` collection of a mapping that has one, else the first positional
+        argument if it is a container. Other arguments and closed-over arrays keep float32 what they are mixed with.
+      rules: policies by module path, as everywhere: ``{"decoder/layer_3/.*": "f32"}``.
+      preset: "memory" keeps activations in half between matmuls; "conservative" is PyTorch's promotion, where params
+        and normalisations make them float32 again.
+      allow, deny, opaque: names of primitives to run in compute_dtype, in float32, or as they were traced.
+      on_unknown: whether a primitive that is not known runs as it was traced, or raises.
+      enabled: False leaves `fn` as it is, in float32 also inside of another autocast.
+
+    Returns:
+      A function of the same signature. Its outputs have the dtypes that `fn`'s have.
+
+    Raises:
+      TypeError: `fn` is no function, or `rules`, `allow`, ... are not of the kinds above.
+      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset; at the call, a rule that
+        matches nothing.
+    """
+    if isinstance(fn, (str, Policy)) and policy is None:
+        fn, policy = None, fn
+    options = _checked(policy, params, rules, preset, allow, deny, opaque, on_unknown)
+    if fn is None:
+        return functools.partial(_transformed, options=options, enabled=enabled)
+    return _transformed(fn, options=options, enabled=enabled)
+
+
+def full_precision(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, an island in float32 inside of what autocast transforms; elsewhere `fn` as it is.
+
+    Raises:
+      TypeError: `fn` is no function.
+    """
+    _require_callable(fn, "full_precision")
+
+    @functools.wraps(fn)
+    def island(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(ISLAND):
+            return fn(*args, **kwargs)
+
+    return island
+
+
+def _require_callable(fn: Any, what: str) -> None:
+    if not callable(fn):
+        raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
+
+
+def _checked(
+    policy: Any, params: Any, rules: Any, preset: Any, allow: Any, deny: Any, opaque: Any, on_unknown: Any
+) -> _Options:
+    if preset not in ("memory", "conservative"):
+        raise ValueError(f"preset should be 'memory' or 'conservative', but got {preset!r}.")
+    if on_unknown not in ("opaque", "raise"):
+        raise ValueError(f"on_unknown should be 'opaque' or 'raise', but got {on_unknown!r}.")
+    policy = None if policy is None else get_policy(policy)
+    rules = None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    settings = Settings(
+        policy or Policy(),
+        rules,
+        preset == "memory",
+        known_primitives(allow, "allow"),
+        known_primitives(deny, "deny"),
+        known_primitives(opaque, "opaque"),
+        on_unknown == "raise",
+    )
+    return _Options(policy, params, settings)
+
+
+# What turns an object into a function of arrays and back, by type: nnx modules, whose state is to be handed in.
+ENTRIES: list[Callable[[Any, Callable[[Any], Any]], Any | None]] = []
+
+
+def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
+    if isinstance(fn, jax.Array) or not callable(fn):
+        _require_callable(None if isinstance(fn, jax.Array) else fn, "autocast")
+    if not enabled:
+        return full_precision(fn)
+    for entry in ENTRIES:
+        entered = entry(fn, functools.partial(_transformed, options=options, enabled=True))
+        if entered is not None:
+            return entered
+    return _Autocast(fn, options).wrapper()
+
+
+class _Autocast:
+    """A transformed function, and the programs compiled for its static arguments."""
+
+    def __init__(self, fn: Any, options: _Options):
+        self.fn, self.options = fn, options
+        self.programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+
+    def wrapper(self) -> Callable[..., Any]:
+        @functools.wraps(self.fn, assigned=[n for n in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, n)])
+        def transformed(*args: Any, **kwargs: Any) -> Any:
+            settings = self.options.resolved()
+            if settings is None:
+                return self.fn(*args, **kwargs)
+            leaves, treedef = jax.tree.flatten((args, kwargs))
+            is_array = tuple(map(_is_array, leaves))
+            arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+            static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
+            program = self._program(treedef, is_array, static, settings)
+            return program(*arrays)
+
+        transformed.explain = self.explain  # type: ignore[attr-defined]
+        return transformed
+
+    def _program(self, treedef: Any, is_array: tuple[bool, ...], static: tuple[Any, ...], settings: Settings) -> Any:
+        key = (treedef, is_array, static, tuple(map(type, static)), settings)
+        try:
+            program = self.programs.pop(key, None)
+        except TypeError:  # a static argument that has no hash
+            return self._rewritten(treedef, is_array, static, settings)
+        if program is None:
+            program = jax.jit(self._rewritten(treedef, is_array, static, settings))
+        self.programs[key] = program
+        if len(self.programs) > _MOST_PROGRAMS:
+            self.programs.popitem(last=False)
+        return program
+
+    def _rewritten(
+        self, treedef: Any, is_array: tuple[bool, ...], static: tuple[Any, ...], settings: Settings, journal: Any = None
+    ) -> Callable[..., Any]:
+        """The function of the arrays alone that traces `fn` and evaluates its program."""
+
+        def leaves_with(arrays: Sequence[Any]) -> list[Any]:
+            dynamic, fixed = iter(arrays), iter(static)
+            return [next(dynamic) if is_dynamic else next(fixed) for is_dynamic in is_array]
+
+        def flat(*arrays: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(treedef, leaves_with(arrays))
+            return self.fn(*args, **kwargs)
+
+        def rewritten(*arrays: Any) -> Any:
+            jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+            args, kwargs = jax.tree.unflatten(treedef, leaves_with(arrays))
+            yields = _parameters(self.fn, self.options.params, args, kwargs) if settings.narrows else [False] * len(is_array)
+            marked = [mark for mark, is_dynamic in zip(yields, is_array, strict=True) if is_dynamic]
+            places = Places(settings)
+            body, consts = opened(jaxpr)
+            values = [Value(jax.numpy.asarray(a) if not _is_key(a) else a, m) for a, m in zip(arrays, marked, strict=True)]
+            outputs = Evaluator(settings, places, journal=journal).run(body, [Value(c) for c in consts], values)
+            places.check_rules()
+            structure = jax.tree.structure(shape)
+            return jax.tree.unflatten(structure, [
+                cast(o.array, like.dtype) if is_floating(like.dtype) else o.array
+                for o, like in zip(outputs, jax.tree.leaves(shape), strict=True)
+            ])
+
+        rewritten.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return rewritten
+
+    def explain(self, *args: Any, **kwargs: Any) -> Journal:
+        settings, journal = self.options.resolved(), Journal()
+        if settings is not None:
+            leaves, treedef = jax.tree.flatten((args, kwargs))
+            is_array = tuple(_is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+            arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+            static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
+            jax.eval_shape(self._rewritten(treedef, is_array, static, settings, journal), *arrays)
+        return journal
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def _is_key(array: Any) -> bool:
+    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def _parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    """Which leaves of ``(args, kwargs)`` are parameters."""
+    everything = (args, kwargs)
+    if callable(params):
+        return [bool(params(leaf)) for leaf in jax.tree.leaves(everything)]
+    if params is None:
+        return _inferred_parameters(args, kwargs)
+    named = [params] if isinstance(params, (int, str)) else list(params)
+    positions = {_position(fn, name, args) for name in named if not (isinstance(name, str) and name in kwargs)}
+    return [
+        *(i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)),
+        *(name in named for name, arg in sorted(kwargs.items()) for _ in jax.tree.leaves(arg)),
+    ]
+
+
+def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
+    position: Any = name
+    if isinstance(name, str):
+        names = list(inspect.signature(fn).parameters)
+        if name not in names:
+            raise ValueError(f"params names the argument {name!r}, but the function takes {', '.join(names)}.")
+        position = names.index(name)
+    if not -len(args) <= position < len(args):
+        raise ValueError(f"params names argument {name!r}, but the function was called with {len(args)} of them.")
+    return position % len(args)
+
+
+def _inferred_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    has_collection = any(isinstance(arg, Mapping) and "params" in arg for arg in (*args, *kwargs.values()))
+
+    def marks(arg: Any, is_first: bool) -> list[bool]:
+        if has_collection and isinstance(arg, Mapping) and "params" in arg:
+            paths = jax.tree_util.tree_flatten_with_path(arg)[0]
+            return [getattr(path[0], "key", None) == "params" for path, _ in paths]
+        leaves = jax.tree.leaves(arg)
+        is_container = is_first and not has_collection and not (len(leaves) == 1 and leaves[0] is arg)
+        return [is_container] * len(leaves)
+
+    found = [mark for i, arg in enumerate(args) for mark in marks(arg, i == 0)]
+    return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
+
+
+_ = overload

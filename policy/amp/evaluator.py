@@ -1,0 +1,227 @@
+"""Evaluates a traced program again, with casts put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+
+from policy.amp.settings import Journal, Place, Places, Settings
+from policy.amp.values import F32, Value, cast, common_dtype, float_dtype, has_range_of_float32, is_floating
+from policy.paths import Path, path_of
+
+Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
+HANDLERS: dict[str, Handler] = {}  # of the primitives that hold programs; filled by `policy.amp.calls`
+
+# One number in, one number out, at the same place: these broadcast axes of size 1 by themselves.
+_ELEMENTWISE = frozenset(
+    "add add_any sub mul div rem max min atan2 eq ne lt le gt ge eq_to lt_to le_to clamp complex pow".split()
+)
+# What a constant survives.
+_KEEPS_CONSTANT = frozenset("broadcast_in_dim reshape squeeze transpose copy broadcast_to".split())
+
+
+class Evaluator:
+    """Runs the equations of a jaxpr on values that are half where the trace has float32.
+
+    Attributes:
+      settings: what was asked for.
+      places: which dtype that means at each module path.
+      path: the module path of the equation whose body is being run.
+      journal: where to note what was done, or None.
+    """
+
+    def __init__(self, settings: Settings, places: Places, path: Path = (), journal: Journal | None = None):
+        self.settings, self.places, self.path, self.journal = settings, places, path, journal
+
+    def inside(self, equation: Any) -> Evaluator:
+        """The evaluator for the body of `equation`."""
+        return Evaluator(self.settings, self.places, self._path_of(equation), self.journal)
+
+    def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        """The outputs of an open jaxpr."""
+        values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, jex_core.Literal):
+                number = np.asarray(atom.val, atom.aval.dtype) if hasattr(atom.aval, "dtype") else atom.val
+                is_number = isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
+                return Value(number, yields=True, constant=number[()] if is_number else None)
+            return values[atom]
+
+        for equation in jaxpr.eqns:
+            info = equation.source_info
+            name_stack = source_info_util.current_name_stack() + info.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+                outputs = self._equation(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _path_of(self, equation: Any) -> Path:
+        return path_of(str(equation.source_info.name_stack), self.path)
+
+    def _equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        name = equation.primitive.name
+        category = self.settings.category(name)
+        if category == "control" and name in HANDLERS:
+            return HANDLERS[name](self, equation, values)
+        path = self._path_of(equation)
+        place = self.places[path]
+        if not place.normalises:
+            values = [self._narrowed(value, category, place) for value in values]
+        traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
+        if name == "convert_element_type":
+            done, outputs = "author's cast", [_converted(equation, values[0])]
+        elif traced != {F32} or category in ("exempt", "opaque", "explicit", "control"):
+            done, outputs = _kind_of_opaque(traced, category), _as_traced(equation, values)
+        elif category == "compute":
+            done, outputs = _computed(equation, values, place)
+        elif place.compute == F32 or place.normalises or category == "fp32":
+            follows = not (place.compute == F32 or place.normalises) and _follows(equation, place)
+            done, outputs = self._mixed(equation, values, place) if follows else self._wide(equation, values, place)
+        elif category == "passthrough":
+            done, outputs = self._passed(equation, values, place)
+        else:
+            done, outputs = self._mixed(equation, values, place)
+        if self.journal is not None:
+            self.journal.note(path, name, done, [value.array for value in outputs])
+        return outputs
+
+    def _narrowed(self, value: Value, category: str, place: Place) -> Value:
+        """What another module reads of a normalisation's result."""
+        if not value.narrows or category == "fp32" or place.compute == F32:
+            return value
+        return Value(cast(value.array, place.compute))
+
+    def _wide(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+        outputs = _as_traced(equation, values)
+        floats = [value for value in values if is_floating(value.dtype)]
+        if floats and all(value.yields for value in floats):
+            return "float32", [Value(output.array, yields=True) for output in outputs]
+        if place.normalises:
+            return "float32, handed on in half", [Value(output.array, narrows=True) for output in outputs]
+        return "float32", outputs
+
+    def _passed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+        if _holds_program(equation):
+            return "as traced", _as_traced(equation, values)
+        if equation.primitive.name == "gather" and values[0].yields and self.settings.narrows and values[0].array.ndim:
+            looked_up = bind(equation, [value.array for value in values])
+            return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
+        outputs = _bound_or_traced(equation, values, [value.array for value in values])
+        if len(values) == len(outputs) or len([v for v in values if is_floating(v.dtype)]) == 1:
+            sources = values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
+            keeps = equation.primitive.name in _KEEPS_CONSTANT
+            outputs = [
+                Value(output.array, source.yields, source.constant if keeps else None)
+                for output, source in zip(outputs, sources, strict=True)
+            ]
+        return "as it comes", outputs
+
+    def _mixed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+        floats = [value for value in values if is_floating(value.dtype)]
+        if _holds_program(equation) or not floats:
+            return "as traced", _as_traced(equation, values)
+        dtype = common_dtype(floats, place.compute)
+        if all(value.yields for value in floats):
+            big = any(value.constant is not None and not _fits(value, place.compute) for value in floats)
+            outputs = _as_traced(equation, values)
+            return "float32", [Value(output.array, yields=not big) for output in outputs]
+        shape = equation.outvars[0].aval.shape if equation.primitive.name in _ELEMENTWISE else None
+        arrays = [_operand(value, dtype, shape, equation) for value in values]
+        done = "float32" if dtype == F32 else str(dtype)
+        return done, _bound_or_traced(equation, values, arrays)
+
+
+def _fits(value: Value, dtype: Any) -> bool:
+    return common_dtype([Value(np.zeros((), dtype)), value], dtype) != F32
+
+
+def _only_float(values: Sequence[Value]) -> Value:
+    return next(value for value in values if is_floating(value.dtype))
+
+
+def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
+    """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in float32."""
+    array = value.array
+    if not is_floating(array.dtype) or array.dtype == dtype:
+        return array
+    if shape is not None and array.ndim and array.shape != shape:
+        sharding = getattr(equation.outvars[0].aval, "sharding", None)
+        is_explicit = sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
+        array = jnp.broadcast_to(array, shape, out_sharding=sharding if is_explicit else None)
+    return cast(array, dtype)
+
+
+def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """The outputs of an equation's primitive on other operands."""
+    given = equation.primitive.get_bind_params(equation.params if params is None else params)
+    outputs = equation.primitive.bind(*arrays, **given)
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+
+def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+    """Arrays in the dtypes that they were traced with."""
+    return [
+        cast(value.array, dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
+        for atom, value in zip(atoms, values, strict=True)
+    ]
+
+
+def _as_traced(equation: Any, values: Sequence[Value]) -> list[Value]:
+    return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+
+
+def _bound_or_traced(equation: Any, values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    try:
+        return [Value(output) for output in bind(equation, arrays)]
+    except (TypeError, NotImplementedError):  # it takes no half precision
+        return _as_traced(equation, values)
+
+
+def _kind_of_opaque(traced: set[Any], category: str) -> str:
+    if traced and traced != {F32}:
+        return "author's dtypes"
+    return "opaque" if category in ("opaque", "control") else "as traced"
+
+
+def _holds_program(equation: Any) -> bool:
+    """Whether a parameter is a program, whose dtypes are fixed: as in the scatter of `x.at[i].apply`."""
+    return any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in equation.params.values())
+
+
+def _follows(equation: Any, place: Place) -> bool:
+    """Whether a power is one that half precision bears: x**3 in gelu is two products, x**2 is a variance's."""
+    power = equation.params.get("y") if equation.primitive.name == "integer_pow" else None
+    return power is not None and power > 2 and has_range_of_float32(place.compute)
+
+
+def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str, list[Value]]:
+    """A matmul or convolution with its operands in compute_dtype, and its result too."""
+    params, dtype = dict(equation.params), place.compute
+    precision = params.get("precision")
+    is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
+    if is_algorithm:  # it names the dtypes of its operands
+        return "author's algorithm", _as_traced(equation, values)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    arrays = [cast(value.array, dtype) if is_floating(value.dtype) else value.array for value in values]
+    return str(dtype), [Value(output) for output in bind(equation, arrays, params)]
+
+
+def _converted(equation: Any, value: Value) -> Value:
+    """The author's own cast."""
+    source, target = float_dtype(equation.invars[0].aval), np.dtype(equation.params["new_dtype"])
+    if source == target == F32:
+        return value
+    output = cast(value.array, target)
+    if source is not None or not is_floating(target):
+        return Value(output)
+    # A mask of zeros and ones is exact in any dtype; positions and counts are not.
+    constant = None if value.constant is None else np.asarray(value.constant).astype(target)[()]
+    return Value(output, yields=value.dtype == np.bool_ or value.constant is not None, constant=constant)

@@ -1,0 +1,133 @@
+"""What an autocast was asked for, and which dtype that means at each place of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from policy.amp.categories import MATMULS, category_of
+from policy.amp.values import F32
+from policy.paths import Path
+from policy.policy import Policy
+from policy.rules import PolicyRules
+
+# The name of the scope that `full_precision` opens: it stays on JAX's name stack through every transformation.
+ISLAND = "policy_full_precision"
+# Names of modules that normalise: BatchNorm_0, layer_norm, norm1, norm_proj, bn_init, ln_f.
+_NORMALISES = re.compile(r"(?:.*[a-z_])?norm\d*(?:_\w+)?|(?:bn|ln)\d*(?:_\w+)?", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What an autocast was asked for.
+
+    Attributes:
+      policy: its compute_dtype is what matmuls run in.
+      rules: policies by module path, or None.
+      narrows: whether params yield to half activations, and normalisations hand on half ("memory").
+      allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
+      strict: whether a primitive without a category is an error.
+    """
+
+    policy: Policy
+    rules: PolicyRules | None = None
+    narrows: bool = True
+    allow: frozenset[str] = frozenset()
+    deny: frozenset[str] = frozenset()
+    opaque: frozenset[str] = frozenset()
+    strict: bool = False
+
+    def category(self, name: str) -> str:
+        """What is done with a primitive.
+
+        Raises:
+          NotImplementedError: it has no category, and `strict` is set.
+        """
+        if name in self.opaque:
+            return "opaque"
+        if name in self.allow:
+            return "compute" if name in MATMULS else "promote"
+        if name in self.deny:
+            return "fp32"
+        category = category_of(name)
+        if category is None and self.strict:
+            raise NotImplementedError(
+                f"autocast knows no category for the primitive {name!r}. Give it in opaque=, allow= or deny=, or leave "
+                "out on_unknown='raise'."
+            )
+        return category or "opaque"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What holds for the equations of one module path.
+
+    Attributes:
+      compute: the dtype of matmuls there; float32 keeps everything there in float32.
+      normalises: whether it is a normalisation, which runs in float32 and hands on half.
+    """
+
+    compute: np.dtype
+    normalises: bool = False
+
+
+class Places:
+    """The places of a program, by module path; and which paths there were, for the check of the rules."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._known: dict[Path, Place] = {}
+
+    def __getitem__(self, path: Path) -> Place:
+        place = self._known.get(path)
+        if place is None:
+            place = self._known[path] = self._find(path)
+        return place
+
+    def _find(self, path: Path) -> Place:
+        settings = self.settings
+        policy = _rule_policy(settings.rules, path)
+        compute = (policy or settings.policy).compute_dtype
+        if ISLAND in path:
+            compute = F32
+        normalises = settings.narrows and policy is None and any(_NORMALISES.fullmatch(name) for name in path)
+        return Place(compute, normalises and compute != F32)
+
+    def check_rules(self) -> None:
+        """Refuses rules that matched no path."""
+        if self.settings.rules:
+            prefixes = {path[:n] for path in self._known for n in range(len(path) + 1)}
+            self.settings.rules.check(sorted({name for path in prefixes for name in _names(path)}))
+
+
+def _names(path: Path) -> list[str]:
+    """What rules know a path by: without the root's class name, as variables have it, and with it."""
+    return ["/".join(path[1:]), "/".join(path)]
+
+
+def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:
+    """The policy of the rule that matches the path, or the nearest one above it."""
+    for length in range(len(path), 0, -1) if rules else ():
+        for name in _names(path[:length]):
+            policy = rules.match(name) if rules is not None and name else None
+            if policy is not None:
+                return policy
+    return None
+
+
+Record = tuple[str, str, str, tuple[str, ...]]  # path, primitive, what was done with it, the dtypes it ran on
+
+
+@dataclasses.dataclass
+class Journal:
+    """What an autocast did, for `explain`."""
+
+    records: Counter[Record] = dataclasses.field(default_factory=Counter)
+
+    def note(self, path: Path, name: str, done: str, arrays: list[Any]) -> None:
+        dtypes = tuple(str(array.dtype) for array in arrays if hasattr(array, "dtype"))
+        self.records["/".join(part for part in path if part != ISLAND), name, done, dtypes] += 1

@@ -1,0 +1,82 @@
+"""The values that autocast computes with: arrays, and what each of them yields to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+F32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """A value of the traced program, as autocast computes it.
+
+    Attributes:
+      array: the number itself, in the dtype of the trace, or in compute_dtype where the trace has float32.
+      yields: whether it follows half-precision activations: a param's storage, a constant, and what is made of those
+        alone. What does not yield keeps what it is mixed with in float32.
+      constant: the one number that all its elements are, where that is known.
+      narrows: whether it was computed in float32 by a normalisation, and is half where another module reads it.
+    """
+
+    array: Any
+    yields: bool = False
+    constant: Any = None
+    narrows: bool = False
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+
+def is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def float_dtype(aval: Any) -> np.dtype | None:
+    """The floating dtype of an abstract value, or None."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype if dtype is not None and is_floating(dtype) else None
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """`array` in `dtype`; itself where it is that already."""
+    return array if array.dtype == dtype else lax.convert_element_type(array, dtype)
+
+
+def fits(constant: Any, dtype: Any) -> bool:
+    """Whether a number neither overflows nor vanishes in `dtype`."""
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = np.asarray(constant).astype(dtype)
+    overflows = np.isinf(narrow) and not np.isinf(constant)
+    vanishes = narrow == 0 and constant != 0
+    return not (overflows or vanishes)
+
+
+def has_range_of_float32(dtype: Any) -> bool:
+    return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(F32).maxexp)
+
+
+def common_dtype(values: Sequence[Value], half: Any) -> np.dtype:
+    """The dtype in which float32 values of the trace are mixed: `half`, or float32.
+
+    Half where one of them is half already, and every other yields: params and constants always, scalars where `half`
+    has float32's range. A constant that overflows or vanishes in `half` keeps the operation in float32.
+    """
+    if not any(value.dtype == half for value in values):
+        return F32
+    for value in values:
+        if value.dtype == half:
+            continue
+        if value.constant is not None and not fits(value.constant, half):
+            return F32
+        is_scalar = value.array.ndim == 0 and has_range_of_float32(half)
+        if not (value.yields or is_scalar):
+            return F32
+    return np.dtype(half)

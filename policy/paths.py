@@ -1,0 +1,52 @@
+"""Module paths, read from JAX's name stacks."""
+
+from __future__ import annotations
+
+import re
+
+Path = tuple[str, ...]
+
+# Wrappers that JAX's transformations put around names. Under a derivative the names start again at the root.
+_WRAPPED = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
+_RESTARTING = frozenset(("jvp", "transpose", "linearize"))
+_FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
+# Names that are no module's.
+_OF_JAX = frozenset(("checkpoint", "remat", "rematted_computation", "while", "body", "cond", "scan", "closed_call"))
+
+
+def path_of(name_stack: str, above: Path = ()) -> Path:
+    """The module path in a name stack, as flax.linen and `jax.named_scope` write it.
+
+    Args:
+      name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
+      above: the path of the equation whose body this one stands in: name stacks inside of it are relative to it.
+    """
+    path: list[str] = []
+    restarted = False
+    for part in _parts(name_stack):
+        while match := _WRAPPED.fullmatch(part):
+            wrapper, part = match.groups()
+            if wrapper in _RESTARTING:
+                path, restarted = [], True
+            elif wrapper in _FUNCTIONS:
+                part = ""
+        path += [name for name in _parts(part) if name.isidentifier() and name not in _OF_JAX]
+    if not above or (path and path[0] == above[0]):
+        return tuple(path)
+    if restarted and not path:
+        return above
+    if path and path[0] == above[-1]:
+        path = path[1:]
+    return (*above, *path)
+
+
+def _parts(name_stack: str) -> list[str]:
+    """The components between slashes that stand in no parentheses."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(name_stack):
+        depth += (character == "(") - (character == ")")
+        if character == "/" and depth == 0:
+            parts.append(name_stack[start:i])
+            start = i + 1
+    parts.append(name_stack[start:])
+    return [part for part in parts if part]
