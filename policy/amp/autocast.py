@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -199,18 +199,25 @@ class _Autocast:
         def rewritten(*arrays: Any) -> Any:
             jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
             args, kwargs = jax.tree.unflatten(treedef, leaves_with(arrays))
-            yields = _parameters(self.fn, self.options.params, args, kwargs) if settings.narrows else [False] * len(is_array)
+            yields = (
+                _parameters(self.fn, self.options.params, args, kwargs) if settings.narrows else [False] * len(is_array)
+            )
             marked = [mark for mark, is_dynamic in zip(yields, is_array, strict=True) if is_dynamic]
             places = Places(settings)
             body, consts = opened(jaxpr)
-            values = [Value(jax.numpy.asarray(a) if not _is_key(a) else a, m) for a, m in zip(arrays, marked, strict=True)]
+            values = [
+                Value(jax.numpy.asarray(a) if not _is_key(a) else a, m) for a, m in zip(arrays, marked, strict=True)
+            ]
             outputs = Evaluator(settings, places, journal=journal).run(body, [Value(c) for c in consts], values)
             places.check_rules()
             structure = jax.tree.structure(shape)
-            return jax.tree.unflatten(structure, [
-                cast(o.array, like.dtype) if is_floating(like.dtype) else o.array
-                for o, like in zip(outputs, jax.tree.leaves(shape), strict=True)
-            ])
+            return jax.tree.unflatten(
+                structure,
+                [
+                    cast(o.array, like.dtype) if is_floating(like.dtype) else o.array
+                    for o, like in zip(outputs, jax.tree.leaves(shape), strict=True)
+                ],
+            )
 
         rewritten.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
         return rewritten
@@ -274,6 +281,3 @@ def _inferred_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
 
     found = [mark for i, arg in enumerate(args) for mark in marks(arg, i == 0)]
     return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
-
-
-_ = overload

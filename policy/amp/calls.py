@@ -11,7 +11,7 @@ from jax import lax
 
 from policy.amp.compat import opened, scan_arity, with_consts_as_arguments
 from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, bind
-from policy.amp.values import F32, Value, cast, float_dtype
+from policy.amp.values import Value, cast, float_dtype
 
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:
@@ -36,12 +36,15 @@ class Body:
         self.like: list[Value] = []
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        inputs = [Value(array, like.yields, None, like.narrows) for array, like in zip(arrays, self.inputs, strict=True)]
+        inputs = [
+            Value(array, like.yields, None, like.narrows) for array, like in zip(arrays, self.inputs, strict=True)
+        ]
         outputs = self.evaluator.run(self.jaxpr, [Value(const) for const in self.consts], inputs)
         arrays_out = [output.array for output in outputs]
         if self.out is not None:
             arrays_out = [
-                array if dtype is None else cast(array, dtype) for array, dtype in zip(arrays_out, self.out, strict=True)
+                array if dtype is None else cast(array, dtype)
+                for array, dtype in zip(arrays_out, self.out, strict=True)
             ]
         self.like = [Value(array, o.yields, None, o.narrows) for array, o in zip(arrays_out, outputs, strict=True)]
         return arrays_out
@@ -203,8 +206,6 @@ def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
         # The author's rule of the original function, over abstract values of the traced dtypes.
         before = [traced[i] for i in floats]
         rule = jax.make_jaxpr(lambda primals, tangents: jax.jvp(original, primals, tangents))(before, before)
-        rest = {i: primals[i] for i in range(len(primals)) if i not in floats}
-        del rest
         given = [primals[i] for i in floats]
         moved = [tangents[i] for i in floats]
         like = [values[i] for i in floats]
@@ -269,6 +270,3 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
     jax.eval_shape(body, *arrays)
     jax.eval_shape(fwd, *[arrays[i] for i in floats])
     return body.results(function(*[arrays[i] for i in floats]))
-
-
-_ = F32

@@ -20,10 +20,10 @@ HANDLERS: dict[str, Handler] = {}  # of the primitives that hold programs; fille
 
 # One number in, one number out, at the same place: these broadcast axes of size 1 by themselves.
 _ELEMENTWISE = frozenset(
-    "add add_any sub mul div rem max min atan2 eq ne lt le gt ge eq_to lt_to le_to clamp complex pow".split()
+    ["add", "add_any", "sub", "mul", "div", "rem", "max", "min", "atan2", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "clamp", "complex", "pow"]
 )
 # What a constant survives.
-_KEEPS_CONSTANT = frozenset("broadcast_in_dim reshape squeeze transpose copy broadcast_to".split())
+_KEEPS_CONSTANT = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "broadcast_to"])
 
 
 class Evaluator:
