@@ -120,7 +120,7 @@ def _checked(
     policy = None if policy is None else get_policy(policy)
     rules = None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
     settings = Settings(
-        policy or Policy(),
+        policy or get_policy("float32"),
         rules,
         preset == "memory",
         known_primitives(allow, "allow"),
@@ -136,8 +136,7 @@ ENTRIES: list[Callable[[Any, Callable[[Any], Any]], Any | None]] = []
 
 
 def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
-    if isinstance(fn, jax.Array) or not callable(fn):
-        _require_callable(None if isinstance(fn, jax.Array) else fn, "autocast")
+    _require_callable(fn, "autocast")
     if not enabled:
         return full_precision(fn)
     for entry in ENTRIES:
@@ -238,7 +237,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_key(array: Any) -> bool:
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    return jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def _parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:

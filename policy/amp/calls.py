@@ -176,7 +176,7 @@ def _shard_map(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
-    return [i for i, array in enumerate(arrays) if jax.dtypes.issubdtype(array.dtype, np.inexact)]
+    return [i for i, array in enumerate(arrays) if jax.numpy.issubdtype(array.dtype, np.inexact)]
 
 
 def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) -> list[Any]:
@@ -214,7 +214,7 @@ def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
         half = len(outputs) // 2
         primals_out = [cast(o, known.dtype) for o, known in zip(outputs[:half], body.like, strict=True)]
         tangents_out = [
-            cast(o, known.dtype) if jax.dtypes.issubdtype(known.dtype, np.inexact) else o
+            cast(o, known.dtype) if jax.numpy.issubdtype(known.dtype, np.inexact) else o
             for o, known in zip(outputs[half:], body.like, strict=True)
         ]
         return primals_out, tangents_out

@@ -20,7 +20,10 @@ HANDLERS: dict[str, Handler] = {}  # of the primitives that hold programs; fille
 
 # One number in, one number out, at the same place: these broadcast axes of size 1 by themselves.
 _ELEMENTWISE = frozenset(
-    ["add", "add_any", "sub", "mul", "div", "rem", "max", "min", "atan2", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "clamp", "complex", "pow"]
+    (
+        *("add", "add_any", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "clamp", "complex"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
+    )
 )
 # What a constant survives.
 _KEEPS_CONSTANT = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "broadcast_to"])
@@ -45,11 +48,13 @@ class Evaluator:
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """The outputs of an open jaxpr."""
-        values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        values: dict[Any, Value] = dict(zip(variables, (*consts, *args), strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, jex_core.Literal):
-                number = np.asarray(atom.val, atom.aval.dtype) if hasattr(atom.aval, "dtype") else atom.val
+                dtype = getattr(atom.aval, "dtype", None)
+                number = atom.val if dtype is None else np.asarray(atom.val, dtype)
                 is_number = isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
                 return Value(number, yields=True, constant=number[()] if is_number else None)
             return values[atom]
