@@ -86,6 +86,7 @@ def _call(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
 @_handles("remat2", "checkpoint", "remat")
 def _remat(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """The same primitive with its policy and whether it was differentiated already: jax.checkpoint would lose that."""
+    values = evaluator.entering(equation, values)
     body = Body(evaluator.inside(equation), equation.params["jaxpr"], values)
     jaxpr, consts = with_consts_as_arguments(jax.make_jaxpr(body)(*_arrays(values)))
     return body.results(bind(equation, [*consts, *_arrays(values)], {**equation.params, "jaxpr": jaxpr}))
@@ -189,7 +190,7 @@ def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) 
 @_handles("custom_jvp_call")
 def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """Made again with the rewritten function, and with the author's rule, rewritten too."""
-    inside = evaluator.inside(equation)
+    inside, values = evaluator.inside(equation), evaluator.entering(equation, values)
     traced, arrays = as_traced(equation.invars, values), _arrays(values)
     floats = _floats(traced)
     body = Body(inside, equation.params["call_jaxpr"], values)
@@ -225,6 +226,7 @@ def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
 @_handles("custom_vjp_call")
 def _custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """Made again with the author's forward and backward rules, rewritten; left as it was traced where that fails."""
+    values = evaluator.entering(equation, values)
     try:
         return _rebuilt_vjp(evaluator, equation, values)
     except Exception:  # whatever the author's rules say to abstract values: then they run as they were written

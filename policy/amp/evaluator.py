@@ -46,6 +46,11 @@ class Evaluator:
         """The evaluator for the body of `equation`."""
         return Evaluator(self.settings, self.places, self._path_of(equation), self.journal)
 
+    def entering(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+        """The operands of an equation that saves them for its derivative: half, where its body would narrow them."""
+        place = self.places[self._path_of(equation)]
+        return list(values) if place.normalises else [self._narrowed(value, "control", place) for value in values]
+
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """The outputs of an open jaxpr."""
         variables = (*jaxpr.constvars, *jaxpr.invars)
@@ -101,7 +106,10 @@ class Evaluator:
         """What another module reads of a normalisation's result."""
         if not value.narrows or category == "fp32" or place.compute == F32:
             return value
-        return Value(cast(value.array, place.compute))
+        if value.narrowed is None or value.narrowed.dtype != place.compute:
+            # One cast for all readers, as an author writes it: queries, keys and values would each save a copy.
+            value.narrowed = Value(cast(value.array, place.compute))
+        return value.narrowed
 
     def _wide(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
         outputs = _as_traced(equation, values)

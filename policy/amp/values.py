@@ -13,7 +13,7 @@ from jax import lax
 F32 = np.dtype(np.float32)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Value:
     """A value of the traced program, as autocast computes it.
 
@@ -23,12 +23,14 @@ class Value:
         alone. What does not yield keeps what it is mixed with in float32.
       constant: the one number that all its elements are, where that is known.
       narrows: whether it was computed in float32 by a normalisation, and is half where another module reads it.
+      narrowed: the half value that other modules read, once one has.
     """
 
     array: Any
     yields: bool = False
     constant: Any = None
     narrows: bool = False
+    narrowed: Value | None = None
 
     @property
     def dtype(self) -> Any:
