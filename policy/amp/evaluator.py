@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from policy.amp.settings import Journal, Place, Places, Settings
-from policy.amp.values import F32, Value, cast, common_dtype, float_dtype, has_range_of_float32, is_floating
+from policy.amp.values import F32, Value, as_dtype, cast, common_dtype, float_dtype, has_range_of_float32, is_floating
 from policy.paths import Path, path_of
 
 Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
@@ -167,8 +167,8 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
     if shape is not None and array.ndim and array.shape != shape:
         sharding = getattr(equation.outvars[0].aval, "sharding", None)
         is_explicit = sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
-        array = jnp.broadcast_to(array, shape, out_sharding=sharding if is_explicit else None)
-    return cast(array, dtype)
+        return cast(jnp.broadcast_to(array, shape, out_sharding=sharding if is_explicit else None), dtype)
+    return as_dtype(value, dtype)
 
 
 def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
@@ -181,7 +181,7 @@ def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = N
 def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
     """Arrays in the dtypes that they were traced with."""
     return [
-        cast(value.array, dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
+        as_dtype(value, dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
         for atom, value in zip(atoms, values, strict=True)
     ]
 

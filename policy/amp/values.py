@@ -24,6 +24,7 @@ class Value:
       constant: the one number that all its elements are, where that is known.
       narrows: whether it was computed in float32 by a normalisation, and is half where another module reads it.
       narrowed: the half value that other modules read, once one has.
+      widened: the same number in float32, once an operation has asked for it.
     """
 
     array: Any
@@ -31,6 +32,7 @@ class Value:
     constant: Any = None
     narrows: bool = False
     narrowed: Value | None = None
+    widened: Any = None
 
     @property
     def dtype(self) -> Any:
@@ -50,6 +52,16 @@ def float_dtype(aval: Any) -> np.dtype | None:
 def cast(array: Any, dtype: Any) -> Any:
     """`array` in `dtype`; itself where it is that already."""
     return array if array.dtype == dtype else lax.convert_element_type(array, dtype)
+
+
+def as_dtype(value: Value, dtype: Any) -> Any:
+    """`value` in `dtype`. A half value is widened once for all who ask: its cotangents are then summed in float32 and
+    rounded once. A float32 one is narrowed at each use, for the same reason."""
+    if value.array.dtype == dtype or value.array.dtype.itemsize >= dtype.itemsize:
+        return cast(value.array, dtype)
+    if value.widened is None or value.widened.dtype != dtype:
+        value.widened = cast(value.array, dtype)
+    return value.widened
 
 
 def fits(constant: Any, dtype: Any) -> bool:
