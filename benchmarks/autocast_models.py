@@ -26,6 +26,20 @@ class Mlp(nn.Module):
         return nn.Dense(self.width, dtype=self.dtype)(x)
 
 
+class Reused(nn.Module):
+    """One Dense layer, used several times."""
+
+    dtype: Any = None
+    times: int = 8
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nn.Dense(x.shape[-1], dtype=self.dtype)
+        for _ in range(self.times):
+            x = nn.relu(layer(x))
+        return x
+
+
 class Bottleneck(nn.Module):
     """The block of ResNet-50: 1x1, 3x3 and 1x1 convolutions beside a shortcut."""
 
@@ -135,7 +149,7 @@ class Recurrent(nn.Module):
         return lax.scan(step, first, x)[1]
 
 
-def squares(outputs: jax.Array, _: Any) -> jax.Array:
+def squares(outputs: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(outputs.astype(jnp.float32)))
 
 

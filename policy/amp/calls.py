@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,18 +142,25 @@ def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
     if params.get("branches_platforms") is not None:  # what the platforms' branches return must be alike
         return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
     index, operands = values[0].array, values[1:]
-    probes = [Body(inside, branch, operands) for branch in params["branches"]]
-    for probe in probes:
-        jax.eval_shape(probe, *_arrays(operands))
-    halves = [{like.dtype for like in outputs} for outputs in zip(*(probe.like for probe in probes), strict=True)]
+    bodies = [Body(inside, branch, operands) for branch in params["branches"]]
+    # Each is traced once: twice would be four times where conditionals are nested, and eight times one level further.
+    programs = [jax.make_jaxpr(body)(*_arrays(operands)) for body in bodies]
+    halves = [{like.dtype for like in outputs} for outputs in zip(*(body.like for body in bodies), strict=True)]
     out = [
         None if dtype is None else next(iter(found)) if len(found) == 1 else dtype
         for dtype, found in zip(_dtypes(equation.outvars), halves, strict=True)
     ]
-    branches = [Body(inside, branch, operands, out) for branch in params["branches"]]
+    branches = [functools.partial(_evaluated, program, out) for program in programs]
     outputs = lax.switch(index, branches, *_arrays(operands))
-    narrows = [any(probe.like[i].narrows for probe in probes) for i in range(len(out))]
+    narrows = [any(body.like[i].narrows for body in bodies) for i in range(len(out))]
     return [Value(output, narrows=narrow) for output, narrow in zip(outputs, narrows, strict=True)]
+
+
+def _evaluated(program: Any, out: Sequence[Any], *arrays: Any) -> list[Any]:
+    """The outputs of a traced program, cast to the dtypes in `out` where that has one."""
+    body, consts = opened(program)
+    outputs = jax.core.eval_jaxpr(body, consts, *arrays)
+    return [output if dtype is None else cast(output, dtype) for output, dtype in zip(outputs, out, strict=True)]
 
 
 @_handles("shard_map")

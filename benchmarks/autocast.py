@@ -1,0 +1,287 @@
+"""What autocast costs beside the same model with its half dtype threaded through by hand.
+
+    python -m benchmarks.autocast           # the table: 3 minutes on two cores
+    python -m benchmarks.autocast --check   # exits with 1 where a ratio is above its bound
+    python -m benchmarks.autocast --small   # shallower models: 1 minute
+    python -m benchmarks.autocast --json    # the rows as JSON
+
+Every model is written once (`benchmarks/autocast_models.py`). `ours` is it without dtypes, under autocast; `hand` has
+dtype=bfloat16 and Flax's `force_fp32_for_softmax`; both are measured in this run, and the ratio is ours / hand.
+
+saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs; nothing is compiled.
+bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls of bfloat16 are float32
+flops      matmuls between casts, and how these fuse is in the figures: a percent either way.
+error      of gradients, relative to float32's: the geometric mean over leaves and over seeds. XLA is told to round
+           where the program says so; by default it leaves out what roundings it likes.
+casts      of one weight: as many as it has uses, each in the loop that uses it. A cast that is shared or hoisted sums
+           gradients in bfloat16.
+tracing    seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import autocast_models as models
+from policy.amp import autocast
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+POLICY = "mixed_bfloat16"
+SAVED, COMPILED, ERROR, TRACING = 1.05, 1.02, 1.05, 2.0  # the error of either is known to a few percent
+Loss = Callable[[Any, Any, Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and what it is called with.
+
+    Attributes:
+      name: as it is printed.
+      make: the module for a dtype; None is for autocast.
+      x: its input, as a shape and a dtype.
+      y: labels of the cross entropy; None is for the mean square of the outputs.
+    """
+
+    name: str
+    make: Callable[[Any], Any]
+    x: jax.ShapeDtypeStruct
+    y: jax.ShapeDtypeStruct | None = None
+
+    def loss(self, dtype: Any) -> Loss:
+        """``loss(params, state, x, y)`` -> the loss, and what the model did to its state."""
+        module = self.make(dtype)
+
+        def loss(params: Any, state: Any, x: Any, y: Any) -> Any:
+            rngs = {"dropout": jax.random.key(1)}
+            outputs, updates = module.apply({"params": params, **state}, x, rngs=rngs, mutable=list(state))
+            return models.squares(outputs) if y is None else models.cross_entropy(outputs, y), updates
+
+        return loss
+
+    def programs(self) -> dict[str, Loss]:
+        """The function in float32, by hand, and under autocast."""
+        plain, hand = self.loss(None), self.loss(BF16)
+        return {"plain": jax.jit(plain), "hand": jax.jit(hand), "ours": autocast(plain, POLICY, params=0)}
+
+    def arguments(self, seed: int | None = None) -> tuple[Any, Any, Any, Any]:
+        """Params, state, inputs and labels: shapes, or with a seed numbers."""
+        init, keys = self.make(None).init, {name: jax.random.key(seed or 0) for name in ("params", "dropout")}
+        if seed is None:
+            variables, x, y = jax.eval_shape(init, keys, self.x), self.x, self.y
+        else:
+            generator = np.random.default_rng(seed)
+            x, y = (None if like is None else _numbers(generator, like) for like in (self.x, self.y))
+            variables = jax.jit(init)(keys, x)
+        state = dict(variables)
+        return state.pop("params"), state, x, y
+
+
+def _numbers(generator: np.random.Generator, like: jax.ShapeDtypeStruct) -> jax.Array:
+    is_float = jnp.issubdtype(like.dtype, jnp.floating)
+    numbers = generator.normal(size=like.shape) if is_float else generator.integers(1, 16, like.shape)
+    return jnp.asarray(numbers, like.dtype)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, F32)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def mlp(rows: int = 2048, width: int = 1024) -> Case:
+    return Case("MLP, 4 layers", lambda dtype: models.Mlp(dtype, width=width), _floats(rows, width))
+
+
+def resnet(stages: tuple[int, ...] = (3, 4, 6, 3), filters: int = 8, size: int = 64) -> Case:
+    name = f"ResNet-{3 * sum(stages) + 2}"
+    make = lambda dtype: models.ResNet50(dtype, filters, stages, classes=16)  # noqa: E731
+    return Case(name, make, _floats(4, size, size, 3), _integers(4))
+
+
+def decoder(layers: int = 12, batch: int = 4, length: int = 64, **options: Any) -> Case:
+    name = f"decoder, {layers} layers" + "".join(f", {option}" for option in options if option != "width")
+    make = lambda dtype: models.Decoder(dtype, layers, **options)  # noqa: E731
+    return Case(name, make, _integers(batch, length), _integers(batch, length))
+
+
+def recurrent(steps: int = 512) -> Case:
+    return Case(f"RNN, {steps} steps", lambda dtype: models.Recurrent(dtype), _floats(steps, 4, 32))
+
+
+def reused(times: int = 8) -> Case:
+    return Case(f"a Dense used {times} times", lambda dtype: models.Reused(dtype, times), _floats(4, 32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: the same quantity of both, and the largest ratio that is allowed."""
+
+    quantity: str
+    name: str
+    ours: float
+    hand: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.hand
+
+    @property
+    def is_above(self) -> bool:
+        return not self.ratio <= self.bound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def saved_bytes(fn: Loss, arguments: tuple[Any, ...]) -> int:
+    """Bytes of the arrays in the pullback by the params that are no inputs of the function."""
+
+    def saved(params: Any, *others: Any) -> Any:
+        return jax.vjp(lambda params: fn(params, *others), params, has_aux=True)[1]
+
+    jaxpr = jax.make_jaxpr(saved)(*arguments).jaxpr
+    inputs = {id(variable) for variable in jaxpr.invars}
+    kept = {id(atom): atom.aval for atom in jaxpr.outvars if id(atom) not in inputs}
+    return sum(_bytes(aval) for aval in kept.values())
+
+
+def saved(case: Case) -> Row:
+    """Nothing is compiled or run."""
+    programs, arguments = case.programs(), case.arguments()
+    ours, hand = (saved_bytes(programs[name], arguments) for name in ("ours", "hand"))
+    return Row("saved", case.name, ours, hand, SAVED)
+
+
+def compiled(case: Case) -> Iterator[Row]:
+    """Bytes accessed and FLOPs of the loss and its gradients."""
+    programs, arguments = case.programs(), case.arguments()
+    costs = {}
+    for name in ("ours", "hand"):
+        step = jax.jit(jax.value_and_grad(programs[name], has_aux=True))
+        costs[name] = step.lower(*arguments).compile().cost_analysis()
+        if costs[name] is None:
+            raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+    for quantity, key in (("bytes", "bytes accessed"), ("flops", "flops")):
+        yield Row(quantity, case.name, costs["ours"][key], costs["hand"][key], COMPILED)
+
+
+def errors(case: Case, seeds: int) -> Iterator[Row]:
+    """Of the gradients, by kind of parameter: kernels, biases, scales, embeddings."""
+    logs: dict[tuple[str, str], list[float]] = defaultdict(list)
+    options = {"xla_allow_excess_precision": False}
+    gradients = {
+        name: jax.jit(jax.grad(fn, has_aux=True), compiler_options=options) for name, fn in case.programs().items()
+    }
+    for seed in range(seeds):
+        arguments = case.arguments(seed)
+        found = {name: jax.tree_util.tree_leaves_with_path(fn(*arguments)[0]) for name, fn in gradients.items()}
+        for name in ("ours", "hand"):
+            for (path, gradient), (_, truth) in zip(found[name], found["plain"], strict=True):
+                logs[path[-1].key, name].append(np.log(_relative(gradient, truth)))
+    for kind in dict.fromkeys(kind for kind, _ in logs):
+        ours, hand = (float(np.exp(np.mean(logs[kind, name]))) for name in ("ours", "hand"))
+        yield Row("error", f"{case.name}: {kind}", ours, hand, ERROR)
+
+
+def _relative(gradient: Any, truth: Any) -> float:
+    gradient, truth = np.asarray(gradient, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(gradient - truth) / np.linalg.norm(truth))
+
+
+def _casts(jaxpr: Any, shape: tuple[int, ...], within: str) -> int:
+    """How many casts of float32 arrays of that shape stand directly in a program, or in a loop's body."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type" and not within:
+            operand = equation.invars[0].aval
+            count += operand.shape == shape and operand.dtype == F32
+        for inside in equation.params.values():
+            if hasattr(body := getattr(inside, "jaxpr", inside), "eqns"):
+                count += _casts(body, shape, "" if equation.primitive.name == within else within)
+    return count
+
+
+def casts(case: Case, shape: tuple[int, ...], within: str = "") -> Row:
+    """Casts of weights, where each use needs its own; fewer are as wrong as more."""
+    programs, arguments = case.programs(), case.arguments()
+    jaxprs = {name: jax.make_jaxpr(programs[name])(*arguments).jaxpr for name in ("ours", "hand")}
+    ours, hand = (_casts(jaxprs[name], shape, within) for name in ("ours", "hand"))
+    return Row("casts", case.name, ours, hand, 1.0 if ours >= hand else 0.0)
+
+
+def tracing(case: Case, times: int) -> Row:
+    """The best of several; a new function each time, so that only JAX's own caches are warm."""
+    best = {"ours": float("inf"), "plain": float("inf")}
+    for _ in range(times + 1):
+        programs, arguments = case.programs(), case.arguments()
+        for name in best:
+            start = time.perf_counter()
+            jax.make_jaxpr(jax.value_and_grad(programs[name], has_aux=True))(*arguments)
+            best[name] = min(best[name], time.perf_counter() - start)
+    return Row("tracing", f"{case.name}, beside float32", best["ours"], best["plain"], TRACING)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rows(small: bool = False) -> Iterator[Row]:
+    """Every row, as it is measured. `small` leaves out blocks and layers."""
+    blocks = (1, 1) if small else (3, 4, 6, 3)
+    layers, seeds, times = (2, 4, 3) if small else (12, 16, 5)
+    language = decoder(layers, dropout=0.1)  # Flax's lm1b example
+    for case in (mlp(), resnet(blocks), decoder(layers), decoder(layers, gelu=True), language):
+        yield saved(case)
+    for case in (resnet(blocks), language):
+        yield from compiled(case)
+    yield casts(mlp(), (1024, 1024))
+    yield casts(reused(), (32, 32))
+    yield casts(recurrent(), (32, 32), within="scan")
+    for case in (mlp(8192, 64), decoder(2, 8, tied=True, width=32), recurrent()):
+        yield from errors(case, seeds)
+    for case in (mlp(), resnet(blocks), language):
+        yield tracing(case, times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio is above its bound")
+    parser.add_argument("--small", action="store_true", help="shallower models")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options = parser.parse_args()
+    measured = []
+    for row in rows(options.small):
+        measured.append(row)
+        if not options.json:
+            if len(measured) == 1:
+                print(f"{'':9}{'':38}{'ours':>11}{'hand':>11}{'ratio':>8}{'bound':>7}")
+            numbers = f"{row.ours:11.4g}{row.hand:11.4g}{row.ratio:8.4f}{row.bound:7g}"
+            print(f"{row.quantity:9}{row.name:38}{numbers}{'  above' if row.is_above else ''}", flush=True)
+    if options.json:
+        print(json.dumps([{**dataclasses.asdict(row), "ratio": row.ratio} for row in measured], indent=1))
+    return int(options.check and any(row.is_above for row in measured))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
