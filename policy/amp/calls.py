@@ -97,7 +97,9 @@ def _remat(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Val
 def _scan(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """What is carried keeps its dtype: a narrowed accumulator of 4096 steps is 76% off."""
     params, (consts, carried) = equation.params, scan_arity(equation)
-    fixed, carry, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
+    carry = values[consts : consts + carried]
+    others = evaluator.entering(equation, [*values[:consts], *values[consts + carried :]])
+    fixed, xs = others[:consts], others[consts:]
     init = as_traced(equation.invars[consts : consts + carried], carry)
     out = _dtypes(equation.outvars[:carried])
     inputs = [*fixed, *map(Value, init), *xs]

@@ -1,0 +1,69 @@
+"""What autocast costs beside a model threaded by hand: what is saved for the backward pass, traced and not compiled."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import autocast as benchmark
+from benchmarks.autocast import Row
+
+
+@pytest.fixture(autouse=True)
+def as_the_benchmark_runs():
+    """Flax's own layers with a half dtype mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+TINY = [
+    benchmark.mlp(256, 32),
+    benchmark.resnet((1, 1), 8, 32),
+    benchmark.decoder(1, 16, 16, width=32, dropout=0.1),
+    benchmark.decoder(1, 16, 16, width=32, gelu=True),
+]
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_no_more_is_saved_than_by_a_model_threaded_by_hand(case):
+    row = benchmark.saved(case)
+    assert row.ours <= row.hand
+    assert not row.is_missed
+
+
+def test_float32_misses_the_bound(monkeypatch):
+    monkeypatch.setattr(benchmark, "autocast", lambda fn, *_, **__: fn)
+    assert [case.name for case in TINY if not benchmark.saved(case).is_missed] == []
+
+
+def test_saved_bytes_are_those_of_arrays_that_are_no_inputs():
+    x = jax.ShapeDtypeStruct((3, 5), jnp.float32)
+    assert benchmark.saved_bytes(lambda p, *_: (jnp.sum(jnp.exp(p)), None), (x, {}, x, None)) == 3 * 5 * 4
+    assert benchmark.saved_bytes(lambda p, state, x, _: (jnp.sum(p * x), None), (x, {}, x, None)) == 0
+
+
+def test_every_use_of_a_weight_has_its_cast_and_in_a_loop_it_stands_inside():
+    row = benchmark.casts(benchmark.reused(3), (32, 32))
+    assert (row.ours, row.hand, row.is_missed) == (3, 3, False)
+    row = benchmark.casts(benchmark.recurrent(4), (32, 32), within="scan")
+    assert (row.ours, row.hand, row.is_missed) == (2, 2, False)
+    assert benchmark.casts(benchmark.recurrent(4), (32, 32), within="while").is_missed  # none there: 0 / 0
+    fewer = benchmark.casts(benchmark.decoder(1, 16, 16, width=32, tied=True), (256, 32))  # cast after it is looked up or transposed
+    assert (fewer.ours, fewer.hand, fewer.is_missed) == (0, 2, True)
+
+
+def test_a_row_is_missed_its_bound_where_its_ratio_is_and_the_check_says_so(monkeypatch, capsys):
+    rows = [Row("bytes", "within", 102.0, 100.0, 1.02), Row("bytes", "beyond", 103.0, 100.0, 1.02)]
+    monkeypatch.setattr(benchmark, "rows", lambda small: iter(rows if small else rows[:1]))
+    monkeypatch.setattr(sys, "argv", ["autocast", "--check"])
+    assert benchmark.main() == 0
+    assert "missed" not in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["autocast", "--check", "--small"])
+    assert benchmark.main() == 1
+    printed = capsys.readouterr().out
+    assert "beyond" in printed and printed.rstrip().endswith("1.0300   1.02  missed")
+    monkeypatch.setattr(sys, "argv", ["autocast", "--small", "--json"])
+    assert benchmark.main() == 0
+    assert [row["ratio"] for row in json.loads(capsys.readouterr().out)] == [1.02, 1.03]
