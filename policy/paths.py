@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 Path = tuple[str, ...]
@@ -14,6 +15,7 @@ _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", 
 _OF_JAX = frozenset(("checkpoint", "remat", "rematted_computation", "while", "body", "cond", "scan", "closed_call"))
 
 
+@functools.lru_cache(maxsize=4096)
 def path_of(name_stack: str, above: Path = ()) -> Path:
     """The module path in a name stack, as flax.linen and `jax.named_scope` write it.
 
