@@ -78,6 +78,11 @@ class ResNet50(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
 
 
+def einsum_in_half(subscripts: str, weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Of attention's weights and values: after `force_fp32_for_softmax` Flax multiplies them in float32."""
+    return jnp.einsum(subscripts, weights.astype(values.dtype), values)
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer, each after a LayerNorm."""
 
@@ -85,9 +90,10 @@ class Block(nn.Module):
     heads: int = 4
     dropout: float = 0.0
     gelu: bool = False
+    einsum_in_half: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         width, drop = x.shape[-1], nn.Dropout(self.dropout, deterministic=not self.dropout)
         y = nn.LayerNorm(dtype=self.dtype)(x)
         y = nn.MultiHeadDotProductAttention(
@@ -95,6 +101,8 @@ class Block(nn.Module):
             dtype=self.dtype,
             use_bias=False,
             force_fp32_for_softmax=self.dtype is not None,
+            qk_attn_weights_einsum_cls=(lambda: jnp.einsum) if self.einsum_in_half else None,
+            attn_weights_value_einsum_cls=(lambda: einsum_in_half) if self.einsum_in_half else None,
             dropout_rate=self.dropout,
             deterministic=not self.dropout,
             broadcast_dropout=False,
@@ -115,6 +123,7 @@ class Decoder(nn.Module):
     dropout: float = 0.0
     gelu: bool = False
     tied: bool = False
+    einsum_in_half: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -124,7 +133,8 @@ class Decoder(nn.Module):
         mask = nn.combine_masks(nn.make_attention_mask(tokens > 0, tokens > 0, dtype=half), nn.make_causal_mask(tokens))
         x = embed(tokens) + positions.astype(half)
         for i in range(self.layers):
-            x = Block(self.dtype, dropout=self.dropout, gelu=self.gelu, name=f"block_{i}")(x, mask)
+            block = Block(self.dtype, 4, self.dropout, self.gelu, self.einsum_in_half, name=f"block_{i}")
+            x = block(x, mask)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
         return embed.attend(x) if self.tied else nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex_core
 import numpy as np
 from jax import lax
 
@@ -160,8 +161,7 @@ def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
 
 def _evaluated(program: Any, out: Sequence[Any], *arrays: Any) -> list[Any]:
     """The outputs of a traced program, cast to the dtypes in `out` where that has one."""
-    body, consts = opened(program)
-    outputs = jax.core.eval_jaxpr(body, consts, *arrays)
+    outputs = jex_core.jaxpr_as_fun(program)(*arrays)
     return [output if dtype is None else cast(output, dtype) for output, dtype in zip(outputs, out, strict=True)]
 
 
@@ -209,9 +209,14 @@ def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
     def function(*arrays: Any) -> list[Any]:
         return body(*arrays)
 
+    def original(*given: Any) -> list[Any]:
+        return bind(equation, _filled(traced, floats, given))
+
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-        rule = _rule_of(evaluator, equation, traced, floats)
+        # The author's rule of the original function, over abstract values of the traced dtypes.
+        before = [traced[i] for i in floats]
+        rule = jax.make_jaxpr(lambda primals, tangents: jax.jvp(original, primals, tangents))(before, before)
         given = [primals[i] for i in floats]
         moved = [tangents[i] for i in floats]
         like = [values[i] for i in floats]
@@ -226,27 +231,6 @@ def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
         return primals_out, tangents_out
 
     return body.results(function(*arrays))
-
-
-def _rule_of(evaluator: Evaluator, equation: Any, traced: Sequence[Any], floats: Sequence[int]) -> Any:
-    """The author's rule of the original function, as a program over values of the traced dtypes.
-
-    Made once for all calls of one shape, as every block of a model makes them, where the function takes floats alone:
-    other operands stand in the program as they are.
-    """
-    before = [traced[i] for i in floats]
-    key = (id(equation), *map(jax.typeof, before)) if len(floats) == len(traced) else None
-    remembered = evaluator.places.derivatives
-    if key not in remembered:
-
-        def original(*given: Any) -> list[Any]:
-            return bind(equation, _filled(traced, floats, given))
-
-        rule = jax.make_jaxpr(lambda primals, tangents: jax.jvp(original, primals, tangents))(before, before)
-        if key is None:
-            return rule
-        remembered[key] = equation, rule  # the equation too, so that its id stays its own
-    return remembered[key][1]
 
 
 @_handles("custom_vjp_call")

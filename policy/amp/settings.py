@@ -76,15 +76,10 @@ class Place:
 
 
 class Places:
-    """The places of a program, by module path; and which paths there were, for the check of the rules.
-
-    Attributes:
-      derivatives: the derivative rules that were made for the program's equations.
-    """
+    """The places of a program, by module path; and which paths there were, for the check of the rules."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.derivatives: dict[Any, Any] = {}
         self._known: dict[Path, Place] = {}
 
     def __getitem__(self, path: Path) -> Place:
