@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from policy.gradients import ScaledGradients
 from policy.loss_scale import LossScale, fusion_barrier, is_finite, unscale_tree
-from policy.optim.checks import check_gradients, check_params
+from policy.optim.checks import check_gradients, check_params, check_stepped, differentiated, per_example
 from policy.optim.clip import clip_by_global_norm, mapped_axes
 from policy.optim.delivery import Delivery
 from policy.optim.masters import check_layout, layout_of, make_masters, widen, without_overwritten
@@ -100,6 +100,11 @@ class Recipe:
         check_gradients(gradients, state, params)
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         check_layout(params, state)
+        if self.clip_global_norm is not None and per_example(gradients, params):
+            raise ValueError(
+                "clip_global_norm clips one gradient, but gradients are per example, and what takes them clips each: "
+                "leave it out."
+            )
         leaves, tree = jax.tree.flatten(params)
         deliveries = [Delivery.of(leaf, self.master_weights, as_updates) for leaf in leaves]
 
@@ -164,11 +169,7 @@ class Recipe:
         targets = None if self.moment_dtypes is None else moment_targets(inner, wide, self.moment_dtypes)
         computed = inner if targets is None else widen_moments(inner, targets)
         updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
-        if jax.tree.structure(new_inner) != jax.tree.structure(inner):
-            raise ValueError(
-                "tx can't be wrapped: its update changed the tree of its state, "
-                f"from {jax.tree.structure(inner)} to {jax.tree.structure(new_inner)}."
-            )
+        check_stepped(self.inner, gradients, updates, wide, new_inner, inner)
         updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
         if targets is not None:
             keys = self.rounding_keys(jax.tree.leaves(new_inner), count, first=len(jax.tree.leaves(wide)))
@@ -193,12 +194,15 @@ class Recipe:
 
 def _true_gradients(gradients: Any, scale: ArrayLike, params: Any) -> Any:
     """Unscaled, in float32, or in the dtype of a param that is wider."""
+    params = differentiated(params)
     return jax.tree.map(lambda g, p: g.astype(working_dtype(p.dtype)), unscale_tree(gradients, scale), params)
 
 
 def _with_overwritten(result: Any, params: Any, gradients: Any, overwrite: Callable[[Any, Any], Any]) -> Any:
     """`result` with its empty nodes filled: an overwritten leaf's gradient is its new value, scaled by nothing."""
     gradients = gradients.tree if isinstance(gradients, ScaledGradients) else gradients
+    if differentiated(params) is not params:
+        gradients = type(params)(gradients, gradients)
     return jax.tree_util.tree_map_with_path(
         lambda path, p, g, r: overwrite(p, g) if is_overwritten(path) else r, params, gradients, result
     )

@@ -517,12 +517,23 @@ def test_calls_whose_arguments_do_not_belong_together_are_refused():
         tx.update({"a": jnp.ones(2)}, state, {"a": jnp.ones(2)})
 
 
-def test_a_transform_whose_state_changes_its_tree_is_refused():
-    grow: Any = lambda u, s, p=None: (u, (s, s))  # noqa: E731
-    inner = optax.GradientTransformation(no_state, grow)
-    tx = mixed_precision(inner, "float32")
-    with pytest.raises(ValueError, match="tx can't be wrapped: its update changed the tree of its state"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+def odd_transform(update) -> Any:
+    return optax.GradientTransformation(lambda params: {"n": jnp.zeros(2)}, update)
+
+
+@pytest.mark.parametrize(
+    ("update", "text"),
+    [
+        (lambda u, s, p=None: (u, (s, s)), "its update changed the tree of its state, from"),
+        (lambda u, s, p=None: (u, {"n": jnp.ones(3)}), r"shapes in its state: n is float32\[3\] for float32\[2\]"),
+        (lambda u, s, p=None: ((u, u), s), "its updates should have the tree of the params"),
+        (lambda u, s, p=None: (u[:1], s), r"the params' shapes, but \(root\) is float32\[1\] for float32\[2\]"),
+    ],
+)
+def test_a_transform_that_cannot_be_wrapped_is_refused_by_name(update, text):
+    tx = mixed_precision(odd_transform(update), "float32")
+    with pytest.raises(ValueError, match=r"^tx \(odd_transform\) can't be wrapped: .*" + text):
+        apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
 def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
