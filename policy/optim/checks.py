@@ -96,8 +96,8 @@ def _examples(gradients: Any, params: Any) -> tuple[int, ...]:
         for (path, p), g in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(gradients), strict=True)
         if not is_overwritten(path)
     ]
-    lengths = {g[0] if g[1:] == p and g else None for g, p in shapes}
-    return tuple(lengths) if len(lengths) == 1 and None not in lengths else ()
+    lengths = {g[0] if g and g[1:] == p else -1 for g, p in shapes}
+    return tuple(lengths) if len(lengths) == 1 and -1 not in lengths else ()
 
 
 def check_stepped(tx: Any, gradients: Any, updates: Any, wide: Any, new_inner: Any, inner: Any) -> None:

@@ -97,7 +97,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
 
     def follow(p: jax.Array, kept: Any) -> Any:
         kind = kind_of(p.dtype, mode)
-        if kind == "none" or not (isinstance(kept, jax.Array) and kept.dtype == jnp.float32):
+        if kind == "none" or getattr(kept, "dtype", None) != jnp.float32:
             return beside(p, kind)
         wide = jnp.where(round_to(kept, p.dtype) == p, kept, p.astype(jnp.float32))
         return release(hold(wide, p.dtype, kind), p.dtype, kind)[1]
