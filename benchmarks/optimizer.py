@@ -84,7 +84,7 @@ def jmp_pipeline() -> tuple[Callable[[Any], Any], Step]:
     """jmp's README: unscale, all_finite, compute the step, select."""
     import jmp
 
-    tx, loss_scale = optax.adamw(1e-3), jmp.StaticLossScale(1024.0)
+    tx, loss_scale = optax.adamw(1e-3), jmp.StaticLossScale(jnp.asarray(1024.0))
 
     def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
         gradients = loss_scale.unscale(jax.tree.map(lambda g: g.astype(F32), gradients))

@@ -13,9 +13,9 @@ import jax
 from benchmarks.accuracy import torch_peer
 from benchmarks.accuracy.cases import OURS, PEERS, PROMISED, Precision, Row
 
-TIE = 0.05  # ulps; what is correctly rounded but for float32's own error scatters by less
+TIE = 0.1  # ulps; what is correctly rounded but for float32's own error scatters by less
 RELATIVE_TIE = 0.1  # of the best peer: two orders of summation of the same accuracy differ by this much
-FLOAT32 = 8.0  # ulps of float32: what float32 arithmetic itself leaves, 1e-6
+FLOAT32 = 32.0  # ulps of float32: what sums of thousands leave in one order or another, 4e-6
 COLUMNS: tuple[str, ...] = (*OURS, *PEERS)
 
 

@@ -48,8 +48,8 @@ class Normalization(Layer):
     half input is that input and the statistics, no float32 copy.
 
     `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] - E[x]^2, under a
-    policy a variance that does not cancel: one pass over data shifted by one of its elements, or two passes where there
-    is a mask or an axis name. A value given by the user is obeyed.
+    policy a variance that does not cancel: one pass over data shifted by a few of its elements, or two passes where
+    there is a mask or an axis name. A value given by the user is obeyed.
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True

@@ -38,7 +38,7 @@ class Normalization(Layer):
     half input is that input and the statistics, no float32 copy.
 
     Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and under a policy a
-    variance that does not cancel: one pass over data shifted by one of its elements, or two passes where there is a
+    variance that does not cancel: one pass over data shifted by a few of its elements, or two passes where there is a
     mask or an axis name. A value given by the user is obeyed.
     """
 

@@ -114,18 +114,31 @@ def test_accumulating_stand_ins_take_what_the_originals_take():
 # --- shift ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_shift_is_one_element_and_lets_no_gradient_through_it():
+def shift(x: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
+    found = functional.shift_of(x, axes)
+    assert found is not None
+    return found
+
+
+def test_a_shift_is_the_mean_of_four_elements_and_lets_no_gradient_through_it():
     x = jnp.asarray(1000 + RNG.normal(size=(4, 8)), jnp.float32)
-    np.testing.assert_array_equal(functional.shift_of(x, -1), x[:, :1])
-    np.testing.assert_array_equal(functional.shift_of(x, (0, 1)), x[:1, :1])
-    np.testing.assert_array_equal(jax.grad(lambda x: (x - functional.shift_of(x, -1)).sum())(x), np.ones((4, 8)))
+    np.testing.assert_allclose(shift(x, -1), x[:, ::2].mean(1, keepdims=True), rtol=1e-6)
+    diagonal = np.mean([x[0, 0], x[1, 2], x[2, 4], x[3, 6]])
+    np.testing.assert_allclose(shift(x, (0, 1)), [[diagonal]], rtol=1e-6)
+    np.testing.assert_array_equal(jax.grad(lambda x: (x - shift(x, -1)).sum())(x), np.ones((4, 8)))
 
 
-def test_a_shift_of_groups_is_one_element_of_each_group():
-    x = jnp.asarray(RNG.normal(size=(2, 3, 6)), jnp.float32)
-    shift = functional.shift_of_groups(x, [1], 2)
-    assert shift is not None
-    np.testing.assert_array_equal(shift[:, 0], np.repeat(x[:, 0, ::3], 3, axis=-1))
+def test_a_shift_of_few_or_huge_elements_is_finite():
+    np.testing.assert_array_equal(shift(jnp.full((2, 1), 7.0), -1), [[7.0], [7.0]])
+    assert bool(jnp.isfinite(shift(jnp.full((2, 8), 3e38), -1)).all())
+
+
+def test_a_shift_of_groups_has_one_number_for_each_group():
+    x = jnp.asarray(RNG.normal(size=(2, 8, 6)), jnp.float32)
+    found = functional.shift_of_groups(x, [1], 2)
+    assert found is not None and found.shape == (2, 1, 6)
+    groups = [shift(x[..., start : start + 3], (1, 2)) for start in (0, 3)]
+    np.testing.assert_array_equal(found, np.repeat(np.concatenate(groups, axis=-1), 3, axis=-1))
     assert functional.shift_of_groups(x, [1], 4) is None and functional.shift_of_groups(x, [1], 0) is None
 
 
