@@ -554,11 +554,24 @@ def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
         apply_gradients(tx, params, plain.init(params), params)
 
 
-@pytest.mark.parametrize("make", [optax.sgd, optax.adam, optax.adamw, optax.lion, optax.adafactor])
-def test_a_plain_optimizer_refuses_scaled_gradients_by_their_structure(make):
+@pytest.mark.parametrize(
+    "make",
+    [
+        optax.sgd,
+        optax.adam,
+        optax.adamw,
+        optax.lion,
+        optax.adafactor,
+        lambda rate: optax.chain(optax.clip(1.0), optax.sgd(rate)),
+        lambda rate: optax.MultiSteps(optax.adam(rate), 2),
+        lambda rate: optax.apply_if_finite(optax.sgd(rate), 3),
+        lambda rate: optax.identity(),
+    ],
+)
+def test_a_plain_optimizer_refuses_scaled_gradients_by_their_name(make):
     params, plain = {"w": jnp.ones(2)}, make(0.1)
     scaled = ScaledGradients({"w": jnp.ones(2)}, 8.0)
-    with pytest.raises((TypeError, ValueError)), jax.numpy_dtype_promotion("standard"):
+    with pytest.raises((TypeError, ValueError), match="ScaledGradients"), jax.numpy_dtype_promotion("standard"):
         updates, _ = plain.update(scaled, plain.init(params), params)
         optax.apply_updates(params, updates)
 
