@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from policy.gradients import ScaledGradients
-from policy.loss_scale import LossScale, fusion_barrier, is_finite, unscale_tree
+from policy.loss_scale import LossScale, all_finite_unscaled, unscale_by_reciprocal
 from policy.optim.checks import check_gradients, check_params, check_stepped, differentiated, per_example
 from policy.optim.clip import clip_by_global_norm, mapped_axes
 from policy.optim.delivery import Delivery
@@ -94,7 +94,7 @@ class Recipe:
         self, gradients: Any, state: Any, params: Any, extra_args: dict[str, Any], *, as_updates: bool
     ) -> tuple[Any, MixedPrecisionState]:
         """One step: the new params, or what to add to the old ones, and the state."""
-        scale: ArrayLike = 1.0
+        scale: ArrayLike | None = None
         if isinstance(gradients, ScaledGradients):
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
@@ -131,7 +131,7 @@ class Recipe:
 
         operands = (params, gradients, jax.tree.map(_strengthened, state.inner), state.masters)
         if self.skip_nonfinite:
-            finite = self.agreed_finite(_true_gradients(gradients, scale, params), gradients)
+            finite = self.agreed_finite(gradients, scale)
             held, inner = lax.cond(finite, apply_step, skip_step, operands)
         elif any(d.kind in PACKED for d in deliveries):
             finite = state.finite
@@ -151,14 +151,13 @@ class Recipe:
             masters=jax.tree.unflatten(tree, [kept for _, kept in results]),
         )
 
-    def agreed_finite(self, gradients: Any, stored: Any) -> jax.Array:
-        """() bool, the same on every device: whether all true gradients, made from `stored`, are finite."""
-        flags = jax.tree.leaves(jax.tree.map(lambda true, g: is_finite(true, g.dtype), gradients, stored))
-        finite = jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+    def agreed_finite(self, gradients: Any, scale: ArrayLike | None) -> jax.Array:
+        """() bool, the same on every device: whether all true gradients are finite."""
+        finite = all_finite_unscaled(gradients, scale)
         axes = frozenset().union(*mapped_axes(gradients, self.axis_name))
         if axes:
             finite = lax.pmin(finite.astype(jnp.int32), tuple(sorted(axes, key=str))) > 0
-        return fusion_barrier(finite)
+        return finite
 
     def inner_step(
         self, gradients: Any, inner: Any, wide: Any, count: jax.Array, extra_args: dict[str, Any]
@@ -192,10 +191,11 @@ class Recipe:
         return keys
 
 
-def _true_gradients(gradients: Any, scale: ArrayLike, params: Any) -> Any:
+def _true_gradients(gradients: Any, scale: ArrayLike | None, params: Any) -> Any:
     """Unscaled, in float32, or in the dtype of a param that is wider."""
     params = differentiated(params)
-    return jax.tree.map(lambda g, p: g.astype(working_dtype(p.dtype)), unscale_tree(gradients, scale), params)
+    true = gradients if scale is None else unscale_by_reciprocal(gradients, scale)
+    return jax.tree.map(lambda g, p: g.astype(working_dtype(p.dtype)), true, params)
 
 
 def _with_overwritten(result: Any, params: Any, gradients: Any, overwrite: Callable[[Any, Any], Any]) -> Any:
