@@ -207,7 +207,7 @@ def print_table(check: bool) -> int:
 
 
 def print_compile_times() -> None:
-    """Linear in leaves. Above plain optax: each leaf has a kernel more for the flag, and two more for the clip."""
+    """Linear in leaves. Above plain optax: each leaf has a kernel more for the flag, or for the clip's norm."""
     makes = {
         "plain": plain,
         "clip": clipped,

@@ -18,9 +18,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from policy.gradients import ScaledGradients
-from policy.loss_scale import LossScale, all_finite_unscaled, unscale_by_reciprocal
+from policy.loss_scale import LossScale, all_finite_unscaled, fusion_barrier, unscale_by_reciprocal
 from policy.optim.checks import check_gradients, check_params, check_stepped, differentiated, per_example
-from policy.optim.clip import clip_by_global_norm, mapped_axes
+from policy.optim.clip import clip_to_norm, global_norm, mapped_axes
 from policy.optim.delivery import Delivery
 from policy.optim.masters import check_layout, layout_of, make_masters, widen, without_overwritten
 from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
@@ -105,6 +105,9 @@ class Recipe:
                 "clip_global_norm clips one gradient, but gradients are per example, and what takes them clips each: "
                 "leave it out."
             )
+        norm = None
+        if self.clip_global_norm is not None:
+            norm = global_norm(_true_gradients(gradients, scale, params), self.axis_name)
         leaves, tree = jax.tree.flatten(params)
         deliveries = [Delivery.of(leaf, self.master_weights, as_updates) for leaf in leaves]
 
@@ -113,6 +116,8 @@ class Recipe:
             params, gradients, inner, masters = operands
             wide = widen(params, masters, self.master_weights)
             true = _true_gradients(gradients, scale, params)
+            if norm is not None and self.clip_global_norm is not None:
+                true = clip_to_norm(true, norm, self.clip_global_norm)
             updates, inner = self.inner_step(true, inner, wide, state.count, extra_args)
             new = jax.tree.leaves(jax.tree.map(jnp.add, wide, updates))
             each = (
@@ -131,7 +136,8 @@ class Recipe:
 
         operands = (params, gradients, jax.tree.map(_strengthened, state.inner), state.masters)
         if self.skip_nonfinite:
-            finite = self.agreed_finite(gradients, scale)
+            # one look at the gradients serves both: a norm is finite where all of them are
+            finite = self.agreed_finite(gradients, scale) if norm is None else fusion_barrier(jnp.isfinite(norm))
             held, inner = lax.cond(finite, apply_step, skip_step, operands)
         elif any(d.kind in PACKED for d in deliveries):
             finite = state.finite
@@ -162,9 +168,7 @@ class Recipe:
     def inner_step(
         self, gradients: Any, inner: Any, wide: Any, count: jax.Array, extra_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Clip, and the inner transform: float32 updates, and its state in the types that it had."""
-        if self.clip_global_norm is not None:
-            gradients = clip_by_global_norm(gradients, self.clip_global_norm, self.axis_name)
+        """The inner transform: float32 updates, and its state in the types that it had."""
         targets = None if self.moment_dtypes is None else moment_targets(inner, wide, self.moment_dtypes)
         computed = inner if targets is None else widen_moments(inner, targets)
         updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)

@@ -15,6 +15,7 @@ def test_the_small_run_prints_and_writes_every_row(tmp_path, capsys):
     path = tmp_path / "convergence.md"
     assert main(["--small", "--markdown", str(path)]) == 0
     printed, written = capsys.readouterr().out, path.read_text()
+    line = ""
     for storage in STORAGES:
         (line,) = [line for line in printed.splitlines() if line.startswith(f"| {storage.name} ")]
         assert "nan" not in line

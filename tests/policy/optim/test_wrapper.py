@@ -143,6 +143,17 @@ def test_the_clip_sees_true_gradients():
     assert_equal(tx.update(small, tx.init(params), params)[0], jax.tree.map(lambda g: -g, small))
 
 
+def test_a_norm_beyond_float32_skips_the_step_where_it_would_clip_to_nothing():
+    params = {"w": jnp.ones(2), "v": jnp.ones(3)}
+    gradients = {"w": jnp.full(2, 1e20), "v": jnp.ones(3)}
+    for skip, expected in ((True, False), (False, True)):
+        tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=1.0, skip_nonfinite=skip)
+        new, state, finite = apply_gradients(tx, params, tx.init(params), gradients)
+        assert finite == expected
+        assert state.skipped == (1 if skip else 0)
+        assert_equal(new, params)
+
+
 def test_the_norm_of_float16_gradients_is_taken_in_float32():
     params = {"w": jnp.zeros(4096)}
     tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=192.0)
