@@ -17,3 +17,5 @@ except ImportError as error:
         "another distribution that installs a top-level 'policy' shadows it. "
         "Uninstall that one, then reinstall mpmodules."
     ) from error
+
+from mpmodules import _serialization as _serialization
