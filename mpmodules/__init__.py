@@ -20,4 +20,6 @@ except ImportError as error:
         "Uninstall that one, then reinstall mpmodules."
     ) from error
 
-from mpmodules.nnx import _autocast as _autocast  # nnx modules are handed in and out of autocast from now on
+# Imported for what they register: how states are saved, and how nnx modules go in and out of autocast.
+from mpmodules import _serialization as _serialization
+from mpmodules.nnx import _autocast as _autocast
