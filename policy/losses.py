@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from policy.reductions import reduction_dtype, widely
@@ -239,7 +240,7 @@ def kl_divergence(
 
     def run(log_predictions: jax.Array, targets: jax.Array) -> jax.Array:
         logs = jnp.log(jnp.where(targets == 0, 1, targets))
-        return jnp.sum(targets * (logs - _without_impossible(log_predictions, targets)), axis, where=where)
+        return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
     return widely(run, log_predictions, targets, dtype=reduction_dtype(log_predictions, targets))
 
@@ -256,10 +257,34 @@ def kl_divergence_with_log_targets(
 
     def run(log_predictions: jax.Array, log_targets: jax.Array) -> jax.Array:
         targets = jnp.exp(log_targets)
-        distance = jnp.where(log_targets == -jnp.inf, 0, log_targets) - _without_impossible(log_predictions, targets)
-        return jnp.sum(targets * distance, axis, where=where)
+        logs = jnp.where(log_targets == -jnp.inf, 0, log_targets)
+        return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
     return widely(run, log_predictions, log_targets, dtype=reduction_dtype(log_predictions, log_targets))
+
+
+@jax.custom_jvp
+def _divergence(targets: jax.Array, log_targets: jax.Array, log_predictions: jax.Array) -> jax.Array:
+    """targets (log_targets - log_predictions); a target of 0 gives 0."""
+    return targets * (log_targets - _without_impossible(log_predictions, targets))
+
+
+def _divergence_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    # By hand, so that backward keeps the predictions for the targets' own gradient only.
+    targets, log_targets, log_predictions = primals
+    out = _divergence(*primals)
+    by_targets, by_log_targets, by_predictions = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+    tangent = jnp.zeros_like(out)
+    if by_predictions is not None:
+        tangent = tangent - targets * by_predictions
+    if by_log_targets is not None:
+        tangent = tangent + targets * by_log_targets
+    if by_targets is not None:
+        tangent = tangent + (log_targets - _without_impossible(log_predictions, targets)) * by_targets
+    return out, tangent
+
+
+_divergence.defjvp(_divergence_jvp, symbolic_zeros=True)
 
 
 def ctc_loss(

@@ -181,6 +181,23 @@ def test_a_target_of_zero_adds_nothing_where_the_logit_is_minus_infinity():
         assert np.isfinite(jax.grad(lambda x, loss=loss: loss(x).sum())(inputs).astype(jnp.float32)).all()
 
 
+def test_backward_of_a_divergence_keeps_the_targets_alone():
+    x, y = _logits(jnp.bfloat16), _logits(jnp.bfloat16, offset=0.5)
+    for name in ("kl_divergence", "kl_divergence_with_log_targets"):
+        _, vjp = jax.vjp(lambda x, name=name: getattr(losses, name)(x, y), x)
+        assert [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size == x.size] == [jnp.bfloat16]
+
+
+def test_the_gradients_of_divergences_are_optax_s():
+    x, y = _logits(jnp.float32), _logits(jnp.float32, offset=0.5)
+    for name, given in (("kl_divergence", (x, jax.nn.softmax(y))), ("kl_divergence_with_log_targets", (x, y))):
+        ours, theirs = (
+            jax.grad(lambda *given, module=module, name=name: getattr(module, name)(*given).sum(), (0, 1))(*given)
+            for module in (losses, optax.losses)
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+
+
 def test_divergences_and_cosines_take_a_mask():
     x, y = _logits(jnp.float32), _logits(jnp.float32, offset=0.5)
     where = jnp.arange(32) < 8
