@@ -37,7 +37,8 @@ class Body:
 
     def __call__(self, *arrays: Any) -> list[Any]:
         inputs = [
-            Value(array, like.yields, None, like.narrows) for array, like in zip(arrays, self.inputs, strict=True)
+            Value(array, like.yields, like.constant, like.narrows)
+            for array, like in zip(arrays, self.inputs, strict=True)
         ]
         outputs = self.evaluator.run(self.jaxpr, [Value(const) for const in self.consts], inputs)
         arrays_out = [output.array for output in outputs]
@@ -46,12 +47,14 @@ class Body:
                 array if dtype is None else cast(array, dtype)
                 for array, dtype in zip(arrays_out, self.out, strict=True)
             ]
-        self.like = [Value(array, o.yields, None, o.narrows) for array, o in zip(arrays_out, outputs, strict=True)]
+        self.like = [
+            Value(array, o.yields, o.constant, o.narrows) for array, o in zip(arrays_out, outputs, strict=True)
+        ]
         return arrays_out
 
     def results(self, arrays: Sequence[Any]) -> list[Value]:
         """The outputs of a call of this function, with what is known of them."""
-        return [Value(a, like.yields, None, like.narrows) for a, like in zip(arrays, self.like, strict=True)]
+        return [Value(a, like.yields, like.constant, like.narrows) for a, like in zip(arrays, self.like, strict=True)]
 
 
 def _arrays(values: Sequence[Value]) -> list[Any]:
