@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 
 from policy.amp import calls as calls
 from policy.amp.categories import known_primitives
@@ -212,10 +213,7 @@ class _Autocast:
             structure = jax.tree.structure(shape)
             return jax.tree.unflatten(
                 structure,
-                [
-                    cast(o.array, like.dtype) if is_floating(like.dtype) else o.array
-                    for o, like in zip(outputs, jax.tree.leaves(shape), strict=True)
-                ],
+                [_like(o.array, like) for o, like in zip(outputs, jax.tree.leaves(shape), strict=True)],
             )
 
         rewritten.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
@@ -230,6 +228,14 @@ class _Autocast:
             static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
             jax.eval_shape(self._rewritten(treedef, is_array, static, settings, journal), *arrays)
         return journal
+
+
+def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    """An output in the dtype that it was traced with, and as weak a type."""
+    array = cast(array, shape.dtype) if is_floating(shape.dtype) else array
+    if not shape.weak_type or jax.typeof(array).weak_type:
+        return array
+    return convert_element_type_p.bind(array, new_dtype=shape.dtype, weak_type=True, sharding=None)
 
 
 def _is_array(leaf: Any) -> bool:
