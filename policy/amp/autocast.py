@@ -111,6 +111,17 @@ def _require_callable(fn: Any, what: str) -> None:
         raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
 
 
+def _require_params(params: Any) -> None:
+    named = [params] if isinstance(params, (int, str)) else params
+    is_collection = isinstance(named, Collection) and not isinstance(named, (bytes, Mapping))
+    if params is None or callable(params):
+        return
+    if not is_collection or any(isinstance(name, bool) or not isinstance(name, (int, str)) for name in named):
+        raise TypeError(
+            f"params should be positions or names of arguments, or a predicate on leaves, but got {params!r}."
+        )
+
+
 def _checked(
     policy: Any, params: Any, rules: Any, preset: Any, allow: Any, deny: Any, opaque: Any, on_unknown: Any
 ) -> _Options:
@@ -118,6 +129,7 @@ def _checked(
         raise ValueError(f"preset should be 'memory' or 'conservative', but got {preset!r}.")
     if on_unknown not in ("opaque", "raise"):
         raise ValueError(f"on_unknown should be 'opaque' or 'raise', but got {on_unknown!r}.")
+    _require_params(params)
     policy = None if policy is None else get_policy(policy)
     rules = None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
     settings = Settings(

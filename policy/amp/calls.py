@@ -141,7 +141,7 @@ def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
     """An output is half where every branch makes it half, else as it was traced."""
     params, inside = equation.params, evaluator.inside(equation)
     if params.get("branches_platforms") is not None:  # what the platforms' branches return must be alike
-        return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+        return _platforms(inside, equation, as_traced(equation.invars, values))
     index, operands = values[0].array, values[1:]
     probes = [Body(inside, branch, operands) for branch in params["branches"]]
     for probe in probes:
@@ -155,6 +155,14 @@ def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
     outputs = lax.switch(index, branches, *_arrays(operands))
     narrows = [any(probe.like[i].narrows for probe in probes) for i in range(len(out))]
     return [Value(output, narrows=narrow) for output, narrow in zip(outputs, narrows, strict=True)]
+
+
+def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Value]:
+    """The same primitive, as only it knows which platforms its branches are for."""
+    operands, out = arrays[1:], _dtypes(equation.outvars)
+    branches = [Body(inside, branch, list(map(Value, operands)), out) for branch in equation.params["branches"]]
+    rewritten = tuple(jax.make_jaxpr(branch)(*operands) for branch in branches)
+    return [Value(output) for output in bind(equation, arrays, {**equation.params, "branches": rewritten})]
 
 
 @_handles("shard_map")
