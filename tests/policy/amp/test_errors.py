@@ -45,14 +45,18 @@ def test_float64_is_refused_where_it_is_not_available():
 
 @pytest.mark.parametrize("what", ["allow", "deny", "opaque"])
 def test_an_unknown_primitive_is_refused_with_the_nearest(what):
+    def given(names: Any) -> Any:
+        options: dict[str, Any] = {what: names}
+        return autocast(layer, BF16, **options)
+
     with pytest.raises(ValueError, match=rf"{what} names 'dot_generl'.*Nearest: dot_general"):
-        autocast(layer, BF16, **{what: ["tanh", "dot_generl"]})
+        given(["tanh", "dot_generl"])
     with pytest.raises(ValueError, match=rf"{what} names 'qqqqqq'.*Nearest: none\."):
-        autocast(layer, BF16, **{what: {"qqqqqq"}})
+        given({"qqqqqq"})
     with pytest.raises(TypeError, match=rf"{what} should be a collection of primitive names, as \('tanh',\)"):
-        autocast(layer, BF16, **{what: "tanh"})
+        given("tanh")
     with pytest.raises(TypeError, match=rf"{what} should hold names of primitives, but got 3"):
-        autocast(layer, BF16, **{what: [3]})  # type: ignore[dict-item]
+        given([3])
 
 
 def test_a_rule_that_matches_nothing_is_refused_with_the_paths_there_are():

@@ -12,13 +12,20 @@ import pytest
 from jax import lax
 
 from policy.amp import autocast
-from tests.policy.amp.models import SQUARE, normal
+from tests.policy.amp.models import SQUARE
 from tests.programs import named, operations
 
 POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 LOWEST = float(np.finfo(np.float32).min)
-X, W = normal(4, 8), SQUARE
 RNG = np.random.default_rng(1)
+W = SQUARE
+
+
+def normal(*shape: int) -> Any:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+X = normal(4, 8)
 
 
 def half_of(policy: str) -> str:
