@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 
 from policy.amp import calls as calls
 from policy.amp.categories import known_primitives
@@ -112,6 +113,17 @@ def _require_callable(fn: Any, what: str) -> None:
         raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
 
 
+def _require_params(params: Any) -> None:
+    named = [params] if isinstance(params, (int, str)) else params
+    is_collection = isinstance(named, Collection) and not isinstance(named, (bytes, Mapping))
+    if params is None or callable(params):
+        return
+    if not is_collection or any(isinstance(name, bool) or not isinstance(name, (int, str)) for name in named):
+        raise TypeError(
+            f"params should be positions or names of arguments, or a predicate on leaves, but got {params!r}."
+        )
+
+
 def _checked(
     policy: Any, params: Any, rules: Any, preset: Any, allow: Any, deny: Any, opaque: Any, on_unknown: Any
 ) -> _Options:
@@ -119,6 +131,7 @@ def _checked(
         raise ValueError(f"preset should be 'memory' or 'conservative', but got {preset!r}.")
     if on_unknown not in ("opaque", "raise"):
         raise ValueError(f"on_unknown should be 'opaque' or 'raise', but got {on_unknown!r}.")
+    _require_params(params)
     policy = None if policy is None else get_policy(policy)
     rules = None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
     settings = Settings(
@@ -261,10 +274,7 @@ class _Autocast:
             outputs = Evaluator(settings, places, report=report).run(body, [Value(c) for c in consts], values)
             places.check_rules()
             leaves, structure = jax.tree.flatten(shape)
-            results = [
-                cast(output.array, like.dtype) if is_floating(like.dtype) else output.array
-                for output, like in zip(outputs, leaves, strict=True)
-            ]
+            results = [_like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)]
             return jax.tree.unflatten(structure, results)
 
         rewritten.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
@@ -291,6 +301,14 @@ def _split(args: Any, kwargs: Any) -> tuple[Any, list[Any], tuple[bool, ...], tu
     arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
     static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
     return treedef, arrays, is_array, static
+
+
+def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    """An output in the dtype that it was traced with, and as weak a type."""
+    array = cast(array, shape.dtype) if is_floating(shape.dtype) else array
+    if not shape.weak_type or jax.typeof(array).weak_type:
+        return array
+    return convert_element_type_p.bind(array, new_dtype=shape.dtype, weak_type=True, sharding=None)
 
 
 def _is_array(leaf: Any) -> bool:
