@@ -17,7 +17,7 @@ _OF_JAX = frozenset(("checkpoint", "remat", "rematted_computation", "while", "bo
 
 @functools.lru_cache(maxsize=4096)
 def path_of(name_stack: str, above: Path = ()) -> Path:
-    """The module path in a name stack, as flax.linen and `jax.named_scope` write it.
+    """The module path in a name stack, as flax.linen and `jax.named_scope` write it: names, and places in lists.
 
     Args:
       name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
@@ -32,7 +32,7 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
                 path, restarted = [], True
             elif wrapper in _FUNCTIONS:
                 part = ""
-        path += [name for name in _parts(part) if name.isidentifier() and name not in _OF_JAX]
+        path += [name for name in _parts(part) if (name.isidentifier() or name.isdigit()) and name not in _OF_JAX]
     if not above or (path and path[0] == above[0]):
         return tuple(path)
     if restarted and not path:

@@ -39,7 +39,8 @@ class Body:
 
     def __call__(self, *arrays: Any) -> list[Any]:
         inputs = [
-            Value(array, like.yields, None, like.narrows) for array, like in zip(arrays, self.inputs, strict=True)
+            Value(array, like.yields, like.constant, like.narrows)
+            for array, like in zip(arrays, self.inputs, strict=True)
         ]
         outputs = self.evaluator.run(self.jaxpr, [Value(const) for const in self.consts], inputs)
         arrays_out = [output.array for output in outputs]
@@ -48,12 +49,14 @@ class Body:
                 array if dtype is None else cast(array, dtype)
                 for array, dtype in zip(arrays_out, self.out, strict=True)
             ]
-        self.like = [Value(array, o.yields, None, o.narrows) for array, o in zip(arrays_out, outputs, strict=True)]
+        self.like = [
+            Value(array, o.yields, o.constant, o.narrows) for array, o in zip(arrays_out, outputs, strict=True)
+        ]
         return arrays_out
 
     def results(self, arrays: Sequence[Any]) -> list[Value]:
         """The outputs of a call of this function, with what is known of them."""
-        return [Value(a, like.yields, None, like.narrows) for a, like in zip(arrays, self.like, strict=True)]
+        return [Value(a, like.yields, like.constant, like.narrows) for a, like in zip(arrays, self.like, strict=True)]
 
 
 def _arrays(values: Sequence[Value]) -> list[Any]:
@@ -143,7 +146,7 @@ def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
     """An output is half where every branch makes it half, else as it was traced."""
     params, inside = equation.params, evaluator.inside(equation)
     if params.get("branches_platforms") is not None:  # what the platforms' branches return must be alike
-        return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+        return _platforms(inside, equation, as_traced(equation.invars, values))
     index, operands = values[0].array, values[1:]
     bodies = [Body(inside, branch, operands) for branch in params["branches"]]
     # Each is traced once: twice would be four times where conditionals are nested, and eight times one level further.
@@ -163,6 +166,14 @@ def _evaluated(program: Any, out: Sequence[Any], *arrays: Any) -> list[Any]:
     """The outputs of a traced program, cast to the dtypes in `out` where that has one."""
     outputs = jex_core.jaxpr_as_fun(program)(*arrays)
     return [output if dtype is None else cast(output, dtype) for output, dtype in zip(outputs, out, strict=True)]
+
+
+def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Value]:
+    """The same primitive, as only it knows which platforms its branches are for."""
+    operands, out = arrays[1:], _dtypes(equation.outvars)
+    branches = [Body(inside, branch, list(map(Value, operands)), out) for branch in equation.params["branches"]]
+    rewritten = tuple(jax.make_jaxpr(branch)(*operands) for branch in branches)
+    return [Value(output) for output in bind(equation, arrays, {**equation.params, "branches": rewritten})]
 
 
 @_handles("shard_map")
@@ -201,27 +212,26 @@ def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) 
 def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """Made again with the rewritten function, and with the author's rule, rewritten too."""
     inside, values = evaluator.inside(equation), evaluator.entering(equation, values)
-    traced, arrays = as_traced(equation.invars, values), _arrays(values)
-    floats = _floats(traced)
+    arrays, like_traced = _arrays(values), _dtypes(equation.invars)
+    floats = _floats(arrays)
     body = Body(inside, equation.params["call_jaxpr"], values)
 
     @jax.custom_jvp
     def function(*arrays: Any) -> list[Any]:
         return body(*arrays)
 
-    def original(*given: Any) -> list[Any]:
-        return bind(equation, _filled(traced, floats, given))
+    def original(given: Sequence[Any], moved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        before = [given[i] for i in floats]
+        return jax.jvp(lambda *before: bind(equation, _filled(given, floats, before)), before, moved)
 
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         # The author's rule of the original function, over abstract values of the traced dtypes.
-        before = [traced[i] for i in floats]
-        rule = jax.make_jaxpr(lambda primals, tangents: jax.jvp(original, primals, tangents))(before, before)
-        given = [primals[i] for i in floats]
+        before = _in(like_traced, primals)
+        rule = jax.make_jaxpr(original)(before, [before[i] for i in floats])
         moved = [tangents[i] for i in floats]
-        like = [values[i] for i in floats]
-        run = Body(inside, rule, [*like, *[Value(t) for t in moved]])
-        outputs = run(*given, *moved)
+        run = Body(inside, rule, [*values, *[Value(t) for t in moved]])
+        outputs = run(*primals, *moved)
         half = len(outputs) // 2
         primals_out = [cast(o, known.dtype) for o, known in zip(outputs[:half], body.like, strict=True)]
         tangents_out = [
@@ -240,45 +250,66 @@ def _custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
     try:
         return _rebuilt_vjp(evaluator, equation, values)
     except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
-        if evaluator.journal is not None:
-            evaluator.journal.note(evaluator.path, "custom_vjp_call", "opaque", _arrays(values))
+        if evaluator.report is not None:
+            evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", _arrays(values))
         return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
 def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+    """The author's rules are asked for only where there is something to differentiate: a rule may call its function."""
     inside = evaluator.inside(equation)
-    traced, arrays = as_traced(equation.invars, values), _arrays(values)
-    floats = _floats(traced)
-    before = [traced[i] for i in floats]
-
-    def original(*given: Any) -> list[Any]:
-        return bind(equation, _filled(traced, floats, given))
-
-    forward, shapes = jax.make_jaxpr(lambda *given: jax.vjp(original, *given), return_shape=True)(*before)
-    outputs, pullback = shapes
-    residuals, treedef = jax.tree.flatten(pullback)
-    backward = jax.make_jaxpr(lambda residuals, ct: jax.tree.unflatten(treedef, residuals)(ct))(residuals, outputs)
+    arrays, like_traced = _arrays(values), _dtypes(equation.invars)
+    closed_over = equation.params.get("num_consts", 0)  # the rules know nothing of these
+    floats = [i for i in _floats(arrays) if i >= closed_over]
     body = Body(inside, equation.params["call_jaxpr"], values)
-    like = [values[i] for i in floats]
+    backward: list[Any] = []
+
+    def original(*given: Any) -> tuple[list[Any], Any]:
+        moved = [given[i] for i in floats]
+        return jax.vjp(lambda *moved: bind(equation, _filled(given, floats, moved)), *moved)
+
+    def rewritten(*given: Any) -> tuple[list[Any], list[Any]]:
+        forward, (outputs, pullback) = jax.make_jaxpr(original, return_shape=True)(*_in(like_traced, given))
+        residuals, treedef = jax.tree.flatten(pullback)
+        backward[:] = [jax.make_jaxpr(lambda saved, ct: jax.tree.unflatten(treedef, saved)(ct))(residuals, outputs)]
+        results = Body(inside, forward, values)(*given)
+        return results[: len(outputs)], results[len(outputs) :]
 
     @jax.custom_vjp
     def function(*given: Any) -> list[Any]:
-        return body(*_filled(arrays, floats, given))
+        return body(*given)
 
-    def fwd(*given: Any) -> tuple[list[Any], Any]:
-        run = Body(inside, forward, like)
-        results = run(*given)
-        count = len(outputs)
-        primal = body.like or run.like
-        out = [cast(o, known.dtype) for o, known in zip(results[:count], primal[:count], strict=True)]
-        return out, results[count:]
+    def fwd(*primals: Any) -> tuple[list[Any], Any]:
+        given = [primal.value for primal in primals]
+        if any(primal.perturbed for primal in primals[:closed_over]):
+            raise TypeError("A function with a custom_vjp rule is differentiated by what it closes over: hand that in.")
+        try:
+            outputs, saved = rewritten(*given)
+        except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
+            if evaluator.report is not None:
+                evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", given)
+            outputs, saved = original(*_in(like_traced, given))
+        return [cast(output, known.dtype) for output, known in zip(outputs, body.like, strict=True)], saved
 
-    def bwd(saved: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        run = Body(inside, backward, [*map(Value, saved), *map(Value, cotangents)])
-        return tuple(cast(g, value.dtype) for g, value in zip(run(*saved, *cotangents), like, strict=True))
+    def bwd(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        cotangents = [jax.numpy.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct for ct in cotangents]
+        if isinstance(saved, list):
+            given = [*saved, *cotangents]
+            found = Body(inside, backward[0], [Value(array) for array in given])(*given)
+        else:
+            found = saved(_in(_dtypes(equation.outvars), cotangents))
+        gradients: list[Any] = [None] * len(arrays)
+        for i, gradient in zip(floats, found, strict=True):
+            gradients[i] = cast(gradient, arrays[i].dtype)
+        return tuple(gradients)
 
-    function.defvjp(fwd, bwd)
-    # Its forward program is made now, so that what can't be made again is found out here.
-    jax.eval_shape(body, *arrays)
-    jax.eval_shape(fwd, *[arrays[i] for i in floats])
-    return body.results(function(*[arrays[i] for i in floats]))
+    function.defvjp(fwd, bwd, symbolic_zeros=True)
+    return body.results(function(*arrays))
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _in(dtypes: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    return [a if dtype is None else cast(a, dtype) for a, dtype in zip(arrays, dtypes, strict=True)]

@@ -80,7 +80,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "ref": "get load masked_load",
         "root": "cbrt sqrt",
         "sharding": """
-            device_put has_memory_space inspect_sharding pbroadcast pbroadcast_done pbroadcast_dynamic
+            device_put global_array_to_host_local_array has_memory_space host_local_array_to_global_array
+            inspect_sharding pbroadcast pbroadcast_done pbroadcast_dynamic
             pbroadcast_start preduced pvary reduced_vary_cast reduced_vary_cast_p remove_memory_space reshard
             sharding_constraint vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
         """,

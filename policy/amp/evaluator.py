@@ -11,8 +11,19 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from policy.amp.settings import Journal, Place, Places, Settings
-from policy.amp.values import F32, Value, as_dtype, cast, common_dtype, float_dtype, has_range_of_float32, is_floating
+from policy.amp.report import Report
+from policy.amp.settings import Place, Places, Settings
+from policy.amp.values import (
+    F32,
+    Value,
+    as_dtype,
+    cast,
+    common_dtype,
+    fits,
+    float_dtype,
+    has_range_of_float32,
+    is_floating,
+)
 from policy.paths import Path, path_of
 
 Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
@@ -26,7 +37,12 @@ _ELEMENTWISE = frozenset(
     )
 )
 # What a constant survives.
-_KEEPS_CONSTANT = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "broadcast_to"])
+_KEEPS_CONSTANT = frozenset(
+    (
+        *("broadcast_in_dim", "broadcast_to", "reshape", "squeeze", "transpose", "copy", "rev", "tile", "split"),
+        *("slice", "dynamic_slice", "unstack", "stop_gradient", "optimization_barrier", "sharding_constraint"),
+    )
+)
 
 
 class Evaluator:
@@ -36,15 +52,15 @@ class Evaluator:
       settings: what was asked for.
       places: which dtype that means at each module path.
       path: the module path of the equation whose body is being run.
-      journal: where to note what was done, or None.
+      report: where to note what was done, or None.
     """
 
-    def __init__(self, settings: Settings, places: Places, path: Path = (), journal: Journal | None = None):
-        self.settings, self.places, self.path, self.journal = settings, places, path, journal
+    def __init__(self, settings: Settings, places: Places, path: Path = (), report: Report | None = None):
+        self.settings, self.places, self.path, self.report = settings, places, path, report
 
     def inside(self, equation: Any) -> Evaluator:
         """The evaluator for the body of `equation`."""
-        return Evaluator(self.settings, self.places, self._path_of(equation), self.journal)
+        return Evaluator(self.settings, self.places, self._path_of(equation), self.report)
 
     def entering(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         """The operands of an equation that saves them for its derivative: half, where its body would narrow them."""
@@ -82,7 +98,7 @@ class Evaluator:
             return HANDLERS[name](self, equation, values)
         path = self._path_of(equation)
         place = self.places[path]
-        if not place.normalises:
+        if not place.normalises and name != "add_any":
             values = [self._narrowed(value, category, place) for value in values]
         traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
         if name == "convert_element_type":
@@ -91,6 +107,8 @@ class Evaluator:
             done, outputs = _kind_of_opaque(traced, category), _as_traced(equation, values)
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
+        elif name == "add_any":
+            done, outputs = self._accumulated(equation, values, place)
         elif place.compute == F32 or place.normalises or category == "fp32":
             follows = not (place.compute == F32 or place.normalises) and _follows(equation, place)
             done, outputs = self._mixed(equation, values, place) if follows else self._wide(equation, values, place)
@@ -98,8 +116,8 @@ class Evaluator:
             done, outputs = self._passed(equation, values, place)
         else:
             done, outputs = self._mixed(equation, values, place)
-        if self.journal is not None:
-            self.journal.note(path, name, done, [value.array for value in outputs])
+        if self.report is not None:
+            self.report.note(path, name, done, [value.array for value in outputs])
         return outputs
 
     def _narrowed(self, value: Value, category: str, place: Place) -> Value:
@@ -120,10 +138,16 @@ class Evaluator:
             return "float32, handed on in half", [Value(output.array, narrows=True) for output in outputs]
         return "float32", outputs
 
+    def _accumulated(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+        """The sum of two cotangents: in float32 as long as more are added, and half where an operation reads it."""
+        is_half = place.normalises or all(value.narrows or value.dtype == place.compute != F32 for value in values)
+        return "float32", [Value(output.array, narrows=is_half) for output in _as_traced(equation, values)]
+
     def _passed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
         if _holds_program(equation):
             return "as traced", _as_traced(equation, values)
-        if equation.primitive.name == "gather" and values[0].yields and self.settings.narrows and values[0].array.ndim:
+        is_param = values[0].yields and values[0].constant is None and values[0].array.ndim
+        if equation.primitive.name == "gather" and is_param and self.settings.narrows:
             looked_up = bind(equation, [value.array for value in values])
             return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
@@ -131,7 +155,9 @@ class Evaluator:
             sources = values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
             keeps = equation.primitive.name in _KEEPS_CONSTANT
             outputs = [
-                Value(output.array, source.yields, source.constant if keeps else None)
+                Value(output.array, source.yields, source.constant)
+                if keeps
+                else Value(output.array, source.yields and _fits(source, place.compute))
                 for output, source in zip(outputs, sources, strict=True)
             ]
         return "as it comes", outputs
@@ -142,7 +168,7 @@ class Evaluator:
             return "as traced", _as_traced(equation, values)
         dtype = common_dtype(floats, place.compute)
         if all(value.yields for value in floats):
-            big = any(value.constant is not None and not _fits(value, place.compute) for value in floats)
+            big = not all(_fits(value, place.compute) for value in floats)
             outputs = _as_traced(equation, values)
             return "float32", [Value(output.array, yields=not big) for output in outputs]
         shape = equation.outvars[0].aval.shape if equation.primitive.name in _ELEMENTWISE else None
@@ -152,7 +178,7 @@ class Evaluator:
 
 
 def _fits(value: Value, dtype: Any) -> bool:
-    return common_dtype([Value(np.zeros((), dtype)), value], dtype) != F32
+    return value.constant is None or fits(value.constant, dtype)
 
 
 def _only_float(values: Sequence[Value]) -> Value:

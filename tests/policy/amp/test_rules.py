@@ -1,0 +1,158 @@
+"""Rules by module path, through every transformation that moves names about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from policy.amp import autocast
+from policy.paths import path_of
+from tests.policy.amp.models import KEY, SEQUENCE, SQUARE, normal
+from tests.programs import operations
+
+BF16 = "mixed_bfloat16"
+
+
+class Block(nn.Module):
+    """Two matmuls: `up` of width 16, `down` back to 8, told apart by their shapes."""
+
+    @nn.compact
+    def __call__(self, x: Any, _: Any = None) -> Any:
+        return x + nn.Dense(8, name="down")(nn.tanh(nn.Dense(16, name="up")(x))), None
+
+
+class Net(nn.Module):
+    remat: bool
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        block: Any = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        if self.scan:
+            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(name="layers")(
+                x, None
+            )
+        else:
+            for i in range(2):
+                x, _ = block(name=f"layers_{i}")(x)
+        return nn.Dense(3, name="head")(x)
+
+
+def matmuls(fn: Any, *args: Any) -> Counter[tuple[str, str]]:
+    """How many matmuls each layer has, by layer and dtype: told by shapes, not by the names under test."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                sizes = {n for v in (*eqn.invars, *eqn.outvars) for n in v.aval.shape}
+                layer = "head" if 3 in sizes else "block"
+                found[layer, eqn.invars[0].aval.dtype.name] += 1
+            for value in eqn.params.values():
+                for inner in value if isinstance(value, (tuple, list)) else (value,):
+                    inner = getattr(inner, "jaxpr", inner)
+                    if hasattr(inner, "eqns"):
+                        walk(inner)
+
+    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found
+
+
+def programs(fn: Any, **options: Any) -> dict[str, Any]:
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(fn(variables, x)))
+
+    return {
+        "forward": autocast(fn, BF16, **options),
+        "grad(autocast)": jax.grad(autocast(loss, BF16, **options), (0, 1)),
+        "autocast(grad)": autocast(jax.grad(loss, (0, 1)), BF16, params=0, **options),
+        "jit(grad(autocast))": jax.jit(jax.grad(autocast(loss, BF16, **options), (0, 1))),
+    }
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_a_named_layer_is_in_float32_everywhere_and_no_other(remat, scan):
+    net = Net(remat, scan)
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={"head": "f32"}).items():
+        dtypes = set(matmuls(fn, variables, SEQUENCE))
+        assert dtypes == {("head", "float32"), ("block", "bfloat16")}, program
+    for program, fn in programs(net.apply, rules={r"layers(_\d)?/.*": "f32"}).items():
+        dtypes = set(matmuls(fn, variables, SEQUENCE))
+        assert dtypes == {("head", "bfloat16"), ("block", "float32")}, program
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_one_layer_of_several_alike_is_told_from_its_neighbour(remat):
+    net = Net(remat, scan=False)
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={"layers_1": "f32"}).items():
+        found = matmuls(fn, variables, SEQUENCE)
+        assert found["block", "float32"] == found["block", "bfloat16"] > 0, program
+    for program, fn in programs(net.apply, rules={"layers_1/up": "f32", "Net/layers_0": "mixed_float16"}).items():
+        found = matmuls(fn, variables, SEQUENCE)
+        assert found["block", "float32"] >= found["block", "bfloat16"] > 0, program
+        assert found["block", "float32"] + found["block", "bfloat16"] == found["block", "float16"], program
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_one_matmul_within_a_layer_is_told_from_the_other(remat, scan):
+    net = Net(remat, scan)
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={r"layers.*/up": "f32"}).items():
+        found = matmuls(fn, variables, SEQUENCE)
+        # a checkpoint computes `up` again, and not always `down`
+        assert found["block", "float32"] >= found["block", "bfloat16"] > 0, program
+        plain = matmuls(programs(net.apply)[program], variables, SEQUENCE)
+        assert found["block", "float32"] + found["block", "bfloat16"] == plain["block", "bfloat16"], program
+
+
+def scoped(w: Any, x: Any) -> Any:
+    with jax.named_scope("first"):
+        x = jnp.tanh(x @ w)
+    with jax.named_scope("second"), jax.named_scope("inner"):
+        return lax.scan(lambda x, _: (jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None), x, None, length=2)[0]
+
+
+@pytest.mark.parametrize("rule", ["second", "second/inner", "second/.*"])
+def test_scopes_of_plain_functions_are_paths_too(rule):
+    w, x = SQUARE, normal(4, 8)
+    for program, fn in programs(scoped, rules={rule: "f32"}).items():
+        first = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "first" in op.scope]
+        second = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "second" in op.scope]
+        assert set(first) == {"bfloat16"}, program
+        assert set(second) == {"float32"}, program
+
+
+@pytest.mark.parametrize(
+    ("name_stack", "above", "path"),
+    [
+        ("", (), ()),
+        ("Net/layer_0/Dense_0", (), ("Net", "layer_0", "Dense_0")),
+        ("jvp(Net)/layer_0", (), ("Net", "layer_0")),
+        ("transpose(jvp(Net))/layer_0", (), ("Net", "layer_0")),
+        ("Net/jvp(Net)/layer_0", (), ("Net", "layer_0")),
+        ("Net/vmap(heads)/d", (), ("Net", "heads", "d")),
+        ("Net/layer_0/...qhd,...khd->...hqk", (), ("Net", "layer_0")),
+        ("Net/checkpoint/layer_0", (), ("Net", "layer_0")),
+        ("Net/rematted_computation/layer_0", (), ("Net", "layer_0")),
+        ("Net/jit(relu)/x", (), ("Net", "x")),
+        ("Net/while/body/layer_0", (), ("Net", "layer_0")),
+        ("Net/layer_0", ("Net",), ("Net", "layer_0")),
+        ("layer_0/up", ("Net",), ("Net", "layer_0", "up")),
+        ("layer_0/up", ("Net", "layer_0"), ("Net", "layer_0", "up")),
+        ("transpose(jvp(Net))/layer_0", ("Net", "layer_0"), ("Net", "layer_0")),
+        ("transpose(jvp())", ("Net", "layer_0"), ("Net", "layer_0")),
+        ("", ("Net", "layer_0"), ("Net", "layer_0")),
+    ],
+)
+def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
+    assert path_of(name_stack, above) == path
