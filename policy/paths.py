@@ -11,7 +11,7 @@ _WRAPPED = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
 _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
 # Names that are no module's.
-_OF_JAX = frozenset(("checkpoint", "remat", "rematted_computation", "while", "body", "cond", "scan", "closed_call"))
+_OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 
 
 def path_of(name_stack: str, above: Path = ()) -> Path:
@@ -30,7 +30,10 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
                 path, restarted = [], True
             elif wrapper in _FUNCTIONS:
                 part = ""
-        path += [name for name in _parts(part) if name.isidentifier() and name not in _OF_JAX]
+        for name in _parts(part):
+            module, _, method = name.partition(".")  # flax.linen writes Net.encode for a method's scope, within Net's
+            if all(map(str.isidentifier, name.split("."))) and name not in _OF_JAX:
+                path += [] if method and path[-1:] == [module] else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)
     if restarted and not path:

@@ -90,7 +90,7 @@ class Places:
 
     def _find(self, path: Path) -> Place:
         settings = self.settings
-        policy = _rule_policy(settings.rules, path)
+        policy = _rule_policy(settings.rules, _named(path))
         compute = (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
@@ -100,8 +100,14 @@ class Places:
     def check_rules(self) -> None:
         """Refuses rules that matched no path."""
         if self.settings.rules:
-            prefixes = {path[:n] for path in self._known for n in range(len(path) + 1)}
+            paths = map(_named, self._known)
+            prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
             self.settings.rules.check(sorted({name for path in prefixes for name in _names(path)}))
+
+
+def _named(path: Path) -> Path:
+    """The path without the scope of `full_precision`, which rules know nothing of."""
+    return tuple(name for name in path if name != ISLAND)
 
 
 def _names(path: Path) -> list[str]:
@@ -130,4 +136,4 @@ class Journal:
 
     def note(self, path: Path, name: str, done: str, arrays: list[Any]) -> None:
         dtypes = tuple(str(array.dtype) for array in arrays if hasattr(array, "dtype"))
-        self.records["/".join(part for part in path if part != ISLAND), name, done, dtypes] += 1
+        self.records["/".join(_named(path)), name, done, dtypes] += 1
