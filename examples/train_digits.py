@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,7 @@ class Config:
     weight_decay: float = 1e-3
     filters: int = 16
     seed: int = 0
+    master_weights: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +186,14 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def optimizer(policy: mp.Policy, config: Config, steps: int) -> optax.GradientTransformationExtraArgs:
     schedule = optax.cosine_onecycle_schedule(steps, config.learning_rate)
-    loss_scale = "dynamic" if policy.compute_dtype == jnp.float16 else None
-    return mp.mixed_precision(optax.adamw(schedule, weight_decay=config.weight_decay), policy, loss_scale=loss_scale)
+    stochastic = config.master_weights == "stochastic"
+    return mp.mixed_precision(
+        optax.adamw(schedule, weight_decay=config.weight_decay),
+        policy,
+        loss_scale="dynamic" if policy.compute_dtype == jnp.float16 else None,
+        master_weights=cast(Any, config.master_weights),
+        key=jax.random.key(config.seed) if stochastic else None,
+    )
 
 
 def nbytes(tree: Any) -> int:

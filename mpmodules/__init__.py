@@ -3,7 +3,9 @@
 try:
     from policy import Policy as Policy
     from policy import PolicyRules as PolicyRules
+    from policy import autocast as autocast
     from policy import current_policy as current_policy
+    from policy import full_precision as full_precision
     from policy import get_policy as get_policy
     from policy import set_policy as set_policy
     from policy import use_policy as use_policy
@@ -17,3 +19,7 @@ except ImportError as error:
         "another distribution that installs a top-level 'policy' shadows it. "
         "Uninstall that one, then reinstall mpmodules."
     ) from error
+
+# Imported for what they register: how states are saved, and how nnx modules go in and out of autocast.
+from mpmodules import _serialization as _serialization
+from mpmodules.nnx import _autocast as _autocast

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import define_prng_impl
 from jax.typing import ArrayLike
 
 from policy.loss_scale import LossScale, get_loss_scale, require_positive, scale_tree, unscale_tree
@@ -94,9 +95,25 @@ class ScaledGradients:
         return f"ScaledGradients({self._tree!r})"
 
 
+def _unused(*_: Any) -> Any:
+    raise TypeError("The scale of ScaledGradients is no PRNG key: only mixed_precision reads it.")
+
+
+# Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept dtypes float32,
+# key<ScaledGradients>`.
+_SEAL: Any = define_prng_impl(
+    key_shape=(1,),
+    seed=_unused,
+    split=_unused,
+    random_bits=_unused,
+    fold_in=_unused,
+    name="ScaledGradients",
+    tag="ScaledGradients",
+)
+
+
 def _seal(scale: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    return jax.random.wrap_key_data(jnp.stack([bits, bits]), impl="threefry2x32")
+    return jax.random.wrap_key_data(lax.bitcast_convert_type(scale, jnp.uint32)[None], impl=_SEAL)
 
 
 def value_and_grad(

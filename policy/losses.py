@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from policy.reductions import reduction_dtype, widely
@@ -29,7 +30,7 @@ Axis = int | tuple[int, ...]
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
-    axis: int = -1,
+    axis: int | tuple[int, ...] = -1,
     where: ArrayLike | None = None,
     *,
     label_smoothing: float = 0.0,
@@ -43,9 +44,10 @@ def softmax_cross_entropy_with_integer_labels(
 
     Args:
       logits: (..., K) floating (the classes along `axis`).
-      labels: (...) integers in [0, K).
-      axis: the axis of the classes.
-      where: broadcastable to `logits`; False leaves a class out of the softmax (and of the smoothing).
+      labels: (...) integers in [0, K), of any width; a negative one counts from the end, as in NumPy.
+      axis: the axis of the classes. Of a tuple, a label is the flat index into those axes.
+      where: of `logits`' rank and broadcastable to it: False leaves a class out of the softmax (and of the smoothing).
+        (...), without the classes: False leaves an example out. What has no class left costs 0.
       label_smoothing: in [0, 1): the share of the target spread evenly over the classes.
       z_loss: at least 0: the weight of lse^2, which keeps the logits from drifting.
 
@@ -53,18 +55,51 @@ def softmax_cross_entropy_with_integer_labels(
       (...) in reduction_dtype.
 
     Raises:
-      ValueError: `labels` are no integers, or a weight is out of range.
+      ValueError: `labels` are no integers, `logits` are complex, or a weight is out of range.
     """
+    logits = jnp.asarray(logits)
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels should be integers, but got {labels.dtype}; softmax_cross_entropy takes dense ones.")
     _check_weights(label_smoothing, z_loss)
 
-    logits, wide = jnp.asarray(logits), reduction_dtype(logits)
+    if jnp.issubdtype(logits.dtype, jnp.complexfloating):
+        raise ValueError(f"logits should be real, but got {logits.dtype}.")
+
+    wide = reduction_dtype(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         logits = logits.astype(wide)
-    labels = jnp.expand_dims(labels, axis)  # (..., 1)
+    where = _class_mask(where, logits, axis)
+    if isinstance(axis, tuple):
+        where = None if where is None else _flat_classes(where, axis)
+        logits, axis = _flat_classes(logits, axis), -1
+    labels = _class_indices(jnp.expand_dims(labels, axis), logits.shape[axis])  # (..., 1)
     return _sparse_cross_entropy(logits, labels, where, axis, label_smoothing, z_loss, wide).squeeze(axis)
+
+
+def _class_mask(where: ArrayLike | None, logits: jax.Array, axis: Any) -> jax.Array | None:
+    """`where` in the shape of the logits: as optax has it, a mask of another rank is one of examples."""
+    if where is None:
+        return None
+    where = jnp.asarray(where, bool)
+    if where.ndim != logits.ndim:
+        where = jnp.expand_dims(where, axis)
+    return jnp.broadcast_to(where, logits.shape)
+
+
+def _flat_classes(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """`x` with `axes` last, in their order, and made one."""
+    x = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
+    return x.reshape(*x.shape[: x.ndim - len(axes)], -1)
+
+
+def _class_indices(labels: jax.Array, classes: int) -> jax.Array:
+    """Labels in an integer dtype that counts all classes (an 8-bit one may not), none of them below 0 but by error."""
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)
+    return (
+        labels if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) else jnp.where(labels < 0, labels + classes, labels)
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
@@ -81,12 +116,15 @@ def _sparse_forward(
     largest = jnp.max(logits, axis, keepdims=True, where=where, initial=-jnp.inf)
     largest = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0)).astype(wide)
     # Every logit minus the largest: lse and the chosen logit of a large mean would differ by too few of their digits.
-    rest = jnp.log(jnp.sum(jnp.exp(logits.astype(wide) - largest), axis, keepdims=True, where=where))
+    some = None if where is None else jnp.any(where, axis, keepdims=True)
+    total = jnp.sum(jnp.exp(logits.astype(wide) - largest), axis, keepdims=True, where=where)
+    rest = jnp.log(total if some is None else jnp.where(some, total, 1))
     chosen = jnp.take_along_axis(logits, labels, axis=axis).astype(wide) - largest
     loss = rest - (1 - smoothing) * chosen
     if smoothing:
         loss = loss - smoothing * jnp.mean(logits.astype(wide) - largest, axis, where=where, keepdims=True)
-    return (loss + z_loss * jnp.square(largest + rest) if z_loss else loss), largest, rest
+    loss = loss + z_loss * jnp.square(largest + rest) if z_loss else loss
+    return (loss if some is None else jnp.where(some, loss, 0)), largest, rest
 
 
 @_sparse_cross_entropy.defjvp
@@ -100,7 +138,7 @@ def _sparse_jvp(
         logits: jax.Array, largest: jax.Array, rest: jax.Array, labels: jax.Array, where: Any, tangent: Any
     ) -> jax.Array:
         # One elementwise pass over the logits, whose transpose is one too: no scatter, no one-hot matrix in memory.
-        kept = jnp.ones((1,) * logits.ndim, bool) if where is None else jnp.asarray(where, bool)
+        kept = jnp.ones((1,) * logits.ndim, bool) if where is None else where
         classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis % logits.ndim)
         count = jnp.sum(jnp.broadcast_to(kept, logits.shape), axis, keepdims=True).astype(wide)
         probability = jnp.where(kept, jnp.exp(logits.astype(wide) - largest - rest), 0)
@@ -109,7 +147,10 @@ def _sparse_jvp(
         target = jnp.where(classes == labels, np.asarray(1 - smoothing, wide), 0) + jnp.where(
             kept, smoothing / count, 0
         )
-        return jnp.sum((probability - target) * tangent.astype(wide), axis, keepdims=True)
+        slope = probability - target
+        if where is not None:  # what has no class left costs 0, whatever its logits are
+            slope = jnp.where(jnp.any(where, axis, keepdims=True), slope, 0)
+        return jnp.sum(slope * tangent.astype(wide), axis, keepdims=True)
 
     return loss, keeping_inputs(derivative)(logits, largest, rest, labels, where, tangents[0])
 
@@ -117,7 +158,7 @@ def _sparse_jvp(
 def softmax_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
-    axis: Axis = -1,
+    axis: Axis | None = -1,
     where: ArrayLike | None = None,
     *,
     label_smoothing: float = 0.0,
@@ -137,21 +178,29 @@ def softmax_cross_entropy(
       ValueError: a weight is out of range.
     """
     _check_weights(label_smoothing, z_loss)
+    kept = _class_mask(where, jnp.asarray(logits), axis)
 
     def run(logits: jax.Array, labels: jax.Array) -> jax.Array:
         if label_smoothing:
-            labels = optax.smooth_labels(labels, label_smoothing) if where is None else _smoothed(labels, where)
-        loss = optax.softmax_cross_entropy(logits, labels, axis, where)
+            some = jnp.ones((1,) * logits.ndim, bool) if kept is None else kept
+            count = jnp.sum(jnp.broadcast_to(some, logits.shape), axis, keepdims=True).astype(logits.dtype)
+            labels = (1 - label_smoothing) * labels + jnp.where(some, label_smoothing / count, 0)
+        # An example without any class left: over all of them, so that no NaN comes back where its loss counts 0.
+        classes = None if kept is None else kept | ~jnp.any(kept, axis, keepdims=True)
+        logs = _without_impossible(jax.nn.log_softmax(logits, axis, classes), labels, kept)
+        loss = -jnp.sum(labels * logs, axis, where=kept)
         if not z_loss:
             return loss
-        return loss + z_loss * jnp.square(jax.scipy.special.logsumexp(logits, axis, where=where))
-
-    def _smoothed(labels: jax.Array, where: ArrayLike) -> jax.Array:
-        kept = jnp.broadcast_to(jnp.asarray(where), labels.shape)
-        count = jnp.sum(kept, axis, keepdims=True).astype(labels.dtype)
-        return (1 - label_smoothing) * labels + label_smoothing / count * kept.astype(labels.dtype)
+        squared = z_loss * jnp.square(jax.scipy.special.logsumexp(logits, axis, where=classes))
+        return loss + (squared if kept is None else jnp.where(jnp.any(kept, axis), squared, 0))
 
     return widely(run, logits, labels, dtype=reduction_dtype(logits, labels))
+
+
+def _without_impossible(logs: jax.Array, weights: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+    """Logarithms to be multiplied by `weights`, 0 where a weight of 0 meets -inf (or `kept` is False): no NaN there."""
+    impossible = (weights == 0) & (logs == -jnp.inf)
+    return jnp.where(impossible if kept is None else impossible | ~kept, 0, logs)
 
 
 def _check_weights(label_smoothing: float, z_loss: float) -> None:
@@ -179,26 +228,63 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> j
     return widely(optax.squared_error, *given, dtype=reduction_dtype(*given))
 
 
-def kl_divergence(log_predictions: ArrayLike, targets: ArrayLike, axis: Axis = -1) -> jax.Array:
+def kl_divergence(
+    log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+) -> jax.Array:
     """sum(targets (log(targets) - log_predictions)) over `axis`, in reduction_dtype; a target of 0 adds 0.
 
     Args:
       log_predictions: (..., K) log probabilities; `targets`: (..., K) probabilities.
+      where: broadcastable to them; False leaves an element out.
     """
 
     def run(log_predictions: jax.Array, targets: jax.Array) -> jax.Array:
-        return optax.kl_divergence(log_predictions, targets, axis=axis)
+        logs = jnp.log(jnp.where(targets == 0, 1, targets))
+        return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
     return widely(run, log_predictions, targets, dtype=reduction_dtype(log_predictions, targets))
 
 
-def kl_divergence_with_log_targets(log_predictions: ArrayLike, log_targets: ArrayLike, axis: Axis = -1) -> jax.Array:
-    """sum(exp(log_targets) (log_targets - log_predictions)) over `axis`, in reduction_dtype."""
+def kl_divergence_with_log_targets(
+    log_predictions: ArrayLike, log_targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+) -> jax.Array:
+    """sum(exp(log_targets) (log_targets - log_predictions)) over `axis`, in reduction_dtype.
+
+    Args:
+      log_predictions, log_targets: (..., K) log probabilities; a target of -inf adds 0.
+      where: broadcastable to them; False leaves an element out.
+    """
 
     def run(log_predictions: jax.Array, log_targets: jax.Array) -> jax.Array:
-        return optax.losses.kl_divergence_with_log_targets(log_predictions, log_targets, axis=axis)
+        targets = jnp.exp(log_targets)
+        logs = jnp.where(log_targets == -jnp.inf, 0, log_targets)
+        return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
     return widely(run, log_predictions, log_targets, dtype=reduction_dtype(log_predictions, log_targets))
+
+
+@jax.custom_jvp
+def _divergence(targets: jax.Array, log_targets: jax.Array, log_predictions: jax.Array) -> jax.Array:
+    """targets (log_targets - log_predictions); a target of 0 gives 0."""
+    return targets * (log_targets - _without_impossible(log_predictions, targets))
+
+
+def _divergence_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    # By hand, so that backward keeps the predictions for the targets' own gradient only.
+    targets, log_targets, log_predictions = primals
+    out = _divergence(*primals)
+    by_targets, by_log_targets, by_predictions = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+    tangent = jnp.zeros_like(out)
+    if by_predictions is not None:
+        tangent = tangent - targets * by_predictions
+    if by_log_targets is not None:
+        tangent = tangent + targets * by_log_targets
+    if by_targets is not None:
+        tangent = tangent + (log_targets - _without_impossible(log_predictions, targets)) * by_targets
+    return out, tangent
+
+
+_divergence.defjvp(_divergence_jvp, symbolic_zeros=True)
 
 
 def ctc_loss(
@@ -231,23 +317,36 @@ def ctc_loss(
     return widely(run, logits, logit_paddings, label_paddings, dtype=reduction_dtype(logits))
 
 
-def cosine_similarity(predictions: ArrayLike, targets: ArrayLike, epsilon: float = 0.0, axis: Axis = -1) -> jax.Array:
+def cosine_similarity(
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    epsilon: ArrayLike = 0.0,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
+) -> jax.Array:
     """The cosine of the angle between predictions and targets over `axis`, in reduction_dtype.
 
     Args:
       predictions, targets: (..., d) floating.
-      epsilon: the least norm that is divided by.
+      epsilon: the least squared norm, as in optax.
+      where: broadcastable to them; False leaves an element out.
 
     Returns:
       (...): between -1 and 1.
     """
 
     def run(predictions: jax.Array, targets: jax.Array) -> jax.Array:
-        return optax.cosine_similarity(predictions, targets, epsilon=epsilon, axis=axis)
+        return optax.cosine_similarity(predictions, targets, epsilon=epsilon, axis=axis, where=where)
 
     return widely(run, predictions, targets, dtype=reduction_dtype(predictions, targets))
 
 
-def cosine_distance(predictions: ArrayLike, targets: ArrayLike, epsilon: float = 0.0, axis: Axis = -1) -> jax.Array:
+def cosine_distance(
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    epsilon: ArrayLike = 0.0,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
+) -> jax.Array:
     """1 - `cosine_similarity`, in reduction_dtype."""
-    return 1.0 - cosine_similarity(predictions, targets, epsilon, axis)
+    return 1.0 - cosine_similarity(predictions, targets, epsilon, axis, where)

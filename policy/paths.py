@@ -15,7 +15,7 @@ _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 
 
 def path_of(name_stack: str, above: Path = ()) -> Path:
-    """The module path in a name stack, as flax.linen and `jax.named_scope` write it.
+    """The module path in a name stack, as flax.linen and `jax.named_scope` write it: names, and places in lists.
 
     Args:
       name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
@@ -32,7 +32,8 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
                 part = ""
         for name in _parts(part):
             module, _, method = name.partition(".")  # flax.linen writes Net.encode for a method's scope, within Net's
-            if all(map(str.isidentifier, name.split("."))) and name not in _OF_JAX:
+            is_name = name.isdigit() or all(map(str.isidentifier, name.split(".")))  # a layer of a list is a number
+            if is_name and name not in _OF_JAX:
                 path += [] if method and path[-1:] == [module] else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)

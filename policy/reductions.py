@@ -146,7 +146,12 @@ def softplus(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
 
 
 def mean(
-    x: ArrayLike, axis: Axis = None, *, keepdims: bool = False, where: ArrayLike | None = None, dtype: Any = None
+    x: ArrayLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    *,
+    keepdims: bool = False,
+    where: ArrayLike | None = None,
 ) -> jax.Array:
     """The arithmetic mean over `axis`, summed in reduction_dtype; `dtype` or x's out. Integers give reduction_dtype."""
     return widely(lambda x: jnp.mean(x, axis, keepdims=keepdims, where=where), x, dtype=dtype)
@@ -155,27 +160,41 @@ def mean(
 def var(
     x: ArrayLike,
     axis: Axis = None,
+    dtype: DTypeLike | None = None,
     *,
     ddof: int = 0,
     keepdims: bool = False,
     where: ArrayLike | None = None,
-    dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The variance over `axis`, in two passes in reduction_dtype; `dtype` or x's out. `ddof` as in NumPy."""
-    return widely(lambda x: jnp.var(x, axis, ddof=ddof, keepdims=keepdims, where=where), x, dtype=dtype)
+    """The variance over `axis`, in two passes in reduction_dtype; `dtype` or x's (real) out. `ddof` as in NumPy."""
+
+    def run(x: jax.Array) -> jax.Array:
+        return jnp.var(x, axis, ddof=ddof, keepdims=keepdims, where=where)
+
+    return widely(run, x, dtype=_real(x) if dtype is None else dtype)
 
 
 def std(
     x: ArrayLike,
     axis: Axis = None,
+    dtype: DTypeLike | None = None,
     *,
     ddof: int = 0,
     keepdims: bool = False,
     where: ArrayLike | None = None,
-    dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The standard deviation over `axis`, in two passes in reduction_dtype; `dtype` or x's out."""
-    return widely(lambda x: jnp.std(x, axis, ddof=ddof, keepdims=keepdims, where=where), x, dtype=dtype)
+    """The standard deviation over `axis`, in two passes in reduction_dtype; `dtype` or x's (real) out."""
+
+    def run(x: jax.Array) -> jax.Array:
+        return jnp.std(x, axis, ddof=ddof, keepdims=keepdims, where=where)
+
+    return widely(run, x, dtype=_real(x) if dtype is None else dtype)
+
+
+def _real(x: ArrayLike) -> np.dtype | None:
+    """The dtype of the real part of complex numbers; None for others."""
+    dtype = jnp.result_type(x)
+    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else None
 
 
 def standardize(
@@ -218,44 +237,61 @@ def _expanded(statistic: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def cumsum(
-    x: ArrayLike, axis: int | None = None, *, reverse: bool = False, dtype: DTypeLike | None = None
+    x: ArrayLike, axis: int | None = None, dtype: DTypeLike | None = None, *, reverse: bool = False
 ) -> jax.Array:
-    """Running sums along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out."""
+    """Running sums along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out.
 
-    def run(x: jax.Array) -> jax.Array:
-        flat, along = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
-        return jax.lax.cumsum(flat, along, reverse=reverse)
-
-    return widely(run, x, dtype=dtype)
+    Integers are summed as integers, exactly, and booleans counted as JAX counts them, unless `dtype` is a floating one.
+    """
+    return _running(jax.lax.cumsum, x, axis, dtype, reverse)
 
 
 def cumprod(
-    x: ArrayLike, axis: int | None = None, *, reverse: bool = False, dtype: DTypeLike | None = None
+    x: ArrayLike, axis: int | None = None, dtype: DTypeLike | None = None, *, reverse: bool = False
 ) -> jax.Array:
-    """Running products along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out."""
+    """Running products along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out.
 
-    def run(x: jax.Array) -> jax.Array:
-        flat, along = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
-        return jax.lax.cumprod(flat, along, reverse=reverse)
+    Integers as in `cumsum`.
+    """
+    return _running(jax.lax.cumprod, x, axis, dtype, reverse)
 
-    return widely(run, x, dtype=dtype)
+
+def _running(operation: Callable[..., jax.Array], x: Any, axis: int | None, dtype: Any, reverse: bool) -> jax.Array:
+    x = jnp.atleast_1d(jnp.asarray(x))
+    x, along = (x.reshape(-1), 0) if axis is None else (x, axis)
+    if not -x.ndim <= along < x.ndim:
+        raise ValueError(f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got {axis}.")
+    return _exactly_or_widely(lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype)
+
+
+def _exactly_or_widely(function: Callable[[jax.Array], jax.Array], x: Any, dtype: Any) -> jax.Array:
+    """``widely(function, x)``, but of integers in their own dtype, or in the integer one that is asked for."""
+    x = jnp.asarray(x)
+    counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (dtype and jnp.issubdtype(dtype, jnp.inexact))
+    if not counts:
+        return widely(function, x, dtype=dtype)
+    wide = dtype or (jnp.dtype(int) if x.dtype == bool else x.dtype)
+    return function(x.astype(jax.dtypes.canonicalize_dtype(wide)))
 
 
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+    *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Sums the rows of `data` by segment, in reduction_dtype and without a one-hot matrix; `dtype` or data's out.
 
     Args:
-      data: (n, ...) floating.
+      data: (n, ...) floating; integers as in `cumsum`.
       segment_ids: (n,) integers; ids outside of [0, num_segments) are left out.
       num_segments: how many segments there are; needed under jit.
+      indices_are_sorted, unique_indices, bucket_size, mode: as `jax.ops.segment_sum` has them.
 
     Returns:
       (num_segments, ...).
@@ -263,11 +299,10 @@ def segment_sum(
 
     def run(data: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(
-            data, jnp.asarray(segment_ids), num_segments, indices_are_sorted=indices_are_sorted,
-            unique_indices=unique_indices,
-        )  # fmt: skip
+            data, jnp.asarray(segment_ids), num_segments, indices_are_sorted, unique_indices, bucket_size, mode
+        )
 
-    return widely(run, data, dtype=dtype)
+    return _exactly_or_widely(run, data, dtype)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -40,6 +40,35 @@ def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     )
 
 
+def unboxed(tree: Any) -> Any:
+    """`tree` with the content of each box in its place.
+
+    A box is a pytree node of one child that converts to an array: an nnx Variable. `nnx.state` has one around each
+    param, and `nnx.Optimizer` around each leaf of its state.
+    """
+    return jax.tree.map(lambda node: _children(node)[0][0] if _is_box(node) else node, tree, is_leaf=_is_box)
+
+
+def boxed_like(tree: Any, boxes: Any) -> Any:
+    """`tree`, which is like an unboxed `boxes`, with its contents in boxes of the same kinds."""
+    kinds, structure = jax.tree.flatten(boxes, is_leaf=_is_box)
+    if not any(map(_is_box, kinds)):
+        return tree
+    contents = structure.flatten_up_to(tree)
+    return structure.unflatten(
+        _children(kind)[1].unflatten([content]) if _is_box(kind) else content
+        for kind, content in zip(kinds, contents, strict=True)
+    )
+
+
+def _is_box(node: Any) -> bool:
+    return hasattr(node, "__jax_array__") and len(_children(node)[0]) == 1
+
+
+def _children(node: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(node, is_leaf=lambda child: child is not node)
+
+
 def is_inexact(x: Any) -> bool:
     """Whether a leaf holds floating or complex numbers: what can be differentiated, scaled and checked."""
     return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)

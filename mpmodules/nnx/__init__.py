@@ -55,6 +55,9 @@ if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
     from mpmodules.nnx._rotary import RoPE as RoPE
     from mpmodules.nnx._rotary import dot_product_attention_with_rope as dot_product_attention_with_rope
 
+if hasattr(_flax_nnx, "EMA"):  # flax 0.12.12 and later
+    from mpmodules.nnx._average import EMA as EMA
+
 
 def __getattr__(name: str) -> Any:
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,16 @@ class ReparameterizedWeights(Module):
         return wide if policy is None or functional.is_wider(wide, policy.reduction_dtype) else policy.reduction_dtype
 
 
+def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
+    """Flax's call, after which the weights are as they are stored; what it takes beside `x` is the version's own."""
+
+    @functools.wraps(upstream_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(upstream_call, *args, **kwargs)
+
+    return call
+
+
 class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
     """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
 
@@ -84,9 +95,7 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
                 else:
                     self.scales[path] = cast_array(scale, policy.param_dtype)
 
-    def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        """The layer inside, called with its weights normalised; arguments are its own."""
-        return self._run(flax_nnx.WeightNorm.__call__, x, *args, **kwargs)
+    __call__ = _restoring(flax_nnx.WeightNorm.__call__)
 
     def _weightnorm_inplace(self, path: Any, param: Any) -> None:
         if not self.variable_filter(path, param) or not jnp.issubdtype(param.dtype, jnp.inexact):
@@ -119,13 +128,7 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
         if value.dtype != wide:
             statistic.set_value(value.astype(wide))
 
-    def __call__(self, x: jax.Array, *args: Any, update_stats: bool | None = None, **kwargs: Any) -> jax.Array:
-        """The layer inside, called with its weights normalised; other arguments are its own.
-
-        Args:
-          update_stats: whether to update `u` and `sigma`; None is what the constructor was given.
-        """
-        return self._run(flax_nnx.SpectralNorm.__call__, x, *args, update_stats=update_stats, **kwargs)
+    __call__ = _restoring(flax_nnx.SpectralNorm.__call__)
 
     def _spectral_normalize_inplace(self, path: Any, orig_param: Any, update_stats: bool) -> None:
         if not jnp.issubdtype(orig_param.dtype, jnp.inexact):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
@@ -17,7 +18,8 @@ from policy.amp import calls as calls
 from policy.amp.categories import known_primitives
 from policy.amp.compat import opened
 from policy.amp.evaluator import Evaluator
-from policy.amp.settings import ISLAND, Journal, Places, Settings
+from policy.amp.report import Report
+from policy.amp.settings import ISLAND, Places, Settings
 from policy.amp.values import Value, cast, is_floating
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
@@ -144,18 +146,31 @@ def _checked(
     return _Options(policy, params, settings)
 
 
-# What turns an object into a function of arrays and back, by type: nnx modules, whose state is to be handed in.
-ENTRIES: list[Callable[[Any, Callable[[Any], Any]], Any | None]] = []
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A call whose function changes state in place, as a call of a pure one.
+
+    Attributes:
+      key: tells pure functions of one function apart; hashable.
+      pure: the pure function, whose first argument are parameters.
+      args: what it is called with.
+      finish: puts the state that it returned in place, and gives what the call returns.
+    """
+
+    key: Any
+    pure: Callable[..., Any]
+    args: tuple[Any, ...]
+    finish: Callable[[Any], Any]
+
+
+# How libraries whose modules hold state hand it in and out: each gives None where a call is none of its business.
+LOWERINGS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Lowered | None]] = []
 
 
 def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
     _require_callable(fn, "autocast")
     if not enabled:
         return full_precision(fn)
-    for entry in ENTRIES:
-        entered = entry(fn, functools.partial(_transformed, options=options, enabled=True))
-        if entered is not None:
-            return entered
     return _Autocast(fn, options).wrapper()
 
 
@@ -165,22 +180,52 @@ class _Autocast:
     def __init__(self, fn: Any, options: _Options):
         self.fn, self.options = fn, options
         self.programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.pure: collections.OrderedDict[Any, _Autocast] = collections.OrderedDict()
 
     def wrapper(self) -> Callable[..., Any]:
-        @functools.wraps(self.fn, assigned=[n for n in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, n)])
+        names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)]
+
+        @functools.wraps(self.fn, assigned=names, updated=())
         def transformed(*args: Any, **kwargs: Any) -> Any:
             settings = self.options.resolved()
             if settings is None:
                 return self.fn(*args, **kwargs)
-            leaves, treedef = jax.tree.flatten((args, kwargs))
-            is_array = tuple(map(_is_array, leaves))
-            arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-            static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
-            program = self._program(treedef, is_array, static, settings)
-            return program(*arrays)
+            target, args, kwargs, finish = self.lowered(args, kwargs)
+            treedef, arrays, is_array, static = _split(args, kwargs)
+            return finish(target._program(treedef, is_array, static, settings)(*arrays))
 
         transformed.explain = self.explain  # type: ignore[attr-defined]
         return transformed
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """What is cast where, were the function called with these arguments. Nothing runs; shapes will do."""
+        settings, report = self.options.resolved(), Report()
+        if settings is not None:
+            target, args, kwargs, _ = self.lowered(args, kwargs)
+            treedef, arrays, is_array, static = _split(args, kwargs)
+            jax.eval_shape(target._rewritten(treedef, is_array, static, settings, report), *arrays)
+        return report
+
+    def lowered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Autocast, tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
+        """The call as one of a function of arrays: what to call, with what, and what to do with the result."""
+        for lower in LOWERINGS:
+            call = lower(self.fn, args, kwargs)
+            if call is not None:
+                return self._of_pure(call.key, call.pure), call.args, {}, call.finish
+        holder, pure = _held(self.fn)
+        if holder is None:
+            return self, args, kwargs, lambda out: out
+        return self._of_pure(type(holder), pure), (holder, *args), kwargs, lambda out: out
+
+    def _of_pure(self, key: Any, pure: Callable[..., Any]) -> _Autocast:
+        """The autocast of a pure function, whose first argument are parameters."""
+        target = self.pure.pop(key, None) or _Autocast(pure, dataclasses.replace(self.options, params=0))
+        self.pure[key] = target
+        if len(self.pure) > _MOST_PROGRAMS:
+            self.pure.popitem(last=False)
+        return target
 
     def _program(self, treedef: Any, is_array: tuple[bool, ...], static: tuple[Any, ...], settings: Settings) -> Any:
         exact = tuple(leaf.hex() if isinstance(leaf, float) else leaf for leaf in static)  # -0.0 is not 0.0
@@ -197,50 +242,66 @@ class _Autocast:
         return program
 
     def _rewritten(
-        self, treedef: Any, is_array: tuple[bool, ...], static: tuple[Any, ...], settings: Settings, journal: Any = None
+        self,
+        treedef: Any,
+        is_array: tuple[bool, ...],
+        static: tuple[Any, ...],
+        settings: Settings,
+        report: Report | None = None,
     ) -> Callable[..., Any]:
         """The function of the arrays alone that traces `fn` and evaluates its program."""
 
-        def leaves_with(arrays: Sequence[Any]) -> list[Any]:
+        def arguments(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             dynamic, fixed = iter(arrays), iter(static)
-            return [next(dynamic) if is_dynamic else next(fixed) for is_dynamic in is_array]
+            return jax.tree.unflatten(treedef, [next(dynamic) if i else next(fixed) for i in is_array])
 
         def flat(*arrays: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(treedef, leaves_with(arrays))
+            args, kwargs = arguments(arrays)
             return self.fn(*args, **kwargs)
 
         def rewritten(*arrays: Any) -> Any:
             jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-            args, kwargs = jax.tree.unflatten(treedef, leaves_with(arrays))
-            yields = (
-                _parameters(self.fn, self.options.params, args, kwargs) if settings.narrows else [False] * len(is_array)
-            )
-            marked = [mark for mark, is_dynamic in zip(yields, is_array, strict=True) if is_dynamic]
+            args, kwargs = arguments(arrays)
+            marks = _parameters(self.fn, self.options.params, args, kwargs)
+            params = [mark for mark, is_dynamic in zip(marks, is_array, strict=True) if is_dynamic]
+            if report is not None:
+                report.note_parameters((args, kwargs), marks)
+            values = [
+                Value(array if _is_key(array) else jnp.asarray(array), is_param and settings.narrows)
+                for array, is_param in zip(arrays, params, strict=True)
+            ]
             places = Places(settings)
             body, consts = opened(jaxpr)
-            values = [
-                Value(jax.numpy.asarray(a) if not _is_key(a) else a, m) for a, m in zip(arrays, marked, strict=True)
-            ]
-            outputs = Evaluator(settings, places, journal=journal).run(body, [Value(c) for c in consts], values)
+            outputs = Evaluator(settings, places, report=report).run(body, [Value(c) for c in consts], values)
             places.check_rules()
-            structure = jax.tree.structure(shape)
-            return jax.tree.unflatten(
-                structure,
-                [_like(o.array, like) for o, like in zip(outputs, jax.tree.leaves(shape), strict=True)],
-            )
+            leaves, structure = jax.tree.flatten(shape)
+            results = [_like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)]
+            return jax.tree.unflatten(structure, results)
 
         rewritten.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
         return rewritten
 
-    def explain(self, *args: Any, **kwargs: Any) -> Journal:
-        settings, journal = self.options.resolved(), Journal()
-        if settings is not None:
-            leaves, treedef = jax.tree.flatten((args, kwargs))
-            is_array = tuple(_is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-            arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-            static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
-            jax.eval_shape(self._rewritten(treedef, is_array, static, settings, journal), *arrays)
-        return journal
+
+def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:
+    """The tree of arrays that a function is, or is a method of, which are arguments too; None where there is none."""
+    owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
+    for holder, pure in (
+        (fn, lambda holder, *args, **kwargs: holder(*args, **kwargs)),
+        (owner, lambda holder, *args, **kwargs: getattr(holder, name)(*args, **kwargs)),
+    ):
+        leaves = [] if holder is None or isinstance(holder, type) else jax.tree.leaves(holder)
+        if any(leaf is not holder and _is_array(leaf) for leaf in leaves):
+            return holder, pure
+    return None, fn
+
+
+def _split(args: Any, kwargs: Any) -> tuple[Any, list[Any], tuple[bool, ...], tuple[Any, ...]]:
+    """The arrays among arguments, which leaves they are, and the rest."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = tuple(map(_is_array, leaves))
+    arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+    static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
+    return treedef, arrays, is_array, static
 
 
 def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
@@ -252,11 +313,11 @@ def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def _is_key(array: Any) -> bool:
-    return jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)
+    return jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def _parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:

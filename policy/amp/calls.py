@@ -238,8 +238,8 @@ def _custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
     try:
         return _rebuilt_vjp(evaluator, equation, values)
     except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
-        if evaluator.journal is not None:
-            evaluator.journal.note(evaluator.path, "custom_vjp_call", "opaque", _arrays(values))
+        if evaluator.report is not None:
+            evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", _arrays(values))
         return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
@@ -274,8 +274,8 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
         try:
             outputs, saved = rewritten(*given)
         except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
-            if evaluator.journal is not None:
-                evaluator.journal.note(evaluator.path, "custom_vjp_call", "opaque", given)
+            if evaluator.report is not None:
+                evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", given)
             outputs, saved = original(*_in(like_traced, given))
         return [cast(output, known.dtype) for output, known in zip(outputs, body.like, strict=True)], saved
 

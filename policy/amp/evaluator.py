@@ -11,17 +11,9 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from policy.amp.settings import Journal, Place, Places, Settings
-from policy.amp.values import (
-    F32,
-    Value,
-    cast,
-    common_dtype,
-    fits,
-    float_dtype,
-    has_range_of_float32,
-    is_floating,
-)
+from policy.amp.report import Report
+from policy.amp.settings import Place, Places, Settings
+from policy.amp.values import F32, Value, cast, common_dtype, fits, float_dtype, has_range_of_float32, is_floating
 from policy.paths import Path, path_of
 
 Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
@@ -50,15 +42,15 @@ class Evaluator:
       settings: what was asked for.
       places: which dtype that means at each module path.
       path: the module path of the equation whose body is being run.
-      journal: where to note what was done, or None.
+      report: where to note what was done, or None.
     """
 
-    def __init__(self, settings: Settings, places: Places, path: Path = (), journal: Journal | None = None):
-        self.settings, self.places, self.path, self.journal = settings, places, path, journal
+    def __init__(self, settings: Settings, places: Places, path: Path = (), report: Report | None = None):
+        self.settings, self.places, self.path, self.report = settings, places, path, report
 
     def inside(self, equation: Any) -> Evaluator:
         """The evaluator for the body of `equation`."""
-        return Evaluator(self.settings, self.places, self._path_of(equation), self.journal)
+        return Evaluator(self.settings, self.places, self._path_of(equation), self.report)
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """The outputs of an open jaxpr."""
@@ -109,8 +101,8 @@ class Evaluator:
             done, outputs = self._passed(equation, values, place)
         else:
             done, outputs = self._mixed(equation, values, place)
-        if self.journal is not None:
-            self.journal.note(path, name, done, [value.array for value in outputs])
+        if self.report is not None:
+            self.report.note(path, name, done, [value.array for value in outputs])
         return outputs
 
     def _narrowed(self, value: Value, category: str, place: Place) -> Value:

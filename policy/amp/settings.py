@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
-from typing import Any
 
 import numpy as np
 
@@ -123,17 +121,3 @@ def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:
             if policy is not None:
                 return policy
     return None
-
-
-Record = tuple[str, str, str, tuple[str, ...]]  # path, primitive, what was done with it, the dtypes it ran on
-
-
-@dataclasses.dataclass
-class Journal:
-    """What an autocast did, for `explain`."""
-
-    records: Counter[Record] = dataclasses.field(default_factory=Counter)
-
-    def note(self, path: Path, name: str, done: str, arrays: list[Any]) -> None:
-        dtypes = tuple(str(array.dtype) for array in arrays if hasattr(array, "dtype"))
-        self.records["/".join(_named(path)), name, done, dtypes] += 1

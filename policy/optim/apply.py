@@ -27,7 +27,9 @@ def apply_gradients(
       tx: what `mixed_precision` returned; nothing around it.
       params: a tree of floating arrays. Leaves under `_overwrite_with_gradient` take their gradient as their value.
       state: the `MixedPrecisionState` that `tx.init(params)` made.
-      grads: a plain tree of true gradients, or `ScaledGradients`, divided by the scale that they carry.
+      grads: a plain tree of true gradients, or `ScaledGradients`, divided by the scale that they carry. For
+        `optax.contrib.dpsgd` they are per example, with an axis in front of each; for `optax.lookahead`, whose params
+        are an `optax.LookaheadParams`, those of its fast params.
       **extra_args: handed to the inner transform's update.
 
     Returns:

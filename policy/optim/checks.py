@@ -43,7 +43,8 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     Raises:
       TypeError: `state` is no MixedPrecisionState, or a ScaledGradients lies inside of the gradients.
       ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they are no numbers, or
-        differ between devices where the params don't.
+        differ between devices where the params don't. Each may have one axis more in front, of one length for all:
+        gradients per example.
     """
     if not isinstance(state, MixedPrecisionState):
         raise TypeError(f"state should be a MixedPrecisionState, but got {type(state).__name__}.")
@@ -54,6 +55,7 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     is_scaled = lambda node: isinstance(node, ScaledGradients)  # noqa: E731
     if any(map(is_scaled, jax.tree.leaves(gradients, is_leaf=is_scaled))):
         raise TypeError("A ScaledGradients should be the whole of the gradients, but one lies inside of their tree.")
+    params = differentiated(params)
     if jax.tree.structure(gradients) != jax.tree.structure(params):
         ours, theirs = leaf_names(params), leaf_names(gradients)
         missing = [name for name in ours if name not in theirs]
@@ -63,12 +65,14 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             f"Missing: {shortened(missing) or 'nothing'}. Beyond: {shortened(extra) or 'nothing'}. "
             f"Containers: {type(gradients).__name__} for {type(params).__name__}."
         )
+    examples = _examples(gradients, params)
     wrong = [
-        f"{path_name(path)} is {g.dtype}{list(g.shape)} for {p.dtype}{list(p.shape)}"
+        f"{path_name(path)} is {_shown(g)} for {_shown(p)}"
         for (path, p), g in zip(
             jax.tree_util.tree_leaves_with_path(params), map(_array, jax.tree.leaves(gradients)), strict=True
         )
-        if not is_overwritten(path) and not (g.shape == p.shape and is_inexact(g) and _is_complex(g) <= _is_complex(p))
+        if not is_overwritten(path)
+        and not (g.shape == (*examples, *p.shape) and is_inexact(g) and _is_complex(g) <= _is_complex(p))
     ]
     if wrong:
         raise ValueError(
@@ -94,6 +98,74 @@ def _check_devices(gradients: Any, params: Any) -> None:
         )
 
 
+def differentiated(params: Any) -> Any:
+    """The part of params that gradients are taken by: all, or the fast ones of `optax.lookahead`'s pair."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def per_example(gradients: Any, params: Any) -> bool:
+    """Whether gradients have an axis more in front than the params: one for each example, as `dpsgd` takes them."""
+    return bool(_examples(gradients, differentiated(params)))
+
+
+def _examples(gradients: Any, params: Any) -> tuple[int, ...]:
+    """The axis that every gradient has in front of its param's, or none."""
+    shapes = [
+        (jnp.shape(g), p.shape)
+        for (path, p), g in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(gradients), strict=True)
+        if not is_overwritten(path)
+    ]
+    lengths = {g[0] if g and g[1:] == p else -1 for g, p in shapes}
+    return tuple(lengths) if len(lengths) == 1 and -1 not in lengths else ()
+
+
+def check_stepped(tx: Any, gradients: Any, updates: Any, wide: Any, new_inner: Any, inner: Any) -> None:
+    """Refuses what an inner transform returned where it can't be a step: other trees or shapes than it was given.
+
+    Raises:
+      ValueError: by the transform's name.
+    """
+    name = _name_of(tx)
+    if jax.tree.structure(new_inner) != jax.tree.structure(inner):
+        raise ValueError(
+            f"{name} can't be wrapped: its update changed the tree of its state, "
+            f"from {jax.tree.structure(inner)} to {jax.tree.structure(new_inner)}."
+        )
+    if jax.tree.structure(updates) != jax.tree.structure(wide):
+        raise ValueError(
+            f"{name} can't be wrapped: its updates should have the tree of the params, {jax.tree.structure(wide)}, "
+            f"but got {jax.tree.structure(updates)}."
+        )
+    steps, states = _other_shapes(updates, wide), _other_shapes(new_inner, inner)
+    if (steps or states) and per_example(gradients, wide):
+        raise ValueError(
+            f"{name} takes no gradients per example: average them over their first axis, or put optax.contrib.dpsgd or "
+            f"differentially_private_aggregate first. Its updates and state: {shortened(steps + states)}."
+        )
+    if states:
+        raise ValueError(f"{name} can't be wrapped: its update changed shapes in its state: {shortened(states)}.")
+    if steps:
+        raise ValueError(
+            f"{name} can't be wrapped: its updates should have the params' shapes, but {shortened(steps)}."
+        )
+
+
+def _other_shapes(new: Any, old: Any) -> list[str]:
+    return [
+        f"{path_name(path)} is {_shown(a)} for {_shown(b)}"
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(jax.tree.map(_array, new)), jax.tree.leaves(old), strict=True
+        )
+        if a.shape != b.shape
+    ]
+
+
+def _name_of(tx: Any) -> str:
+    """`tx (adamw)`: the function that made a transform is a part of the names of its own two."""
+    made_by = getattr(tx.init, "__qualname__", "").partition(".<locals>")
+    return f"tx ({made_by[0]})" if made_by[1] else "tx"
+
+
 def check_number(name: str, value: Any) -> float:
     """A positive finite Python float, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 < value < np.inf:
@@ -110,6 +182,10 @@ def is_transform(tx: Any) -> bool:
 
 def _is_complex(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def _array(x: Any) -> Any:

@@ -22,23 +22,24 @@ def mapped_axes(tree: Any, axis_name: Sequence[Hashable]) -> list[frozenset[Any]
     return [varying_axes(leaf) | untyped for leaf in jax.tree.leaves(tree)]
 
 
-def clip_by_global_norm(gradients: Any, largest: float, axis_name: Sequence[Hashable] = ()) -> Any:
-    """Scales gradients down where their global norm is above `largest`: g · largest / max(norm, largest).
+def global_norm(gradients: Any, axis_name: Sequence[Hashable] = ()) -> jax.Array:
+    """() float32: the norm of all leaves, on every device the same.
 
     Args:
       gradients: a tree of true gradients, float32 or wider.
-      largest: the largest norm let through.
       axis_name: see `mapped_axes`; squares are summed over them.
 
     Returns:
-      A tree of the same dtypes. Where the squares overflow float32 (norms from 1.8e19 on) gradients become 0.
+      The norm: not finite where a gradient isn't, or where squares overflow float32 (norms from 1.8e19 on).
     """
     squares = []
     for leaf, axes in zip(jax.tree.leaves(gradients), mapped_axes(gradients, axis_name), strict=True):
         square = jnp.sum(jnp.square(jnp.abs(leaf))).astype(jnp.float32)
         squares.append(lax.psum(square, tuple(sorted(axes, key=str))) if axes else square)
-    if not squares:
-        return gradients
-    norm = jnp.sqrt(jnp.sum(jnp.stack(squares)))
+    return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.zeros((), jnp.float32)
+
+
+def clip_to_norm(gradients: Any, norm: jax.Array, largest: float) -> Any:
+    """Scales gradients of a global norm down where it is above `largest`: g · largest / max(norm, largest)."""
     factor = jnp.float32(largest) / jnp.maximum(norm, jnp.float32(largest))
     return jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)

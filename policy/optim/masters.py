@@ -12,7 +12,7 @@ import optax
 from policy.optim.rounding import round_to
 from policy.optim.state import Layout, MixedPrecisionState, find_state, strong
 from policy.optim.storage import MasterWeights, beside, hold, kind_of, release, widen_leaf
-from policy.trees import is_overwritten, leaf_names, path_name, shortened, working_dtype
+from policy.trees import boxed_like, is_overwritten, leaf_names, path_name, shortened, unboxed, working_dtype
 
 
 def without_overwritten(tree: Any) -> Any:
@@ -58,20 +58,21 @@ def master_params(params: Any, state: Any) -> Any:
     What evaluation, export and averages should read. Leaves under `_overwrite_with_gradient` come as they are.
 
     Args:
-      params: the params that `state` belongs to.
-      state: an optimizer state that holds a `MixedPrecisionState`.
+      params: the params that `state` belongs to; for an `nnx.Optimizer`, `nnx.state(model, nnx.Param)`.
+      state: an optimizer state that holds a `MixedPrecisionState`, or what has one as its attribute `opt_state`.
 
     Raises:
       ValueError: `state` holds none, or params differ from those it was made from.
     """
-    state = find_state(state)
-    check_layout(without_overwritten(params), state)
+    state, plain = find_state(state), unboxed(params)
+    state = state._replace(masters=unboxed(state.masters))
+    check_layout(without_overwritten(plain), state)
 
     def one(path: Any, p: jax.Array, kept: Any) -> jax.Array:
         return p if is_overwritten(path) else widen_leaf(p, kept, kind_of(p.dtype, state.layout.master_weights))
 
     # an overwritten leaf pairs with an empty node too
-    return jax.tree_util.tree_map_with_path(one, params, state.masters)
+    return boxed_like(jax.tree_util.tree_map_with_path(one, plain, state.masters), params)
 
 
 def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
@@ -91,19 +92,21 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     """
     if not isinstance(state, MixedPrecisionState):
         raise TypeError(f"resync takes a MixedPrecisionState, but got {type(state).__name__}.")
-    params = without_overwritten(params)
+    params, boxes = without_overwritten(unboxed(params)), state.masters
+    state = state._replace(masters=unboxed(boxes))
     check_tree(params, state)
     mode = state.layout.master_weights
 
     def follow(p: jax.Array, kept: Any) -> Any:
         kind = kind_of(p.dtype, mode)
-        if kind == "none" or not (isinstance(kept, jax.Array) and kept.dtype == jnp.float32):
+        if kind == "none" or getattr(kept, "dtype", None) != jnp.float32:
             return beside(p, kind)
         wide = jnp.where(round_to(kept, p.dtype) == p, kept, p.astype(jnp.float32))
         return release(hold(wide, p.dtype, kind), p.dtype, kind)[1]
 
     layout = layout_of(params, mode)
-    return state._replace(masters=jax.tree.map(follow, params, state.masters), layout=layout)
+    masters = jax.tree.map(follow, params, state.masters)
+    return state._replace(masters=boxed_like(masters, boxes), layout=layout)
 
 
 def init_masters(f32_params: Any, param_dtype: Any, master_weights: MasterWeights) -> tuple[Any, Any]:

@@ -18,9 +18,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from policy.gradients import ScaledGradients
-from policy.loss_scale import LossScale, fusion_barrier, is_finite, unscale_tree
-from policy.optim.checks import check_gradients, check_params
-from policy.optim.clip import clip_by_global_norm, mapped_axes
+from policy.loss_scale import LossScale, all_finite_unscaled, fusion_barrier, unscale_by_reciprocal
+from policy.optim.checks import check_gradients, check_params, check_stepped, differentiated, per_example
+from policy.optim.clip import clip_to_norm, global_norm, mapped_axes
 from policy.optim.delivery import Delivery
 from policy.optim.masters import check_layout, layout_of, make_masters, widen, without_overwritten
 from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
@@ -94,12 +94,20 @@ class Recipe:
         self, gradients: Any, state: Any, params: Any, extra_args: dict[str, Any], *, as_updates: bool
     ) -> tuple[Any, MixedPrecisionState]:
         """One step: the new params, or what to add to the old ones, and the state."""
-        scale: ArrayLike = 1.0
+        scale: ArrayLike | None = None
         if isinstance(gradients, ScaledGradients):
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         check_layout(params, state)
+        if self.clip_global_norm is not None and per_example(gradients, params):
+            raise ValueError(
+                "clip_global_norm clips one gradient, but gradients are per example, and what takes them clips each: "
+                "leave it out."
+            )
+        norm = None
+        if self.clip_global_norm is not None:
+            norm = global_norm(_true_gradients(gradients, scale, params), self.axis_name)
         leaves, tree = jax.tree.flatten(params)
         deliveries = [Delivery.of(leaf, self.master_weights, as_updates) for leaf in leaves]
 
@@ -108,6 +116,8 @@ class Recipe:
             params, gradients, inner, masters = operands
             wide = widen(params, masters, self.master_weights)
             true = _true_gradients(gradients, scale, params)
+            if norm is not None and self.clip_global_norm is not None:
+                true = clip_to_norm(true, norm, self.clip_global_norm)
             updates, inner = self.inner_step(true, inner, wide, state.count, extra_args)
             new = jax.tree.leaves(jax.tree.map(jnp.add, wide, updates))
             each = (
@@ -126,7 +136,8 @@ class Recipe:
 
         operands = (params, gradients, jax.tree.map(_strengthened, state.inner), state.masters)
         if self.skip_nonfinite:
-            finite = self.agreed_finite(_true_gradients(gradients, scale, params), gradients)
+            # one look at the gradients serves both: a norm is finite where all of them are
+            finite = self.agreed_finite(gradients, scale) if norm is None else fusion_barrier(jnp.isfinite(norm))
             held, inner = lax.cond(finite, apply_step, skip_step, operands)
         elif any(d.kind in PACKED for d in deliveries):
             finite = state.finite
@@ -146,29 +157,22 @@ class Recipe:
             masters=jax.tree.unflatten(tree, [kept for _, kept in results]),
         )
 
-    def agreed_finite(self, gradients: Any, stored: Any) -> jax.Array:
-        """() bool, the same on every device: whether all true gradients, made from `stored`, are finite."""
-        flags = jax.tree.leaves(jax.tree.map(lambda true, g: is_finite(true, g.dtype), gradients, stored))
-        finite = jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+    def agreed_finite(self, gradients: Any, scale: ArrayLike | None) -> jax.Array:
+        """() bool, the same on every device: whether all true gradients are finite."""
+        finite = all_finite_unscaled(gradients, scale)
         axes = frozenset().union(*mapped_axes(gradients, self.axis_name))
         if axes:
             finite = lax.pmin(finite.astype(jnp.int32), tuple(sorted(axes, key=str))) > 0
-        return fusion_barrier(finite)
+        return finite
 
     def inner_step(
         self, gradients: Any, inner: Any, wide: Any, count: jax.Array, extra_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Clip, and the inner transform: float32 updates, and its state in the types that it had."""
-        if self.clip_global_norm is not None:
-            gradients = clip_by_global_norm(gradients, self.clip_global_norm, self.axis_name)
+        """The inner transform: float32 updates, and its state in the types that it had."""
         targets = None if self.moment_dtypes is None else moment_targets(inner, wide, self.moment_dtypes)
         computed = inner if targets is None else widen_moments(inner, targets)
         updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
-        if jax.tree.structure(new_inner) != jax.tree.structure(inner):
-            raise ValueError(
-                "tx can't be wrapped: its update changed the tree of its state, "
-                f"from {jax.tree.structure(inner)} to {jax.tree.structure(new_inner)}."
-            )
+        check_stepped(self.inner, gradients, updates, wide, new_inner, inner)
         updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
         if targets is not None:
             keys = self.rounding_keys(jax.tree.leaves(new_inner), count, first=len(jax.tree.leaves(wide)))
@@ -191,14 +195,18 @@ class Recipe:
         return keys
 
 
-def _true_gradients(gradients: Any, scale: ArrayLike, params: Any) -> Any:
+def _true_gradients(gradients: Any, scale: ArrayLike | None, params: Any) -> Any:
     """Unscaled, in float32, or in the dtype of a param that is wider."""
-    return jax.tree.map(lambda g, p: g.astype(working_dtype(p.dtype)), unscale_tree(gradients, scale), params)
+    params = differentiated(params)
+    true = gradients if scale is None else unscale_by_reciprocal(gradients, scale)
+    return jax.tree.map(lambda g, p: g.astype(working_dtype(p.dtype)), true, params)
 
 
 def _with_overwritten(result: Any, params: Any, gradients: Any, overwrite: Callable[[Any, Any], Any]) -> Any:
     """`result` with its empty nodes filled: an overwritten leaf's gradient is its new value, scaled by nothing."""
     gradients = gradients.tree if isinstance(gradients, ScaledGradients) else gradients
+    if differentiated(params) is not params:
+        gradients = type(params)(gradients, gradients)
     return jax.tree_util.tree_map_with_path(
         lambda path, p, g, r: overwrite(p, g) if is_overwritten(path) else r, params, gradients, result
     )

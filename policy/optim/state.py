@@ -11,6 +11,7 @@ import optax
 
 from policy.loss_scale import LossScale
 from policy.optim.storage import MasterWeights
+from policy.trees import unboxed
 
 
 @jax.tree_util.register_static
@@ -68,7 +69,7 @@ def loss_scale_of(opt_state: Any) -> LossScale:
     Raises:
       ValueError: it holds none, or several.
     """
-    return _as_arrays(find_state(opt_state).loss_scale)
+    return unboxed(find_state(opt_state).loss_scale)
 
 
 def finite_of(opt_state: Any) -> jax.Array:
@@ -76,7 +77,7 @@ def finite_of(opt_state: Any) -> jax.Array:
 
     Takes and raises what `loss_scale_of` does. Gate what a skipped step must not touch with `select_tree`.
     """
-    return _as_arrays(find_state(opt_state).finite)
+    return unboxed(find_state(opt_state).finite)
 
 
 def find_state(opt_state: Any) -> MixedPrecisionState:
@@ -103,8 +104,3 @@ def strong(x: Any) -> Any:
     A buffer that is both a param and a state leaf can't be donated, and what a caller passed in isn't ours to donate.
     """
     return jnp.array(x, dtype=jnp.result_type(x), copy=True)
-
-
-def _as_arrays(tree: Any) -> Any:
-    # nnx.Optimizer wraps each leaf of its state in a Variable, which is a pytree node and converts to an array
-    return jax.tree.map(jnp.asarray, tree, is_leaf=lambda node: hasattr(node, "__jax_array__"))

@@ -53,7 +53,8 @@ def mixed_precision(
       moment_dtype: what moments are stored in; they are computed in float32. A dtype means the first moments (`mu`,
         `m`, `trace`, `ema`, `exp_avg`); any other field goes by name, `{"mu": "bfloat16", "nu": "bfloat16"}`. With a
         `key` they are rounded stochastically, which a bfloat16 second moment needs where b2 is above .98.
-      clip_global_norm: the largest global norm of the true gradients that is let through.
+      clip_global_norm: the largest global norm of the true gradients that is let through. The norm is the flag too: a
+        step whose squares overflow float32 (norms from 1.8e19 on) is skipped.
       key: a JAX PRNG key: what stochastic rounding draws from, with the step and the leaf folded in.
       axis_name: mapped axes that gradients are sharded over, where their types don't say so: under `jax.vmap` and
         `jax.shard_map(check_vma=False)`. The flag and the global norm are taken over them.

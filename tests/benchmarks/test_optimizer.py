@@ -19,7 +19,7 @@ def test_an_adamw_step_stays_within_its_byte_budget(name):
 
 
 def test_every_row_traces():
-    for row in rows()[3:]:
+    for row in rows()[4:]:
         init, step = row.make()
         params = jax.ShapeDtypeStruct((8,), row.params)
         state = jax.eval_shape(init, params)
@@ -29,8 +29,12 @@ def test_every_row_traces():
         assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+def add():
+    return lambda p: p, lambda p, s, g: (jax.tree.map(lambda a, b: a + b, p, g), s)
+
+
 def test_a_row_counts_the_bytes_of_its_program():
-    moved, _ = measure(Row("", "float32", "float32", lambda: (lambda p: p, lambda p, s, g: (p + g, s))))
+    moved, _ = measure(Row("", "float32", "float32", add))
     assert moved == pytest.approx(4 + 4 + 4)
     with jax.numpy_dtype_promotion("standard"):
         assert measure(Row("", "float32", "bfloat16", plain))[0] >= 26

@@ -253,12 +253,15 @@ def test_every_other_optimizer_rejects_scaled_gradients():
 def test_arithmetic_mapped_over_scaled_gradients_raises():
     scaled = ScaledGradients({"w": W}, 8.0)
     for function in (lambda x: x * 2, lambda x: x / 8, lambda x: jnp.clip(x, -1, 1), lambda x: x.astype(jnp.float32)):
-        with pytest.raises((TypeError, NotImplementedError)):
+        with pytest.raises((TypeError, NotImplementedError), match=r"ScaledGradients|abstract method astype"):
             jax.tree.map(function, scaled)
     with pytest.raises(TypeError):
         jax.tree.map(jnp.add, scaled, scaled)
     with pytest.raises(TypeError):
         jax.vmap(lambda _: jax.lax.psum(scaled, "i"), axis_name="i")(jnp.ones(2))
+    for draw in (jax.random.split, jax.random.bits, lambda key: jax.random.fold_in(key, 1)):
+        with pytest.raises(TypeError, match="The scale of ScaledGradients is no PRNG key: only mixed_precision reads"):
+            draw(jax.tree.leaves(scaled)[-1])
 
 
 def test_scaled_gradients_index_like_their_tree_and_stay_scaled():

@@ -14,10 +14,12 @@ from policy.loss_scale import (
     NoOpLossScale,
     StaticLossScale,
     all_finite,
+    all_finite_unscaled,
     fusion_barrier,
     get_loss_scale,
     scale_tree,
     select_tree,
+    unscale_by_reciprocal,
     unscale_tree,
 )
 
@@ -202,6 +204,45 @@ def test_select_tree_gates_and_refuses_what_is_no_boolean_scalar():
 def test_the_fusion_barrier_keeps_the_flag():
     assert fusion_barrier(FINITE) and not fusion_barrier(NOT)
     np.testing.assert_array_equal(jax.vmap(fusion_barrier)(jnp.array([True, False])), [True, False])
+
+
+def test_the_fusion_barrier_outlives_xlas_simplifications():
+    compiled = jax.jit(fusion_barrier).lower(FINITE).compile().as_text()
+    assert compiled is not None
+    assert " sort(" in compiled  # without it the flag is inlined into every leaf's select
+
+
+def test_unscaling_by_the_reciprocal_is_exact_for_every_power_of_two():
+    x = np.random.default_rng(0).uniform(1, 2, size=64).astype(np.float32)
+    unscale = jax.jit(unscale_by_reciprocal)
+    for exponent in range(-126, 128):
+        scale = np.float32(2.0**exponent)
+        np.testing.assert_array_equal(unscale(x * scale, scale), x)
+    for scale in (3.0, 1000.0, 1.7e38):  # the reciprocal and the products are rounded: 2 ulps of 2^-23 at most
+        np.testing.assert_allclose(unscale(x * np.float32(scale), scale), x, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("scale", [None, 0.5, 2.0**15])
+def test_one_element_that_is_not_finite_is_seen_in_any_leaf(dtype, scale):
+    tree = {"a": jnp.ones((2, 3)), "b": jnp.ones(4, dtype), "c": jnp.bfloat16(1)}
+    finite = jax.jit(lambda tree: all_finite_unscaled(tree, scale))
+    assert finite(tree)
+    assert all_finite_unscaled({}, scale)
+    for value in (np.nan, np.inf, -np.inf):
+        assert not finite({**tree, "b": tree["b"].at[2].set(value)})
+        assert not finite({**tree, "c": jnp.bfloat16(value)})
+
+
+def test_what_overflows_when_it_is_unscaled_is_seen_and_what_is_large_is_finite():
+    assert all_finite_unscaled([jnp.float32(3e38), jnp.float32(-3e38)], None)  # a leaf by itself
+    assert all_finite_unscaled(jnp.float32(3e38), 2.0**127)
+    assert not all_finite_unscaled(jnp.float32(1e38), 0.125)
+    assert not all_finite_unscaled(jnp.full(2, 3e38), 1.0)  # by contract: the magnitudes add up beyond float32
+    assert all_finite_unscaled(jnp.full(4, 65504, jnp.float16), 1.0)
+    with jax.enable_x64(True):
+        assert all_finite_unscaled(jnp.full(2, 1e300), 8.0)
+        assert not all_finite_unscaled(jnp.full(2, np.inf), 8.0)
 
 
 def test_jmps_own_tests_pass():

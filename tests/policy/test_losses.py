@@ -122,6 +122,96 @@ def test_other_axes_and_masked_classes():
     np.testing.assert_allclose(dense, first, rtol=1e-5)
 
 
+def test_label_smoothing_counts_the_classes_of_any_axis():
+    logits, targets = _logits(jnp.bfloat16), jax.nn.one_hot(LABELS, 32)
+    rows = losses.softmax_cross_entropy(logits, targets, label_smoothing=0.2)
+    columns = losses.softmax_cross_entropy(logits.T, targets.T, axis=0, label_smoothing=0.2)
+    np.testing.assert_allclose(columns, rows, rtol=1e-6)
+
+
+def test_a_label_is_the_flat_index_into_a_tuple_of_axes():
+    logits = _logits(jnp.float32).reshape(4, 4, 8)
+    for axis in ((1, 2), (-2, -1), (2, 1)):
+        ours = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), axis)
+        np.testing.assert_allclose(
+            ours, optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), axis), rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("labels", [np.array([5], np.uint8), np.array([5], np.int8), np.array([-379])])
+def test_labels_narrower_than_the_vocabulary_and_counted_from_its_end_have_one_target(labels):
+    gradient = jax.grad(lambda x: losses.softmax_cross_entropy_with_integer_labels(x, labels).sum())
+    assert np.flatnonzero(gradient(jnp.zeros((1, 384)))[0] < 0).tolist() == [5]
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mask_of_examples_leaves_them_out_of_the_loss_and_its_gradient(smoothing, z_loss):
+    logits, where = _logits(jnp.float32)[:, :4], jnp.array([True, False, True, True])  # as many examples as classes
+    labels = jnp.array([0, 1, 2, 3])
+
+    def sparse(logits, where=None):
+        return losses.softmax_cross_entropy_with_integer_labels(
+            logits, labels, where=where, label_smoothing=smoothing, z_loss=z_loss
+        )
+
+    def dense(logits, where=None):
+        return losses.softmax_cross_entropy(
+            logits, jax.nn.one_hot(labels, 4), where=where, label_smoothing=smoothing, z_loss=z_loss
+        )
+
+    for loss in (sparse, dense):
+        np.testing.assert_allclose(loss(logits, where), jnp.where(where, loss(logits), 0), rtol=1e-6)
+        masked, whole = (jax.grad(lambda x, w=w, loss=loss: loss(x, w).sum())(logits) for w in (where, None))
+        np.testing.assert_allclose(masked, jnp.where(where[:, None], whole, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_target_of_zero_adds_nothing_where_the_logit_is_minus_infinity():
+    logits = jnp.array([[-jnp.inf, 0.0, 1.0]], jnp.bfloat16)
+    targets = jnp.array([[0.0, 0.25, 0.75]], jnp.bfloat16)
+    p, logs = np.array([0.25, 0.75]), np.array([0.0, 1.0]) - np.logaddexp(0, 1)
+    wide = jax.nn.log_softmax(logits.astype(jnp.float32))
+    log_targets = jnp.log(targets.astype(jnp.float32))
+    for loss, inputs, truth in (
+        (lambda x: losses.softmax_cross_entropy(x, targets), logits, -(p * logs).sum()),
+        (lambda x: losses.kl_divergence(x, targets), wide, (p * (np.log(p) - logs)).sum()),
+        (lambda x: losses.kl_divergence_with_log_targets(x, log_targets), wide, (p * (np.log(p) - logs)).sum()),
+    ):
+        np.testing.assert_allclose(loss(inputs), [truth], rtol=1e-6, atol=1e-6)
+        assert np.isfinite(jax.grad(lambda x, loss=loss: loss(x).sum())(inputs).astype(jnp.float32)).all()
+
+
+def test_backward_of_a_divergence_keeps_the_targets_alone():
+    x, y = _logits(jnp.bfloat16), _logits(jnp.bfloat16, offset=0.5)
+    for name in ("kl_divergence", "kl_divergence_with_log_targets"):
+        _, vjp = jax.vjp(lambda x, name=name: getattr(losses, name)(x, y), x)
+        assert [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size == x.size] == [jnp.bfloat16]
+
+
+def test_the_gradients_of_divergences_are_optax_s():
+    x, y = _logits(jnp.float32), _logits(jnp.float32, offset=0.5)
+    for name, given in (("kl_divergence", (x, jax.nn.softmax(y))), ("kl_divergence_with_log_targets", (x, y))):
+        ours, theirs = (
+            jax.grad(lambda *given, module=module, name=name: getattr(module, name)(*given).sum(), (0, 1))(*given)
+            for module in (losses, optax.losses)
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+
+
+def test_divergences_and_cosines_take_a_mask():
+    x, y = _logits(jnp.float32), _logits(jnp.float32, offset=0.5)
+    where = jnp.arange(32) < 8
+    where = jnp.broadcast_to(where, x.shape)
+    for name, given in (
+        ("kl_divergence", (x, jax.nn.softmax(y))),
+        ("kl_divergence_with_log_targets", (x, y)),
+        ("cosine_similarity", (x, y)),
+        ("cosine_distance", (x, y)),
+    ):
+        ours, theirs = (getattr(module, name)(*given, axis=-1, where=where) for module in (losses, optax.losses))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_other_losses_are_float64_s(dtype):
     x, y = _logits(dtype), _logits(dtype, offset=0.5)
@@ -162,10 +252,13 @@ def test_ctc_of_half_logits_is_float32_s():
             {"labels": jnp.zeros(4)},
             "labels should be integers, but got float32; softmax_cross_entropy takes dense ones",
         ),
+        ({"logits": jnp.zeros((4, 32), jnp.complex64)}, "logits should be real, but got complex64"),
         ({"label_smoothing": 1.0}, r"label_smoothing should be in \[0, 1\), but got 1.0"),
         ({"z_loss": -1.0}, "z_loss should be at least 0, but got -1.0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        losses.softmax_cross_entropy_with_integer_labels(_logits(jnp.bfloat16), **({"labels": LABELS} | arguments))
+        losses.softmax_cross_entropy_with_integer_labels(
+            **({"logits": _logits(jnp.bfloat16), "labels": LABELS} | arguments)
+        )

@@ -144,3 +144,39 @@ def test_standardize_takes_given_statistics():
 def test_integers_are_widened():
     assert reductions.mean(jnp.arange(4)).dtype == jnp.float32
     assert float(reductions.mean(jnp.arange(4))) == 1.5
+
+
+def test_integers_are_summed_exactly():
+    large = jnp.array([2**24, 1, 1])
+    ids = jnp.zeros(3, int)
+    assert reductions.cumsum(large).tolist() == [2**24, 2**24 + 1, 2**24 + 2]
+    assert reductions.cumsum(large, reverse=True).tolist() == [2**24 + 2, 2, 1]
+    assert reductions.cumprod(jnp.array([2**24 + 1, 3])).tolist() == [2**24 + 1, 3 * 2**24 + 3]
+    assert reductions.segment_sum(large, ids, 1).tolist() == [2**24 + 2]
+    mask = jnp.array([True, True, False])
+    assert reductions.cumsum(mask).tolist() == [1, 2, 2]
+    assert reductions.segment_sum(mask, ids, 1).tolist() == [2]
+    for sums in (reductions.cumsum(mask), reductions.cumprod(large), reductions.segment_sum(mask, ids, 1)):
+        assert jnp.issubdtype(sums.dtype, jnp.integer)
+    assert reductions.cumsum(large, 0, jnp.bfloat16).dtype == jnp.bfloat16
+    assert reductions.segment_sum(jnp.ones(3, jnp.int8), ids, 1, dtype=jnp.int32).dtype == jnp.int32
+
+
+def test_running_sums_refuse_an_axis_that_there_is_not():
+    with pytest.raises(ValueError, match=r"axis should be between -2 and 1 for shape \(2, 3\), but got 2"):
+        reductions.cumsum(jnp.ones((2, 3)), 2)
+    assert reductions.cumsum(jnp.float32(2.0), -1).tolist() == [2.0]
+
+
+def test_the_variance_of_complex_numbers_is_real():
+    x = jnp.array([1j, -1j], jnp.complex64)
+    for spread in (reductions.var(x), reductions.std(x)):
+        assert spread.dtype == jnp.float32
+        assert float(spread) == 1.0
+
+
+def test_dtype_and_flags_are_taken_by_position_as_jax_takes_them():
+    x, ids = jnp.ones((2, 4), jnp.bfloat16), jnp.array([0, 1])
+    for function in (reductions.mean, reductions.var, reductions.std, reductions.cumsum, reductions.cumprod):
+        assert function(x, 0, jnp.float32).dtype == jnp.float32
+    assert reductions.segment_sum(x, ids, 2, True, True).tolist() == x.tolist()

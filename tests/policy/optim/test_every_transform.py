@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from policy.optim import apply_gradients, master_params, mixed_precision
-from tests.policy.optim.transforms import TAKES_OTHER_TREES, extra_arguments, found, make
+from tests.policy.optim.transforms import PAIRED, PER_EXAMPLE, extra_arguments, found, make
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 PAIRS = [(F32, BF16), (BF16, BF16), (F32, F16), (F16, F16), (BF16, F32), (F16, F32)]
@@ -18,12 +18,23 @@ RUN_PAIRS = {name: PAIRS[index % len(PAIRS)] for index, name in enumerate(found(
 RNG = np.random.default_rng(0)
 VALUES = {"b": RNG.normal(size=3), "w": RNG.normal(size=(2, 4))}
 GRADIENTS = {name: RNG.normal(size=(3, *value.shape)) for name, value in VALUES.items()}
-FACTORIES = {name: factory for name, factory in found().items() if name not in TAKES_OTHER_TREES}
+EXAMPLES = {name: RNG.normal(size=(3, 4, *value.shape)) for name, value in VALUES.items()}
+FACTORIES = found()
 FAST: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def tree(values, dtype):
     return {name: jnp.asarray(value, dtype) for name, value in values.items()}
+
+
+def params_for(name, dtype) -> Any:
+    params = tree(VALUES, dtype)
+    return optax.LookaheadParams.init_synced(params) if name in PAIRED else params
+
+
+def gradients_for(name, dtype) -> Any:
+    """Of three steps."""
+    return tree(EXAMPLES if name in PER_EXAMPLE else GRADIENTS, dtype)
 
 
 def types(tree):
@@ -43,7 +54,8 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
         return apply_gradients(tx, params, state, gradients, **extra_arguments(name, params, gradients))[:2]
 
     for params_dtype, gradient_dtype in PAIRS:
-        params, gradients = tree(VALUES, params_dtype), tree(VALUES, gradient_dtype)
+        params = params_for(name, params_dtype)
+        gradients = jax.tree.map(lambda g: g[0], gradients_for(name, gradient_dtype))
         state = jax.eval_shape(tx.init, params)
         new, after = jax.eval_shape(step, params, state, gradients)
         assert types(after) == types(state)
@@ -54,7 +66,7 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
 @pytest.mark.parametrize("name", FACTORIES)
 def test_masters_move_as_in_an_all_float32_run(name):
     params_dtype, gradient_dtype = RUN_PAIRS[name]
-    params, gradients = tree(VALUES, params_dtype), tree(GRADIENTS, gradient_dtype)
+    params, gradients = params_for(name, params_dtype), gradients_for(name, gradient_dtype)
     wide = jax.tree.map(lambda p: p.astype(F32), params)
 
     def ours(params, gradients):
@@ -84,16 +96,89 @@ def test_masters_move_as_in_an_all_float32_run(name):
         expected = jax.jit(plain, compiler_options=FAST)(wide, gradients)
     new, masters, finite = jax.jit(ours, compiler_options=FAST)(params, gradients)
     assert finite.all()
-    for key, start in wide.items():
-        assert new[key].dtype == params_dtype
-        assert jnp.isfinite(new[key]).all()
-        moved = np.abs(np.asarray(expected[key]) - start).max()
-        np.testing.assert_allclose(masters[key], expected[key], rtol=0, atol=0.01 * moved + 1e-6)
+    assert len(jax.tree.leaves(new)) == len(jax.tree.leaves(params))
+    for stored, master, end, start in zip(*map(jax.tree.leaves, (new, masters, expected, wide)), strict=True):
+        assert stored.dtype == params_dtype
+        assert jnp.isfinite(stored).all()
+        moved = np.abs(np.asarray(end) - start).max()
+        np.testing.assert_allclose(master, end, rtol=0, atol=0.01 * moved + 1e-6)
 
 
-@pytest.mark.parametrize("name", TAKES_OTHER_TREES)
-def test_what_steps_other_trees_than_the_params_is_refused(name):
-    tx = mixed_precision(make(name, found()[name]), "float32")
-    params = tree(VALUES, F32)
-    with pytest.raises((ValueError, TypeError)):
-        apply_gradients(tx, params, tx.init(params), tree(GRADIENTS, F32))
+@pytest.mark.parametrize("name", PER_EXAMPLE)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_what_adds_noise_to_gradients_per_example_draws_it_from_its_key(name, dtype):
+    params, gradients = params_for(name, dtype), jax.tree.map(lambda g: g[0], gradients_for(name, dtype))
+
+    def step(seed):
+        tx = mixed_precision(private(name, seed), "float32")
+        new, state, finite = apply_gradients(tx, params, tx.init(params), gradients)
+        assert finite
+        return master_params(new, state)
+
+    one, same, other = step(0), step(0), step(1)
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    assert all((a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def private(name, seed) -> Any:
+    if name == "dpsgd":
+        with warnings.catch_warnings():  # optax 0.2.8 deprecates the argument, and has no other here
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return optax.contrib.dpsgd(0.01, 1.0, 0.1, seed)
+    return optax.contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(seed))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
+def test_gradients_per_example_are_refused_by_what_takes_none(name):
+    params, gradients = tree(VALUES, F32), tree(GRADIENTS, BF16)
+    tx = mixed_precision(make(name, FACTORIES[name]), "float32")
+    text = (
+        r"takes no gradients per example: average them over their first axis, .* b is float32\[3, 3\] for float32\[3\]"
+    )
+    with pytest.raises(ValueError, match=text):
+        apply_gradients(tx, params, tx.init(params), gradients)
+
+
+def test_one_clip_for_all_examples_is_refused():
+    params, gradients = tree(VALUES, F32), tree(GRADIENTS, F32)
+    tx = mixed_precision(private("dpsgd", 0), "float32", clip_global_norm=1.0)
+    with pytest.raises(ValueError, match="clip_global_norm clips one gradient, but gradients are per example"):
+        apply_gradients(tx, params, tx.init(params), gradients)
+
+
+def test_sam_takes_its_own_gradients_of_float32_params():
+    params = tree(VALUES, BF16)
+    seen: Any = []
+
+    def gradient(params, _):
+        seen.extend(leaf.dtype for leaf in jax.tree.leaves(params))
+        return jax.tree.map(lambda p: p * 2, params)
+
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    sam: Any = optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2, opaque_mode=True)
+    tx = mixed_precision(sam, "bfloat16")
+    gradients = jax.tree.map(lambda p: p * 2, params)
+    new, state, finite = apply_gradients(tx, params, tx.init(params), gradients, grad_fn=gradient)
+    assert finite
+    assert set(seen) == {jnp.dtype(F32)}
+    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(master_params(new, state)), strict=True):
+        # one step of 0.1 on gradients taken 0.05 away at most
+        np.testing.assert_allclose(after, 0.8 * np.asarray(before, np.float32), atol=0.2 * 0.05 + 1e-6)
+
+
+def test_lookaheads_pair_is_stepped_and_skipped_as_one():
+    pair = params_for("lookahead", BF16)
+    overwritten = {"_overwrite_with_gradient": {"s": jnp.ones(2)}}
+    pair = optax.LookaheadParams({**pair.fast, **overwritten}, {**pair.slow, **overwritten})
+    tx = mixed_precision(optax.lookahead(optax.sgd(0.1), 2, 0.5), "bfloat16", clip_global_norm=100.0)
+    gradients = {**tree(VALUES, F32), "_overwrite_with_gradient": {"s": jnp.full(2, 3.0)}}
+    state: Any = tx.init(pair)
+    new: Any = pair
+    for _ in range(2):
+        new, state, _ = apply_gradients(tx, new, state, gradients)
+    jax.tree.map(np.testing.assert_array_equal, new.fast, new.slow)  # in step every second time
+    np.testing.assert_array_equal(new.fast["_overwrite_with_gradient"]["s"], 3)
+    gradients["w"] = gradients["w"] * np.nan
+    skipped, _, finite = apply_gradients(tx, new, state, gradients)
+    assert not finite
+    jax.tree.map(np.testing.assert_array_equal, skipped, new)

@@ -1,6 +1,7 @@
 """Rounding: to nearest and apart again, for every bit pattern, and stochastically."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -107,19 +108,35 @@ def test_kahan_keeps_twice_the_bits_of_what_it_rounds_ties_included(dtype):
     np.testing.assert_allclose(widen_leaf(param, kept, "kahan"), x, rtol=2.0**-bits)
 
 
-@pytest.mark.parametrize("mode", ["remainder", "kahan", "full"])
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, np.nan])
-def test_no_value_written_to_a_param_makes_another_non_finite(mode, value):
-    params = jnp.asarray(RNG.normal(size=64), jnp.bfloat16)
-    tx = mixed_precision(optax.adamw(1e-2), "bfloat16", master_weights=mode)
+NAN_BITS = [0x7FC0, 0xFFC0, 0x7F81, 0xFFFF]  # quiet, negative, signalling, all ones
+STORED = [
+    ("remainder", "bfloat16"),
+    *itertools.product(["kahan", "full", "stochastic", "none"], ["bfloat16", "float16"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), STORED)
+def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
+    params = jnp.asarray(RNG.normal(size=64), dtype)
+    key = jax.random.key(0) if mode == "stochastic" else None
+    tx = mixed_precision(optax.adamw(1e-2), dtype, master_weights=mode, key=key)
     step = jax.jit(lambda p, s: apply_gradients(tx, p, s, jnp.ones(64))[:2])
     params, state = step(params, tx.init(params))
-    written = params.at[::2].set(value)  # a pruning mask, where it is 0
-    stepped, after = step(written, state)
-    assert jnp.isfinite(stepped[1::2]).all()
-    if mode != "full":  # whose master, not the param, is the truth
-        np.testing.assert_array_equal(jnp.isfinite(stepped[::2]), np.isfinite(value))
-        np.testing.assert_array_equal(jnp.isfinite(master_params(stepped, after)[::2]), np.isfinite(value))
+    half = np.arange(64) % 2 == 0
+    pruned = jnp.where(RNG.random(64) < 0.5, jnp.zeros_like(params), params)
+    nans = [jax.lax.bitcast_convert_type(jnp.full(64, bits, jnp.uint16), dtype) for bits in NAN_BITS]
+    constants = [jnp.full_like(params, value) for value in (0.0, -0.0, 1.0)]
+    for value in (*constants, pruned, *nans):
+        stepped, after = jnp.where(half, value, params), state
+        bad = np.isnan(np.asarray(stepped, np.float32))
+        for _ in range(3):
+            stepped, after = step(stepped, after)
+            for result in (stepped, master_params(stepped, after)):
+                finite = np.isfinite(np.asarray(result, np.float32))
+                if mode == "full":  # whose master, not the param, is the truth
+                    assert finite.all()
+                else:
+                    np.testing.assert_array_equal(finite, ~bad)
 
 
 def test_what_is_kept_is_made_from_the_param():

@@ -143,6 +143,17 @@ def test_the_clip_sees_true_gradients():
     assert_equal(tx.update(small, tx.init(params), params)[0], jax.tree.map(lambda g: -g, small))
 
 
+def test_a_norm_beyond_float32_skips_the_step_where_it_would_clip_to_nothing():
+    params = {"w": jnp.ones(2), "v": jnp.ones(3)}
+    gradients = {"w": jnp.full(2, 1e20), "v": jnp.ones(3)}
+    for skip, expected in ((True, False), (False, True)):
+        tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=1.0, skip_nonfinite=skip)
+        new, state, finite = apply_gradients(tx, params, tx.init(params), gradients)
+        assert finite == expected
+        assert state.skipped == (1 if skip else 0)
+        assert_equal(new, params)
+
+
 def test_the_norm_of_float16_gradients_is_taken_in_float32():
     params = {"w": jnp.zeros(4096)}
     tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=192.0)
@@ -517,12 +528,23 @@ def test_calls_whose_arguments_do_not_belong_together_are_refused():
         tx.update({"a": jnp.ones(2)}, state, {"a": jnp.ones(2)})
 
 
-def test_a_transform_whose_state_changes_its_tree_is_refused():
-    grow: Any = lambda u, s, p=None: (u, (s, s))  # noqa: E731
-    inner = optax.GradientTransformation(no_state, grow)
-    tx = mixed_precision(inner, "float32")
-    with pytest.raises(ValueError, match="tx can't be wrapped: its update changed the tree of its state"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+def odd_transform(update) -> Any:
+    return optax.GradientTransformation(lambda params: {"n": jnp.zeros(2)}, update)
+
+
+@pytest.mark.parametrize(
+    ("update", "text"),
+    [
+        (lambda u, s, p=None: (u, (s, s)), "its update changed the tree of its state, from"),
+        (lambda u, s, p=None: (u, {"n": jnp.ones(3)}), r"shapes in its state: n is float32\[3\] for float32\[2\]"),
+        (lambda u, s, p=None: ((u, u), s), "its updates should have the tree of the params"),
+        (lambda u, s, p=None: (u[:1], s), r"the params' shapes, but \(root\) is float32\[1\] for float32\[2\]"),
+    ],
+)
+def test_a_transform_that_cannot_be_wrapped_is_refused_by_name(update, text):
+    tx = mixed_precision(odd_transform(update), "float32")
+    with pytest.raises(ValueError, match=r"^tx \(odd_transform\) can't be wrapped: .*" + text):
+        apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
 def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
@@ -543,11 +565,24 @@ def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
         apply_gradients(tx, params, plain.init(params), params)
 
 
-@pytest.mark.parametrize("make", [optax.sgd, optax.adam, optax.adamw, optax.lion, optax.adafactor])
-def test_a_plain_optimizer_refuses_scaled_gradients_by_their_structure(make):
+@pytest.mark.parametrize(
+    "make",
+    [
+        optax.sgd,
+        optax.adam,
+        optax.adamw,
+        optax.lion,
+        optax.adafactor,
+        lambda rate: optax.chain(optax.clip(1.0), optax.sgd(rate)),
+        lambda rate: optax.MultiSteps(optax.adam(rate), 2),
+        lambda rate: optax.apply_if_finite(optax.sgd(rate), 3),
+        lambda rate: optax.identity(),
+    ],
+)
+def test_a_plain_optimizer_refuses_scaled_gradients_by_their_name(make):
     params, plain = {"w": jnp.ones(2)}, make(0.1)
     scaled = ScaledGradients({"w": jnp.ones(2)}, 8.0)
-    with pytest.raises((TypeError, ValueError)), jax.numpy_dtype_promotion("standard"):
+    with pytest.raises((TypeError, ValueError), match="ScaledGradients"), jax.numpy_dtype_promotion("standard"):
         updates, _ = plain.update(scaled, plain.init(params), params)
         optax.apply_updates(params, updates)
 

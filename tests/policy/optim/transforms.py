@@ -59,11 +59,8 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     ),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: g * 0.5),
 }
-TAKES_OTHER_TREES = {
-    "differentially_private_aggregate": "takes a batch of gradients: they have an axis more than the params",
-    "dpsgd": "takes a batch of gradients: they have an axis more than the params",
-    "lookahead": "its params are a pair of the params, its gradients are not",
-}
+PER_EXAMPLE = ("differentially_private_aggregate", "dpsgd")  # their gradients have an axis more than the params
+PAIRED = ("lookahead",)  # its params are a pair of the params, its gradients are not
 
 
 def value_fn(params: Any, **_: Any) -> jax.Array:

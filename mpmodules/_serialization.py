@@ -1,0 +1,71 @@
+"""Optimizer states in `flax.serialization`: `to_state_dict`, `to_bytes` and back.
+
+Flax knows dicts, lists and named tuples; of what else a `MixedPrecisionState` holds it has to be told. Numbers that are
+part of a tree's structure (a loss scale's period and bounds, a fixed scale) come from the target, as shapes do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import serialization
+
+from policy.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from policy.optim.state import Layout
+
+
+def _names(loss_scale: DynamicLossScale) -> list[str]:
+    return [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(loss_scale)]
+
+
+def _loss_scale_to(loss_scale: DynamicLossScale) -> dict[str, Any]:
+    return {name: getattr(loss_scale, name) for name in _names(loss_scale)}
+
+
+def _loss_scale_from(target: DynamicLossScale, state: dict[str, Any]) -> DynamicLossScale:
+    names = _names(target)
+    if set(state) != set(names):
+        raise ValueError(
+            f"The saved loss scale should have {', '.join(names)}, but got {', '.join(sorted(state)) or 'nothing'}: "
+            "restore into one of the same kind and hysteresis."
+        )
+    return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in names])
+
+
+def _text(layout: Layout) -> str:
+    return f"master_weights={layout.master_weights!r}, params {', '.join(layout.dtypes or ())}"
+
+
+def _layout_to(layout: Layout) -> dict[str, Any]:
+    # as numbers: what maps over a state dict expects arrays
+    return {"text": np.frombuffer(_text(layout).encode(), np.uint8)}
+
+
+def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
+    saved = bytes(np.asarray(state["text"], np.uint8)).decode()
+    if saved != _text(target):
+        raise ValueError(
+            f"The optimizer state was saved with {saved}, and can't be restored into one with {_text(target)}."
+        )
+    return target
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _the_target(target: Any, state: dict[str, Any]) -> Any:
+    if state:
+        raise ValueError(
+            f"The saved loss scale has {', '.join(sorted(state))}, but that to restore into is a "
+            f"{type(target).__name__}, which has nothing."
+        )
+    return target
+
+
+serialization.register_serialization_state(DynamicLossScale, _loss_scale_to, _loss_scale_from, override=True)
+serialization.register_serialization_state(Layout, _layout_to, _layout_from, override=True)
+for _fixed in (NoOpLossScale, StaticLossScale):
+    serialization.register_serialization_state(_fixed, _nothing, _the_target, override=True)

@@ -1,0 +1,145 @@
+"""autocast for nnx: hands a model's state in and out, and names its modules while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx as flax_nnx
+
+from policy.amp.autocast import LOWERINGS, Lowered
+
+_NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
+
+
+def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
+    """A call of a module, of a method of one, or with modules among its arguments, as one of a pure function.
+
+    Every `nnx.Param` of theirs is a parameter, and what the call changes of their state is put in place.
+    """
+    module, method = _holder(fn)
+    node = (module, args, kwargs)
+    is_node = lambda leaf: isinstance(leaf, _NODES)  # noqa: E731
+    if not any(map(is_node, jax.tree.leaves(node, is_leaf=is_node))):
+        return None
+    graph, params, rest = flax_nnx.split(node, flax_nnx.Param, ...)
+
+    def finish(returned: tuple[Any, Any]) -> Any:
+        out, state = returned
+        flax_nnx.update(node, state)
+        return out
+
+    return Lowered(graph, functools.partial(_pure, method, graph), (params, rest), finish)
+
+
+def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
+    """The module that a function is, or is a method of, or None; and the function of it and the arguments."""
+    if isinstance(fn, flax_nnx.Module):
+        return fn, lambda module, *args, **kwargs: module(*args, **kwargs)
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, flax_nnx.Module):
+        return owner, lambda module, *args, **kwargs: getattr(module, fn.__name__)(*args, **kwargs)
+    return None, lambda _, *args, **kwargs: fn(*args, **kwargs)
+
+
+def _pure(method: Callable[..., Any], graph: Any, params: Any, rest: Any) -> Any:
+    node = flax_nnx.merge(graph, params, rest, copy=True)
+    module, args, kwargs = node
+    with named_modules(node):
+        out = method(module, *args, **kwargs)
+    return out, flax_nnx.state(node, flax_nnx.Variable)
+
+
+LOWERINGS.append(lowered)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names: nnx puts none on JAX's name stack
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Naming(threading.local):
+    """The paths of the modules that are being named in this thread, by identity, and the call under way."""
+
+    def __init__(self) -> None:
+        self.paths: dict[int, tuple[str, ...]] = {}
+        self.here: tuple[str, ...] = ()
+
+
+_naming = _Naming()
+_patched: dict[type, list[Any]] = {}  # the class's own `__call__`, or None, and how many namings want it wrapped
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def named_modules(node: Any) -> Iterator[None]:
+    """While modules of `node` are called in this thread, their paths stand on JAX's name stack, below a root's class.
+
+    Their classes' `__call__` are wrapped for that long; a call of another instance, or in another thread, names none.
+    """
+    modules = [(path, module) for root in _roots(node) for path, module in _below(root)]
+    classes = {type(module) for _, module in modules if callable(module)}
+    outer, outer_here = _naming.paths, _naming.here
+    _naming.paths = outer | {id(module): path for path, module in modules}
+    for cls in classes:
+        _wrap(cls)
+    try:
+        yield
+    finally:
+        _naming.paths, _naming.here = outer, outer_here
+        for cls in classes:
+            _unwrap(cls)
+
+
+def _roots(node: Any) -> list[Any]:
+    is_module = lambda leaf: isinstance(leaf, flax_nnx.Module)  # noqa: E731
+    leaves = jax.tree.leaves(node, is_leaf=is_module)
+    return list({id(leaf): leaf for leaf in leaves if is_module(leaf)}.values())
+
+
+def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """A root's modules, and the path of each below the root's class name."""
+    name = type(root).__name__
+    return [((name, *map(str, path)), module) for path, module in flax_nnx.iter_modules(root)]
+
+
+def _wrap(cls: type) -> None:
+    with _lock:
+        if cls in _patched:
+            _patched[cls][1] += 1
+            return
+        _patched[cls] = [cls.__dict__.get("__call__"), 1]
+        call: Any = cls.__call__
+
+        @functools.wraps(call)
+        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+            path = _naming.paths.get(id(self))
+            if path is None or path == _naming.here:
+                return call(self, *args, **kwargs)
+            here = _naming.here
+            relative = path[len(here) :] if path[: len(here)] == here else path
+            _naming.here = path
+            try:
+                with jax.named_scope("/".join(relative)):
+                    return call(self, *args, **kwargs)
+            finally:
+                _naming.here = here
+
+        cls.__call__ = named  # type: ignore[method-assign]
+
+
+def _unwrap(cls: type) -> None:
+    with _lock:
+        own, count = _patched[cls]
+        if count > 1:
+            _patched[cls][1] = count - 1
+            return
+        del _patched[cls]
+        if own is None:
+            del cls.__call__
+        else:
+            cls.__call__ = own  # type: ignore[method-assign]

@@ -1,0 +1,78 @@
+"""What autocast did with each operation, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from policy.amp.categories import MATMULS
+from policy.amp.settings import ISLAND
+from policy.paths import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One kind of operation at one place.
+
+    Attributes:
+      path: the module path; "" outside of any.
+      primitive: its name.
+      done: what was done with it: the dtype it was run in, or why it was left.
+      dtypes: of what it returned.
+    """
+
+    path: str
+    primitive: str
+    done: str
+    dtypes: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class Report:
+    """What autocast did with a function: ``autocast(fn, policy).explain(*args)``.
+
+    Attributes:
+      records: each kind of operation, and how often it stands in the program.
+      parameters: the names of the arguments taken for parameters.
+    """
+
+    records: Counter[Record] = dataclasses.field(default_factory=Counter)
+    parameters: list[str] = dataclasses.field(default_factory=list)
+
+    def note(self, path: Path, primitive: str, done: str, arrays: Sequence[Any]) -> None:
+        dtypes = tuple(str(array.dtype) for array in arrays if hasattr(array, "dtype"))
+        self.records[Record("/".join(part for part in path if part != ISLAND), primitive, done, dtypes)] += 1
+
+    def note_parameters(self, arguments: Any, marks: Sequence[bool]) -> None:
+        paths = jax.tree_util.tree_flatten_with_path(arguments)[0]
+        kinds = ("args", "kwargs")
+        self.parameters = [
+            kinds[getattr(path[0], "idx", 0)] + jax.tree_util.keystr(path[1:])
+            for (path, _), mark in zip(paths, marks, strict=True)
+            if mark
+        ]
+
+    @property
+    def opaque_matmuls(self) -> list[Record]:
+        """Programs that were left as they were traced, and hold a matmul."""
+        return [record for record in self.records if record.done == "opaque, holds a matmul"]
+
+    @property
+    def wide_matmuls(self) -> list[Record]:
+        """Matmuls that run in float32."""
+        return [r for r in self.records if r.primitive in MATMULS and "float32" in r.dtypes]
+
+    def _lines(self) -> Iterator[str]:
+        yield f"parameters: {', '.join(self.parameters) or 'none'}"
+        width = max((len(record.path) for record in self.records), default=0)
+        kind = max((len(record.primitive) for record in self.records), default=0)
+        for record, count in self.records.items():
+            dtypes = ", ".join(record.dtypes)
+            yield f"{record.path:<{width}}  {record.primitive:<{kind}}  {count:>4}  {record.done} -> {dtypes}"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())

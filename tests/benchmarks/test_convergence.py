@@ -1,0 +1,64 @@
+"""The convergence table: the small run, its report, and the page that is shown."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.convergence import HEADER, REFERENCE, STORAGES, Row, complaints, main, markdown, quadratic, table
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "convergence.md"
+GOOD = [Row(storage, 7e-4, 7e-4, 0.01, 0.99) for storage in STORAGES]
+
+
+def test_the_small_run_prints_and_writes_every_row(tmp_path, capsys):
+    path = tmp_path / "convergence.md"
+    assert main(["--small", "--markdown", str(path)]) == 0
+    printed, written = capsys.readouterr().out, path.read_text()
+    line = ""
+    for storage in STORAGES:
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"| {storage.name} ")]
+        assert "nan" not in line
+        assert line in written
+    assert " 0.0000 " not in line  # the last one's digits were run
+
+
+def test_the_page_that_is_shown_is_of_this_commands_form():
+    shown, made = PAGE.read_text(), markdown(GOOD)
+    figures = [line for line in shown.splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].strip() for line in figures[2:]] == [storage.name for storage in STORAGES]
+    assert [cell.strip() for cell in figures[0].strip("|").split("|")] == list(HEADER)
+    prose = lambda text: [line for line in text.splitlines() if not line.startswith(("|", "Measured with"))]  # noqa: E731
+    assert prose(shown) == prose(made)
+
+
+def test_a_half_precision_weight_without_a_master_stops_far_from_where_the_others_end():
+    errors = {storage.name: quadratic(storage, 256, 1000)[0] for storage in STORAGES}
+    assert errors["bfloat16, remainder"] == errors["bfloat16, full"]
+    for name in ("full", "remainder", "kahan"):
+        assert errors[f"bfloat16, {name}"] < 1.01 * errors["float32"]
+    assert errors["bfloat16, none"] > 2 * errors["float32"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        (
+            "bfloat16, kahan",
+            {"used_error": 8e-4},
+            "bfloat16, kahan: 0.0008 on the quadratic, above 1.05 times float32.",
+        ),
+        ("bfloat16, stochastic", {"used_error": 2.2e-3}, "0.0022 on the quadratic, above 3 times float32."),
+        ("bfloat16, full", {"accuracy": 0.975}, "an accuracy of 97.50%, more than 1% below float32."),
+        ("bfloat16, remainder", {"loss": 0.02}, "bfloat16, remainder: other figures than bfloat16, full."),
+    ],
+)
+def test_what_does_not_hold_is_named(name, change, text):
+    assert complaints(GOOD) == []
+    rows = [dataclasses.replace(row, **change) if row.storage.name == name else row for row in GOOD]
+    assert any(text in complaint for complaint in complaints(rows))
+
+
+def test_the_table_is_against_float32():
+    rows = [Row(REFERENCE, 2e-4, 2e-4, 0.01, 0.99), Row(STORAGES[1], 5e-4, 5e-4, 0.02, 0.98)]
+    assert "| 2.50 " in table(rows).splitlines()[-1]

@@ -1,0 +1,124 @@
+"""autocast of nnx models: state goes in and out, modules have names, Flax's classes stay as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import autocast
+from tests.programs import Operation, named, operations
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
+class Block(flax_nnx.Module):
+    def __init__(self, rngs: flax_nnx.Rngs):
+        self.up = flax_nnx.Linear(8, 16, rngs=rngs)
+        self.norm = flax_nnx.LayerNorm(16, rngs=rngs)
+        self.down = flax_nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.down(flax_nnx.gelu(self.norm(self.up(x))))
+
+
+class Model(flax_nnx.Module):
+    def __init__(self, rngs: flax_nnx.Rngs):
+        self.layers = flax_nnx.List([Block(rngs) for _ in range(2)])
+        self.norm = flax_nnx.BatchNorm(8, rngs=rngs)
+        self.drop = flax_nnx.Dropout(0.5, rngs=rngs)
+        self.head = flax_nnx.Linear(8, 4, rngs=rngs)
+
+    def encode(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(self.drop(self.norm(self.encode(x))))
+
+
+def loss_fn(model: Any, x: Any) -> Any:
+    return jnp.mean(jnp.square(model(x)))
+
+
+@pytest.fixture
+def model() -> Any:
+    return Model(flax_nnx.Rngs(0))
+
+
+def test_a_model_a_method_and_a_function_of_one_are_near_float32_and_change_its_state(model):
+    plain, cast = flax_nnx.clone(model), autocast(model, "mixed_bfloat16")
+    for _ in range(2):  # the second call draws another mask, and updates the statistics again
+        expected, found = plain(X), cast(X)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, atol=0.05)
+        np.testing.assert_array_equal(found == 0, expected == 0)
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=1e-2)
+    assert model.norm.mean[...].dtype == jnp.float32
+    assert model.drop.rngs.count[...] == plain.drop.rngs.count[...] > 0
+    np.testing.assert_allclose(autocast(model.encode, "mixed_bfloat16")(X), plain.encode(X), atol=0.1)
+    np.testing.assert_allclose(autocast(loss_fn, "mixed_bfloat16")(model, X), loss_fn(plain, X), rtol=0.05)
+
+
+def test_new_weights_are_seen_without_another_trace(model):
+    traces = []
+
+    def forward(model: Any, x: Any) -> Any:
+        traces.append(1)
+        return model.head(x)
+
+    cast = autocast(forward, "mixed_bfloat16")
+    before = cast(model, X)
+    model.head.kernel[...] = 2 * model.head.kernel[...]
+    np.testing.assert_allclose(cast(model, X), 2 * before, rtol=1e-2, atol=1e-2)
+    assert len(traces) == 1
+
+
+def test_gradients_are_float32s_to_a_few_bits_in_either_order(model):
+    model.drop.deterministic = True
+    truth = flax_nnx.grad(loss_fn)(flax_nnx.clone(model), X)
+    inside = flax_nnx.grad(autocast(loss_fn, "mixed_bfloat16"))(flax_nnx.clone(model), X)
+    outside = autocast(flax_nnx.grad(loss_fn), "mixed_bfloat16")(flax_nnx.clone(model), X)
+    for found in (inside, outside):
+        whole = [np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, truth)]
+        assert {g.dtype.name for g in jax.tree.leaves(found)} == {"float32"}
+        assert np.linalg.norm(whole[0] - whole[1]) < 0.05 * np.linalg.norm(whole[1])
+
+
+def dots(model: Any, fn: Any) -> list[Operation]:
+    graph, state = flax_nnx.split(model)
+    return named(operations(lambda state: fn(flax_nnx.merge(graph, state, copy=True), X), state), "dot_general")
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_rules_reach_the_modules_of_a_flax_model_by_their_path(model, differentiated):
+    cast = autocast(loss_fn, "mixed_bfloat16", rules={"layers/1/up": "f32"})
+    found = dots(model, (lambda m, x: flax_nnx.grad(cast)(m, x)) if differentiated else cast)
+    wide = [op for op in found if op.inputs == ("float32", "float32")]
+    assert {op.inputs for op in found} == {("float32", "float32"), ("bfloat16", "bfloat16")}
+    assert len(wide) == (3 if differentiated else 1)
+    assert all("layers/1/up" in op.scope for op in wide)
+    with pytest.raises(ValueError, match=r"Rule 'layers/1/upp' matched no module\. Modules seen: .*layers/1/up"):
+        autocast(loss_fn, "mixed_bfloat16", rules={"layers/1/upp": "f32"})(model, X)
+
+
+def test_flaxs_classes_are_as_they_were_afterwards_and_in_other_threads(model):
+    before = {cls: cls.__call__ for cls in (Model, Block, flax_nnx.Linear, flax_nnx.BatchNorm)}
+    cast = autocast(model, "mixed_bfloat16")
+    cast(X)
+    with pytest.raises(TypeError):
+        cast(X[:, :3])
+    assert {cls: cls.__call__ for cls in before} == before
+    assert "named" not in str(flax_nnx.Linear.__dict__["__call__"])
+
+
+def test_a_report_names_modules_and_parameters(model):
+    report = autocast(loss_fn, "mixed_bfloat16").explain(model, X)
+    text = str(report)
+    assert "Model/layers/0/up" in text and "'head'" in text.splitlines()[0]
+    assert not report.wide_matmuls and not report.opaque_matmuls

@@ -1,0 +1,117 @@
+"""A training of every storage mode that is saved in mid-growth, and the process that goes on with it.
+
+    python -m tests.policy.optim.saving FOLDER
+
+restores both checkpoints that lie in a folder, and writes where each of them ends.
+"""
+
+import functools
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from policy.loss_scale import DynamicLossScale
+from policy.optim import apply_gradients, mixed_precision
+
+MODES = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
+KINDS = ("orbax", "msgpack")
+SAVED, STEPS = 6, 12
+FAST: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def transform(mode: Any) -> Any:
+    rate = optax.linear_schedule(0.1, 0.01, 5)
+    adamw: Any = optax.MultiSteps(optax.inject_hyperparams(optax.adamw)(learning_rate=rate), 2)
+    return mixed_precision(
+        adamw,
+        "bfloat16",
+        loss_scale=DynamicLossScale(2.0**10, period=4, factor=4, min_loss_scale=0.5, hysteresis=2),
+        master_weights=mode,
+        moment_dtype="bfloat16" if mode == "auto" else None,
+        clip_global_norm=1.0,
+        key=jax.random.key(3) if mode in ("auto", "stochastic") else None,
+    )
+
+
+@functools.cache
+def start() -> Any:
+    """Mode to params and state."""
+    wide = np.random.default_rng(0).normal(size=(2, 3))
+    trees = {}
+    for mode in MODES:
+        other = jnp.float16 if mode in ("auto", "full") else jnp.bfloat16
+        params = {name: jnp.asarray(wide, d) for name, d in zip("abc", (jnp.float32, jnp.bfloat16, other), strict=True)}
+        trees[mode] = (params, transform(mode).init(params))
+    return trees
+
+
+@jax.jit
+def _step(trees: Any, step: Any) -> Any:
+    value = jnp.where(step == 2, jnp.nan, 0.1 * jnp.cos(step.astype(jnp.float32)))  # one step is skipped
+    stepped = {}
+    for mode, (params, state) in trees.items():
+        gradients = jax.tree.map(lambda p: jnp.full(p.shape, value), params)
+        stepped[mode] = apply_gradients(transform(mode), params, state, gradients)[:2]
+    return stepped
+
+
+def run(trees: Any, first: int, last: int) -> Any:
+    compiled = _step.lower(trees, jnp.int32(0)).compile(compiler_options=FAST)
+    for step in range(first, last):
+        trees = compiled(trees, jnp.int32(step))
+    return trees
+
+
+def save(trees: Any, folder: Path) -> None:
+    import orbax.checkpoint
+    from flax import serialization
+
+    import mpmodules  # noqa: F401  (tells Flax of the states)
+
+    with warnings.catch_warnings():  # orbax's own
+        warnings.simplefilter("ignore")
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "orbax", trees)
+    (folder / "msgpack").write_bytes(serialization.to_bytes(trees))
+
+
+def restore(kind: str, folder: Path) -> Any:
+    import orbax.checkpoint
+    from flax import serialization
+
+    import mpmodules  # noqa: F401
+
+    if kind == "msgpack":
+        trees = serialization.from_bytes(start(), (folder / "msgpack").read_bytes())
+        return jax.tree.map(jnp.asarray, trees)
+    like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, start())
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder / "orbax", like)
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    """Every leaf's bits, which a comparison tells apart by dtype too."""
+    leaves = [np.atleast_1d(leaf) for leaf in jax.tree.leaves(tree)]
+    return [leaf.view(f"u{leaf.dtype.itemsize}") for leaf in leaves]
+
+
+def main(folder: Path) -> None:
+    for kind in KINDS:
+        trees = restore(kind, folder)
+        np.savez(folder / f"{kind}.npz", *bits(run(trees, SAVED, STEPS)))
+        (folder / f"{kind}.txt").write_text(describe(trees))
+
+
+def describe(trees: Any) -> str:
+    """Structure and dtypes."""
+    return f"{jax.tree.structure(trees)}\n{[str(leaf.dtype) for leaf in jax.tree.leaves(trees)]}"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
