@@ -19,6 +19,10 @@ ISLAND = "policy_full_precision"
 _NORMALISES = re.compile(r"(?:.*[a-z_])?norm\d*(?:_\w+)?|(?:bn|ln)\d*(?:_\w+)?", re.IGNORECASE)
 
 
+class UnknownPrimitiveError(NotImplementedError):
+    """A primitive has no category, and ``on_unknown="raise"`` was asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What an autocast was asked for.
@@ -43,7 +47,7 @@ class Settings:
         """What is done with a primitive.
 
         Raises:
-          NotImplementedError: it has no category, and `strict` is set.
+          UnknownPrimitiveError: it has no category, and `strict` is set.
         """
         if name in self.opaque:
             return "opaque"
@@ -53,7 +57,7 @@ class Settings:
             return "fp32"
         category = category_of(name)
         if category is None and self.strict:
-            raise NotImplementedError(
+            raise UnknownPrimitiveError(
                 f"autocast knows no category for the primitive {name!r}. Give it in opaque=, allow= or deny=, or leave "
                 "out on_unknown='raise'."
             )
