@@ -12,7 +12,7 @@ _WRAPPED = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
 _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
 # Names that are no module's.
-_OF_JAX = frozenset(("checkpoint", "remat", "rematted_computation", "while", "body", "cond", "scan", "closed_call"))
+_OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -32,7 +32,11 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
                 path, restarted = [], True
             elif wrapper in _FUNCTIONS:
                 part = ""
-        path += [name for name in _parts(part) if (name.isidentifier() or name.isdigit()) and name not in _OF_JAX]
+        for name in _parts(part):
+            module, _, method = name.partition(".")  # flax.linen writes Net.encode for a method's scope, within Net's
+            is_name = name.isdigit() or all(map(str.isidentifier, name.split(".")))  # a layer of a list is a number
+            if is_name and name not in _OF_JAX:
+                path += [] if method and path[-1:] == [module] else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)
     if restarted and not path:

@@ -228,7 +228,8 @@ class _Autocast:
         return target
 
     def _program(self, treedef: Any, is_array: tuple[bool, ...], static: tuple[Any, ...], settings: Settings) -> Any:
-        key = (treedef, is_array, static, tuple(map(type, static)), settings)
+        exact = tuple(leaf.hex() if isinstance(leaf, float) else leaf for leaf in static)  # -0.0 is not 0.0
+        key = (treedef, is_array, exact, tuple(map(type, static)), settings)
         try:
             program = self.programs.pop(key, None)
         except TypeError:  # a static argument that has no hash

@@ -13,6 +13,7 @@ from jax import lax
 
 from policy.amp.compat import opened, scan_arity, with_consts_as_arguments
 from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, bind
+from policy.amp.settings import UnknownPrimitiveError
 from policy.amp.values import Value, cast, float_dtype
 
 
@@ -77,7 +78,7 @@ def _jit(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value
         body, consts = opened(params["jaxpr"])
         return inside.run(body, [Value(const) for const in consts], values)
     arrays = as_traced(equation.invars, values)
-    like = [Value(array, value.yields) for array, value in zip(arrays, values, strict=True)]
+    like = [Value(array, value.yields, value.constant) for array, value in zip(arrays, values, strict=True)]
     body = Body(inside, params["jaxpr"], like, _dtypes(equation.outvars))
     return [Value(array) for array in bind(equation, arrays, {**params, "jaxpr": jax.make_jaxpr(body)(*arrays)})]
 
@@ -249,6 +250,8 @@ def _custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
     values = evaluator.entering(equation, values)
     try:
         return _rebuilt_vjp(evaluator, equation, values)
+    except UnknownPrimitiveError:
+        raise
     except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
         if evaluator.report is not None:
             evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", _arrays(values))
@@ -285,6 +288,8 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
             raise TypeError("A function with a custom_vjp rule is differentiated by what it closes over: hand that in.")
         try:
             outputs, saved = rewritten(*given)
+        except UnknownPrimitiveError:
+            raise
         except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
             if evaluator.report is not None:
                 evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", given)

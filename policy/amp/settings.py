@@ -19,6 +19,10 @@ ISLAND = "policy_full_precision"
 _NORMALISES = re.compile(r"(?:.*[a-z_])?norm\d*(?:_\w+)?|(?:bn|ln)\d*(?:_\w+)?", re.IGNORECASE)
 
 
+class UnknownPrimitiveError(NotImplementedError):
+    """A primitive has no category, and ``on_unknown="raise"`` was asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What an autocast was asked for.
@@ -43,7 +47,7 @@ class Settings:
         """What is done with a primitive.
 
         Raises:
-          NotImplementedError: it has no category, and `strict` is set.
+          UnknownPrimitiveError: it has no category, and `strict` is set.
         """
         if name in self.opaque:
             return "opaque"
@@ -53,7 +57,7 @@ class Settings:
             return "fp32"
         category = category_of(name)
         if category is None and self.strict:
-            raise NotImplementedError(
+            raise UnknownPrimitiveError(
                 f"autocast knows no category for the primitive {name!r}. Give it in opaque=, allow= or deny=, or leave "
                 "out on_unknown='raise'."
             )
@@ -88,7 +92,7 @@ class Places:
 
     def _find(self, path: Path) -> Place:
         settings = self.settings
-        policy = _rule_policy(settings.rules, path)
+        policy = _rule_policy(settings.rules, _named(path))
         compute = (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
@@ -98,8 +102,14 @@ class Places:
     def check_rules(self) -> None:
         """Refuses rules that matched no path."""
         if self.settings.rules:
-            prefixes = {path[:n] for path in self._known for n in range(len(path) + 1)}
+            paths = map(_named, self._known)
+            prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
             self.settings.rules.check(sorted({name for path in prefixes for name in _names(path)}))
+
+
+def _named(path: Path) -> Path:
+    """The path without the scope of `full_precision`, which rules know nothing of."""
+    return tuple(name for name in path if name != ISLAND)
 
 
 def _names(path: Path) -> list[str]:

@@ -105,6 +105,12 @@ def test_an_unknown_primitive_is_opaque_or_refused(monkeypatch):
     strict = autocast(layer, BF16, on_unknown="raise")
     with pytest.raises(NotImplementedError, match=r"no category for the primitive 'tanh'.*opaque=, allow= or deny="):
         strict(W, X)
+    ruled = jax.custom_vjp(jnp.sin)
+    ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.tanh(x),))
+    inside = autocast(lambda w, x: ruled(x @ w).sum(), BF16, on_unknown="raise")
+    assert inside(W, X).shape == ()
+    with pytest.raises(NotImplementedError, match="no category for the primitive 'tanh'"):
+        jax.grad(inside)(W, X)
     # What is given by name needs no category.
     monkeypatch.setitem(CATEGORY_OF, "tanh", "passthrough")
     named = autocast(layer, BF16, on_unknown="raise", opaque=["tanh"])

@@ -150,6 +150,9 @@ MASKS: dict[str, Any] = {
     "given to a branch": lambda logits: lax.cond(
         logits[0, 0] < 1e9, lambda x, low: jnp.where(MASK, x, low), lambda x, low: x, logits, LOWEST
     ),
+    "given to a jit that donates": lambda logits: jax.jit(
+        lambda logits, low: jnp.where(MASK, logits @ jnp.eye(4), low), donate_argnums=0
+    )(logits + 0.0, LOWEST),
     "given to a jit": lambda logits: jax.jit(jnp.where)(MASK, logits, jnp.full((4, 4), LOWEST)),
 }
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy.amp import autocast
+from policy.amp import autocast, full_precision
 from policy.paths import path_of
 from tests.policy.amp.models import KEY, SEQUENCE, SQUARE, normal
 from tests.programs import operations
@@ -115,6 +115,36 @@ def test_one_matmul_within_a_layer_is_told_from_the_other(remat, scan):
         assert found["block", "float32"] + found["block", "bfloat16"] == plain["block", "bfloat16"], program
 
 
+class Methods(nn.Module):
+    """A module with a method of its own, in the scopes ``Methods`` and ``Methods.encode``."""
+
+    def setup(self) -> None:
+        self.body, self.head = nn.Dense(8), nn.Dense(3)  # `body` is a name of JAX's in compiled programs, not in these
+
+    def encode(self, x: Any) -> Any:
+        return self.body(x)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(self.encode(x))
+
+
+@pytest.mark.parametrize("rule", ["body", "Methods/body"])
+def test_a_layer_is_known_by_its_path_whatever_method_calls_it(rule):
+    net = Methods()
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={rule: "f32"}).items():
+        assert set(matmuls(fn, variables, SEQUENCE)) == {("block", "float32"), ("head", "bfloat16")}, program
+    encode = autocast(lambda variables, x: net.apply(variables, x, method="encode"), BF16, rules={rule: "f32"})
+    assert set(matmuls(encode, variables, SEQUENCE)) == {("block", "float32")}
+
+
+def test_a_rule_for_what_an_island_holds_matches_it():
+    net = Methods()
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    fn = autocast(full_precision(net.apply), BF16, rules={"body": "mixed_float16", "Methods/head": "bf16"})
+    assert {dtype for _, dtype in matmuls(fn, variables, SEQUENCE)} == {"float32"}
+
+
 def scoped(w: Any, x: Any) -> Any:
     with jax.named_scope("first"):
         x = jnp.tanh(x @ w)
@@ -145,7 +175,11 @@ def test_scopes_of_plain_functions_are_paths_too(rule):
         ("Net/checkpoint/layer_0", (), ("Net", "layer_0")),
         ("Net/rematted_computation/layer_0", (), ("Net", "layer_0")),
         ("Net/jit(relu)/x", (), ("Net", "x")),
-        ("Net/while/body/layer_0", (), ("Net", "layer_0")),
+        ("Net/Net.encode/layer_0", (), ("Net", "layer_0")),
+        ("Net.encode/layer_0", (), ("Net", "layer_0")),
+        ("Net.encode/layer_0", ("Net",), ("Net", "layer_0")),
+        ("transpose(jvp(Net.encode))/layer_0.call/up", (), ("Net", "layer_0", "up")),
+        ("Net/ab...,b->...", (), ("Net",)),
         ("Net/layer_0", ("Net",), ("Net", "layer_0")),
         ("layer_0/up", ("Net",), ("Net", "layer_0", "up")),
         ("layer_0/up", ("Net", "layer_0"), ("Net", "layer_0", "up")),
