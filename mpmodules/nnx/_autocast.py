@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from policy.amp.autocast import LOWERINGS, Lowered
+from policy.amp.transformation import LOWERINGS, Lowered
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from policy import use_policy
+from policy import DtypePolicyWarning, mixed_precision, use_policy
 from policy.amp import autocast, full_precision
 from policy.amp.categories import CATEGORY_OF
 from tests.policy.amp.models import SQUARE, normal
@@ -128,3 +129,14 @@ def test_a_mistake_in_the_function_is_told_as_ever():
         autocast(layer)(W)
     with pytest.raises(TypeError, match="dot_general"):
         autocast(lambda w, x: x @ w, BF16)(W[:3], X)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1, 0.9), mixed_precision(optax.sgd(0.1), "float32")], ids=["optax", "ours"])
+def test_an_optimizer_inside_is_pointed_out(tx):
+    def step(params, state, x):
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.warns(DtypePolicyWarning, match=r"handed an optimizer's state \(\w+State.*around the loss"):
+        autocast(step, BF16)(W, tx.init(W), X)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,6 +17,7 @@ from policy.amp import calls as calls
 from policy.amp.categories import known_primitives
 from policy.amp.compat import opened
 from policy.amp.evaluator import Evaluator
+from policy.amp.parameters import Params, parameters, require_params, warn_of_optimizer
 from policy.amp.report import Report
 from policy.amp.settings import ISLAND, Places, Settings
 from policy.amp.values import Value, cast, is_floating
@@ -25,7 +25,6 @@ from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike, current_policy, require_usable
 
-Params = int | str | Sequence[int | str] | Callable[[Any], bool] | None
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
 
 
@@ -113,17 +112,6 @@ def _require_callable(fn: Any, what: str) -> None:
         raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
 
 
-def _require_params(params: Any) -> None:
-    named = [params] if isinstance(params, (int, str)) else params
-    is_collection = isinstance(named, Collection) and not isinstance(named, (bytes, Mapping))
-    if params is None or callable(params):
-        return
-    if not is_collection or any(isinstance(name, bool) or not isinstance(name, (int, str)) for name in named):
-        raise TypeError(
-            f"params should be positions or names of arguments, or a predicate on leaves, but got {params!r}."
-        )
-
-
 def _checked(
     policy: Any, params: Any, rules: Any, preset: Any, allow: Any, deny: Any, opaque: Any, on_unknown: Any
 ) -> _Options:
@@ -131,7 +119,7 @@ def _checked(
         raise ValueError(f"preset should be 'memory' or 'conservative', but got {preset!r}.")
     if on_unknown not in ("opaque", "raise"):
         raise ValueError(f"on_unknown should be 'opaque' or 'raise', but got {on_unknown!r}.")
-    _require_params(params)
+    require_params(params)
     policy = None if policy is None else get_policy(policy)
     rules = None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
     settings = Settings(
@@ -262,8 +250,9 @@ class _Autocast:
         def rewritten(*arrays: Any) -> Any:
             jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
             args, kwargs = arguments(arrays)
-            marks = _parameters(self.fn, self.options.params, args, kwargs)
+            marks = parameters(self.fn, self.options.params, args, kwargs)
             params = [mark for mark, is_dynamic in zip(marks, is_array, strict=True) if is_dynamic]
+            warn_of_optimizer(args, kwargs)
             if report is not None:
                 report.note_parameters((args, kwargs), marks)
             values = [
@@ -318,45 +307,3 @@ def _is_array(leaf: Any) -> bool:
 
 def _is_key(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.extended)
-
-
-def _parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    """Which leaves of ``(args, kwargs)`` are parameters."""
-    everything = (args, kwargs)
-    if callable(params):
-        return [bool(params(leaf)) for leaf in jax.tree.leaves(everything)]
-    if params is None:
-        return _inferred_parameters(args, kwargs)
-    named = [params] if isinstance(params, (int, str)) else list(params)
-    positions = {_position(fn, name, args) for name in named if not (isinstance(name, str) and name in kwargs)}
-    return [
-        *(i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)),
-        *(name in named for name, arg in sorted(kwargs.items()) for _ in jax.tree.leaves(arg)),
-    ]
-
-
-def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
-    position: Any = name
-    if isinstance(name, str):
-        names = list(inspect.signature(fn).parameters)
-        if name not in names:
-            raise ValueError(f"params names the argument {name!r}, but the function takes {', '.join(names)}.")
-        position = names.index(name)
-    if not -len(args) <= position < len(args):
-        raise ValueError(f"params names argument {name!r}, but the function was called with {len(args)} of them.")
-    return position % len(args)
-
-
-def _inferred_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    has_collection = any(isinstance(arg, Mapping) and "params" in arg for arg in (*args, *kwargs.values()))
-
-    def marks(arg: Any, is_first: bool) -> list[bool]:
-        if has_collection and isinstance(arg, Mapping) and "params" in arg:
-            paths = jax.tree_util.tree_flatten_with_path(arg)[0]
-            return [getattr(path[0], "key", None) == "params" for path, _ in paths]
-        leaves = jax.tree.leaves(arg)
-        is_container = is_first and not has_collection and not (len(leaves) == 1 and leaves[0] is arg)
-        return [is_container] * len(leaves)
-
-    found = [mark for i, arg in enumerate(args) for mark in marks(arg, i == 0)]
-    return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
