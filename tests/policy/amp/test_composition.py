@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from policy import use_policy
@@ -544,6 +545,71 @@ def test_a_checkpoint_stays_inside_a_scan():
         for primitive in ("remat2", "checkpoint", "scan"):
             assert len(named(ops, primitive)) == len(named(plain, primitive))
         assert {op.inputs for op in named(ops, "dot_general")} == {HALVES}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Everything else
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def checked(w: Any, x: Any) -> Any:
+    h = layer(w, x)
+    checkify.check(jnp.all(h < -2.0), "too large")
+    return h
+
+
+def referred(w: Any, x: Any) -> Any:
+    total = jax.new_ref(jnp.zeros((4, 8)))
+    total[...] = x @ w
+    total[...] += x @ w
+    return total[...]
+
+
+def scattered(w: Any, x: Any) -> Any:
+    h = (x @ w).at[0].apply(jnp.sin).at[1].multiply(2.0).at[2].min(0.1)
+    return h.at[3].set(jnp.ones(8))
+
+
+def collected(w: Any, x: Any) -> Any:
+    def row(x: Any) -> Any:
+        h = x @ w
+        return lax.pmean(h, "i") + lax.all_gather(h, "i").sum(0) + lax.pmax(h, "i")
+
+    return jax.vmap(row, axis_name="i")(x)
+
+
+def reduced(w: Any, x: Any) -> Any:
+    return lax.reduce(x @ w, np.float32(0), lambda a, b: a + b, (0,))[None] + lax.reduce_window(
+        x @ w, np.float32(0), lax.add, (4, 1), (1, 1), "VALID"
+    )
+
+
+@pytest.mark.parametrize("fn", [referred, scattered, collected, reduced])
+def test_what_moves_and_joins_numbers_takes_half_ones(fn):
+    cast = autocast(fn, BF16, params=0)
+    assert set(dots(cast, W, X)) == {HALVES}
+    near(cast(W, X), fn(W, X))
+
+
+def test_checks_are_made_inside_and_outside():
+    for fn in (
+        checkify.checkify(autocast(checked, BF16, params=0)),
+        autocast(checkify.checkify(checked), BF16, params=0),
+    ):
+        error, out = fn(W, X)
+        assert "too large" in str(error.get())
+        near(out, layer(W, X))
+        assert dots(fn, W, X) == [HALVES]
+
+
+def test_a_matmul_in_eight_bits_is_the_authors():
+    f8 = jnp.float8_e4m3fn
+
+    def fn(w, x):
+        dims = (((1,), (0,)), ((), ()))
+        return lax.dot_general(x.astype(f8), w.astype(f8), dims, preferred_element_type=jnp.float32) @ w
+
+    assert dots(autocast(fn, BF16, params=0), W, X) == [("float8_e4m3fn",) * 2, HALVES]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

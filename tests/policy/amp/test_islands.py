@@ -101,6 +101,16 @@ def test_primitives_are_moved_by_name():
     assert dtypes(opaque=["tanh"], allow=["exp"]) == ["bfloat16", "float32", "float32"]
 
 
+def test_a_bias_widens_activations_in_the_conservative_preset_only():
+    def fn(params, x):
+        return jnp.tanh(x @ params["w"] + params["b"][None])
+
+    params = {"w": W, "b": jnp.ones(8)}
+    for preset, dtype in (("memory", "bfloat16"), ("conservative", "float32")):
+        ops = operations(autocast(fn, BF16, preset=preset), params, X)  # type: ignore[arg-type]
+        assert [op.inputs for op in named(ops, "dot_general", "tanh")] == [HALVES, (dtype,)]
+
+
 def test_a_higher_order_primitive_that_is_opaque_runs_as_it_was_traced():
     def fn(w, x):
         return lax.scan(lambda x, _: (layer(w, x), None), x @ w, None, length=2)[0]
