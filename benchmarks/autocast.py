@@ -1,6 +1,6 @@
 """What autocast costs beside the same model with its half dtype threaded through by hand.
 
-    python -m benchmarks.autocast           # the table: 3 minutes on two cores
+    python -m benchmarks.autocast           # the table: 3 minutes on two idle cores
     python -m benchmarks.autocast --check   # exits with 1 where a ratio misses its bound
     python -m benchmarks.autocast --small   # shallower models: 1 minute
     python -m benchmarks.autocast --json    # the rows as JSON
@@ -291,9 +291,9 @@ def main() -> int:
         measured.append(row)
         if not options.json:
             if len(measured) == 1:
-                print(f"{'':9}{'':38}{'ours':>11}{'hand':>11}{'ratio':>8}{'bound':>7}")
+                print(f"{'':9}{'':45}{'ours':>11}{'hand':>11}{'ratio':>8}{'bound':>7}")
             numbers = f"{row.ours:11.4g}{row.hand:11.4g}{row.ratio:8.4f}{row.bound:7g}"
-            print(f"{row.quantity:9}{row.name:38}{numbers}{'  missed' if row.is_missed else ''}", flush=True)
+            print(f"{row.quantity:9}{row.name:45}{numbers}{'  missed' if row.is_missed else ''}", flush=True)
     if options.json:
         print(json.dumps([{**dataclasses.asdict(row), "ratio": row.ratio} for row in measured], indent=1))
     return int(options.check and any(row.is_missed for row in measured))
