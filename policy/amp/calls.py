@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from policy.amp.compat import opened, scan_arity, with_consts_as_arguments
-from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, bind
+from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, bind, opaque_kind
 from policy.amp.settings import UnknownPrimitiveError
 from policy.amp.values import Value, cast, float_dtype
 
@@ -254,7 +254,7 @@ def _custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
         raise
     except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
         if evaluator.report is not None:
-            evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", _arrays(values))
+            evaluator.report.note(evaluator.path, "custom_vjp_call", opaque_kind(equation), _arrays(values))
         return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
@@ -292,7 +292,7 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
             raise
         except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
             if evaluator.report is not None:
-                evaluator.report.note(evaluator.path, "custom_vjp_call", "opaque", given)
+                evaluator.report.note(evaluator.path, "custom_vjp_call", opaque_kind(equation), given)
             outputs, saved = original(*_in(like_traced, given))
         return [cast(output, known.dtype) for output, known in zip(outputs, body.like, strict=True)], saved
 

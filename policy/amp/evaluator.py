@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from policy.amp.report import Report
+from policy.amp.categories import MATMULS
+from policy.amp.report import OPAQUE_MATMUL, Report
 from policy.amp.settings import Place, Places, Settings
 from policy.amp.values import (
     F32,
@@ -104,7 +105,7 @@ class Evaluator:
         if name == "convert_element_type":
             done, outputs = "author's cast", [_converted(equation, values[0])]
         elif traced != {F32} or category in ("exempt", "opaque", "explicit", "control"):
-            done, outputs = _kind_of_opaque(traced, category), _as_traced(equation, values)
+            done, outputs = _kind_of_opaque(equation, traced, category), _as_traced(equation, values)
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
         elif name == "add_any":
@@ -223,10 +224,27 @@ def _bound_or_traced(equation: Any, values: Sequence[Value], arrays: Sequence[An
         return _as_traced(equation, values)
 
 
-def _kind_of_opaque(traced: set[Any], category: str) -> str:
+def _kind_of_opaque(equation: Any, traced: set[Any], category: str) -> str:
     if traced and traced != {F32}:
         return "author's dtypes"
-    return "opaque" if category in ("opaque", "control") else "as traced"
+    return opaque_kind(equation) if category in ("opaque", "control") else "as traced"
+
+
+def opaque_kind(equation: Any) -> str:
+    """What a report says of an equation that is left as it was traced."""
+    return OPAQUE_MATMUL if any(map(_has_matmul, _programs(equation))) else "opaque"
+
+
+def _programs(equation: Any) -> Iterator[Any]:
+    for value in equation.params.values():
+        for program in value if isinstance(value, (tuple, list)) else (value,):
+            program = getattr(program, "jaxpr", program)
+            if hasattr(program, "eqns"):
+                yield program
+
+
+def _has_matmul(program: Any) -> bool:
+    return any(e.primitive.name in MATMULS or any(map(_has_matmul, _programs(e))) for e in program.eqns)
 
 
 def _holds_program(equation: Any) -> bool:

@@ -13,6 +13,8 @@ from policy.amp.categories import MATMULS
 from policy.amp.settings import ISLAND
 from policy.paths import Path
 
+OPAQUE_MATMUL = "opaque, holds a matmul"
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -59,7 +61,7 @@ class Report:
     @property
     def opaque_matmuls(self) -> list[Record]:
         """Programs that were left as they were traced, and hold a matmul."""
-        return [record for record in self.records if record.done == "opaque, holds a matmul"]
+        return [record for record in self.records if record.done == OPAQUE_MATMUL]
 
     @property
     def wide_matmuls(self) -> list[Record]:
