@@ -37,6 +37,7 @@ _ELEMENTWISE = frozenset(
         *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
     )
 )
+_LINEAR = frozenset(("add", "sub"))
 # What a constant survives.
 _KEEPS_CONSTANT = frozenset(
     (
@@ -81,20 +82,36 @@ class Evaluator:
                 return Value(number, yields=True, constant=number[()] if is_number else None)
             return values[atom]
 
+        readers = _readers(jaxpr)
         for equation in jaxpr.eqns:
             info = equation.source_info
             name_stack = source_info_util.current_name_stack() + info.name_stack
             with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
-                outputs = self._equation(equation, [read(atom) for atom in equation.invars])
+                category = self._category(equation, readers)
+                outputs = self._equation(equation, category, [read(atom) for atom in equation.invars])
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _path_of(self, equation: Any) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path)
 
-    def _equation(self, equation: Any, values: list[Value]) -> list[Value]:
+    def _category(self, equation: Any, readers: dict[Any, set[str]]) -> str:
+        """What is done with an equation: a sum or difference that only float32 operations read is one of them.
+
+        Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x` itself. It saves nothing
+        for backward, so float32 costs no memory there.
+        """
         name = equation.primitive.name
         category = self.settings.category(name)
+        if category != "promote" or name not in _LINEAR:
+            return category
+        names = readers.get(equation.outvars[0], set())
+        reads_wide = {reader for reader in names if reader and self.settings.category(reader) == "fp32"}
+        # The second is a log_softmax, whose difference of the shifted logits is in float32 as its logarithm is.
+        return "fp32" if names and (names == reads_wide or names == {"exp", "sub"}) else category
+
+    def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
+        name = equation.primitive.name
         if category == "control" and name in HANDLERS:
             return HANDLERS[name](self, equation, values)
         path = self._path_of(equation)
@@ -151,6 +168,10 @@ class Evaluator:
         if equation.primitive.name == "gather" and is_param and self.settings.narrows:
             looked_up = bind(equation, [value.array for value in values])
             return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
+        if equation.primitive.name == "gather" and values[0].dtype == place.compute != F32:
+            # Of the widened operand, so that its cotangents are added up in float32, those of other readers included.
+            looked_up = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
+            return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
         if len(values) == len(outputs) or len([v for v in values if is_floating(v.dtype)]) == 1:
             sources = values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
@@ -176,6 +197,19 @@ class Evaluator:
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
         return done, _bound_or_traced(equation, values, arrays)
+
+
+def _readers(jaxpr: Any) -> dict[Any, set[str]]:
+    """The primitives that read each variable of a program; "" stands for the program's caller."""
+    readers: dict[Any, set[str]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, jex_core.Literal):
+                readers.setdefault(atom, set()).add(equation.primitive.name)
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, jex_core.Literal):
+            readers.setdefault(atom, set()).add("")
+    return readers
 
 
 def _fits(value: Value, dtype: Any) -> bool:

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -359,3 +360,22 @@ def test_results_and_gradients_do_not_depend_on_argnums():
         alone_value, alone = jax.value_and_grad(cast, argnum)(*args)
         np.testing.assert_array_equal(alone_value, value)
         jax.tree.map(np.testing.assert_array_equal, alone, every[argnum])
+
+
+def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
+    """Rounded shifts would cost up to half a unit of the largest logit; a rounded p - 1 cancels where p is almost 1."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)) * 8, jnp.bfloat16).astype(jnp.float32)
+    labels = jnp.argmax(logits, -1)
+
+    def loss(w, x):  # an exact product, so that the logits are half and known
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels)
+
+    eye = jnp.eye(64)
+    exact = -jax.nn.log_softmax(logits)[jnp.arange(4), labels]
+    for strict in (autocast(loss, "mixed_bfloat16", on_unknown="raise"), autocast(loss, "mixed_bfloat16")):
+        np.testing.assert_allclose(strict(eye, logits), exact, rtol=1e-5, atol=1e-6)
+    found = jax.grad(lambda x: autocast(loss, "mixed_bfloat16")(eye, x).sum())(logits)
+    truth = jax.nn.softmax(logits) - jax.nn.one_hot(labels, 64)
+    np.testing.assert_allclose(found, truth, rtol=2**-8, atol=1e-7)
+    weights = autocast(lambda w, x: jax.nn.softmax(x @ w), "mixed_bfloat16")(eye, logits)
+    np.testing.assert_allclose(weights, jax.nn.softmax(logits), rtol=1e-5, atol=1e-7)
