@@ -1,6 +1,7 @@
 """The whole suite runs with strict dtype promotion, without rank promotion, and with warnings as errors."""
 
 import jax
+import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -15,3 +16,10 @@ def no_global_policy():
     set_policy(None)
     yield
     set_policy(None)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test draws from its module's generator as if it were the first, whatever ran before it."""
+    if isinstance(getattr(request.module, "RNG", None), np.random.Generator):
+        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
