@@ -22,4 +22,4 @@ except ImportError as error:
 
 # Imported for what they register: how states are saved, and how nnx modules go in and out of autocast.
 from mpmodules import _serialization as _serialization
-from mpmodules.nnx import _autocast as _autocast
+from mpmodules.nnx import _tracing as _tracing

@@ -11,10 +11,10 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax import lax
 
-from policy.amp.compat import opened, scan_arity, with_consts_as_arguments
-from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, bind, opaque_kind
+from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, opaque_kind
 from policy.amp.settings import UnknownPrimitiveError
 from policy.amp.values import Value, cast, float_dtype
+from policy.programs import bind, opened, scan_arity, with_consts_as_arguments
 
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -26,6 +26,7 @@ from policy.amp.values import (
     is_floating,
 )
 from policy.paths import Path, path_of
+from policy.programs import bind, programs_of
 
 Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
 HANDLERS: dict[str, Handler] = {}  # of the primitives that hold programs; filled by `policy.amp.calls`
@@ -232,13 +233,6 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
     return as_dtype(value, dtype)
 
 
-def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """The outputs of an equation's primitive on other operands."""
-    given = equation.primitive.get_bind_params(equation.params if params is None else params)
-    outputs = equation.primitive.bind(*arrays, **given)
-    return list(outputs) if equation.primitive.multiple_results else [outputs]
-
-
 def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
     """Arrays in the dtypes that they were traced with."""
     return [
@@ -266,19 +260,11 @@ def _kind_of_opaque(equation: Any, traced: set[Any], category: str) -> str:
 
 def opaque_kind(equation: Any) -> str:
     """What a report says of an equation that is left as it was traced."""
-    return OPAQUE_MATMUL if any(map(_has_matmul, _programs(equation))) else "opaque"
-
-
-def _programs(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for program in value if isinstance(value, (tuple, list)) else (value,):
-            program = getattr(program, "jaxpr", program)
-            if hasattr(program, "eqns"):
-                yield program
+    return OPAQUE_MATMUL if any(map(_has_matmul, programs_of(equation))) else "opaque"
 
 
 def _has_matmul(program: Any) -> bool:
-    return any(e.primitive.name in MATMULS or any(map(_has_matmul, _programs(e))) for e in program.eqns)
+    return any(e.primitive.name in MATMULS or any(map(_has_matmul, programs_of(e))) for e in program.eqns)
 
 
 def _holds_program(equation: Any) -> bool:

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
 from policy.amp.categories import MATMULS
 from policy.amp.settings import ISLAND
 from policy.paths import Path
@@ -49,14 +47,8 @@ class Report:
         dtypes = tuple(str(array.dtype) for array in arrays if hasattr(array, "dtype"))
         self.records[Record("/".join(part for part in path if part != ISLAND), primitive, done, dtypes)] += 1
 
-    def note_parameters(self, arguments: Any, marks: Sequence[bool]) -> None:
-        paths = jax.tree_util.tree_flatten_with_path(arguments)[0]
-        kinds = ("args", "kwargs")
-        self.parameters = [
-            kinds[getattr(path[0], "idx", 0)] + jax.tree_util.keystr(path[1:])
-            for (path, _), mark in zip(paths, marks, strict=True)
-            if mark
-        ]
+    def note_parameters(self, names: Sequence[str], marks: Sequence[bool]) -> None:
+        self.parameters = [name for name, mark in zip(names, marks, strict=True) if mark]
 
     @property
     def opaque_matmuls(self) -> list[Record]:

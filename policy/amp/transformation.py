@@ -5,25 +5,25 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
 from policy.amp import calls as calls
 from policy.amp.categories import known_primitives
-from policy.amp.compat import opened
 from policy.amp.evaluator import Evaluator
 from policy.amp.parameters import Params, parameters, require_params, warn_of_optimizer
 from policy.amp.report import Report
 from policy.amp.settings import ISLAND, Places, Settings
 from policy.amp.values import Value, cast, is_floating
 from policy.policy import Policy, get_policy
+from policy.programs import opened
 from policy.rules import PolicyRules
 from policy.scope import RulesLike, current_policy, require_usable
+from policy.tracing import Arguments, lowered
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
 
@@ -134,27 +134,6 @@ def _checked(
     return _Options(policy, params, settings)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-    """A call whose function changes state in place, as a call of a pure one.
-
-    Attributes:
-      key: tells pure functions of one function apart; hashable.
-      pure: the pure function, whose first argument are parameters.
-      args: what it is called with.
-      finish: puts the state that it returned in place, and gives what the call returns.
-    """
-
-    key: Any
-    pure: Callable[..., Any]
-    args: tuple[Any, ...]
-    finish: Callable[[Any], Any]
-
-
-# How libraries whose modules hold state hand it in and out: each gives None where a call is none of its business.
-LOWERINGS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Lowered | None]] = []
-
-
 def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
     _require_callable(fn, "autocast")
     if not enabled:
@@ -178,9 +157,8 @@ class _Autocast:
             settings = self.options.resolved()
             if settings is None:
                 return self.fn(*args, **kwargs)
-            target, args, kwargs, finish = self.lowered(args, kwargs)
-            treedef, arrays, is_array, static = _split(args, kwargs)
-            return finish(target._program(treedef, is_array, static, settings)(*arrays))
+            target, arguments, finish = self.lowered(args, kwargs)
+            return finish(target._program(arguments, settings)(*arguments.arrays))
 
         transformed.explain = self.explain  # type: ignore[attr-defined]
         return transformed
@@ -189,23 +167,18 @@ class _Autocast:
         """What is cast where, were the function called with these arguments. Nothing runs; shapes will do."""
         settings, report = self.options.resolved(), Report()
         if settings is not None:
-            target, args, kwargs, _ = self.lowered(args, kwargs)
-            treedef, arrays, is_array, static = _split(args, kwargs)
-            jax.eval_shape(target._rewritten(treedef, is_array, static, settings, report), *arrays)
+            target, arguments, _ = self.lowered(args, kwargs)
+            jax.eval_shape(target._rewritten(arguments, settings, report), *arguments.arrays)
         return report
 
     def lowered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Autocast, tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
+    ) -> tuple[_Autocast, Arguments, Callable[[Any], Any]]:
         """The call as one of a function of arrays: what to call, with what, and what to do with the result."""
-        for lower in LOWERINGS:
-            call = lower(self.fn, args, kwargs)
-            if call is not None:
-                return self._of_pure(call.key, call.pure), call.args, {}, call.finish
-        holder, pure = _held(self.fn)
-        if holder is None:
-            return self, args, kwargs, lambda out: out
-        return self._of_pure(type(holder), pure), (holder, *args), kwargs, lambda out: out
+        call = lowered(self.fn, args, kwargs)
+        if call is None:
+            return self, Arguments.of(args, kwargs), lambda out: out
+        return self._of_pure(call.key, call.pure), Arguments.of(call.args, call.kwargs), call.finish
 
     def _of_pure(self, key: Any, pure: Callable[..., Any]) -> _Autocast:
         """The autocast of a pure function, whose first argument are parameters."""
@@ -215,46 +188,35 @@ class _Autocast:
             self.pure.popitem(last=False)
         return target
 
-    def _program(self, treedef: Any, is_array: tuple[bool, ...], static: tuple[Any, ...], settings: Settings) -> Any:
-        exact = tuple(leaf.hex() if isinstance(leaf, float) else leaf for leaf in static)  # -0.0 is not 0.0
-        key = (treedef, is_array, exact, tuple(map(type, static)), settings)
+    def _program(self, arguments: Arguments, settings: Settings) -> Any:
+        key = (arguments.key, settings)
         try:
             program = self.programs.pop(key, None)
         except TypeError:  # a static argument that has no hash
-            return self._rewritten(treedef, is_array, static, settings)
+            return self._rewritten(arguments, settings)
         if program is None:
-            program = jax.jit(self._rewritten(treedef, is_array, static, settings))
+            fixed = dataclasses.replace(arguments, arrays=[])  # the program outlives the arrays of its first call
+            program = jax.jit(self._rewritten(fixed, settings))
         self.programs[key] = program
         if len(self.programs) > _MOST_PROGRAMS:
             self.programs.popitem(last=False)
         return program
 
-    def _rewritten(
-        self,
-        treedef: Any,
-        is_array: tuple[bool, ...],
-        static: tuple[Any, ...],
-        settings: Settings,
-        report: Report | None = None,
-    ) -> Callable[..., Any]:
+    def _rewritten(self, arguments: Arguments, settings: Settings, report: Report | None = None) -> Callable[..., Any]:
         """The function of the arrays alone that traces `fn` and evaluates its program."""
 
-        def arguments(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            dynamic, fixed = iter(arrays), iter(static)
-            return jax.tree.unflatten(treedef, [next(dynamic) if i else next(fixed) for i in is_array])
-
         def flat(*arrays: Any) -> Any:
-            args, kwargs = arguments(arrays)
+            args, kwargs = arguments.filled(arrays)
             return self.fn(*args, **kwargs)
 
         def rewritten(*arrays: Any) -> Any:
             jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-            args, kwargs = arguments(arrays)
+            args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
-            params = [mark for mark, is_dynamic in zip(marks, is_array, strict=True) if is_dynamic]
+            params = [mark for mark, is_dynamic in zip(marks, arguments.is_array, strict=True) if is_dynamic]
             warn_of_optimizer(args, kwargs)
             if report is not None:
-                report.note_parameters((args, kwargs), marks)
+                report.note_parameters(arguments.names(), params)
             values = [
                 Value(array if _is_key(array) else jnp.asarray(array), is_param and settings.narrows)
                 for array, is_param in zip(arrays, params, strict=True)
@@ -271,38 +233,12 @@ class _Autocast:
         return rewritten
 
 
-def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:
-    """The tree of arrays that a function is, or is a method of, which are arguments too; None where there is none."""
-    owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
-    for holder, pure in (
-        (fn, lambda holder, *args, **kwargs: holder(*args, **kwargs)),
-        (owner, lambda holder, *args, **kwargs: getattr(holder, name)(*args, **kwargs)),
-    ):
-        leaves = [] if holder is None or isinstance(holder, type) else jax.tree.leaves(holder)
-        if any(leaf is not holder and _is_array(leaf) for leaf in leaves):
-            return holder, pure
-    return None, fn
-
-
-def _split(args: Any, kwargs: Any) -> tuple[Any, list[Any], tuple[bool, ...], tuple[Any, ...]]:
-    """The arrays among arguments, which leaves they are, and the rest."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = tuple(map(_is_array, leaves))
-    arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-    static = tuple(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
-    return treedef, arrays, is_array, static
-
-
 def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
     """An output in the dtype that it was traced with, and as weak a type."""
     array = cast(array, shape.dtype) if is_floating(shape.dtype) else array
     if not shape.weak_type or jax.typeof(array).weak_type:
         return array
     return convert_element_type_p.bind(array, new_dtype=shape.dtype, weak_type=True, sharding=None)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def _is_key(array: Any) -> bool:

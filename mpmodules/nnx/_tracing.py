@@ -1,4 +1,4 @@
-"""autocast for nnx: hands a model's state in and out, and names its modules while it is traced."""
+"""Calls of nnx modules as calls of pure functions: state is handed in and out, and modules are named while traced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from policy.amp.transformation import LOWERINGS, Lowered
+from policy.tracing import LOWERINGS, Lowered
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
 
@@ -33,7 +33,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         flax_nnx.update(node, state)
         return out
 
-    return Lowered(graph, functools.partial(_pure, method, graph), (params, rest), finish)
+    return Lowered(graph, functools.partial(_pure, method, graph), (params, rest), finish=finish)
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:

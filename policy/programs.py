@@ -1,7 +1,8 @@
-"""What differs between JAX versions in the programs that higher-order primitives hold."""
+"""The programs that equations hold, whatever the JAX version."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -37,3 +38,19 @@ def scan_arity(equation: Any) -> tuple[int, int]:
         for outer, inner in zip(equation.invars, body.invars, strict=True)
     ]
     return sum(whole) - sum(carried), sum(carried)
+
+
+def programs_of(equation: Any) -> Iterator[Any]:
+    """The open jaxprs among an equation's parameters."""
+    for value in equation.params.values():
+        for program in value if isinstance(value, (tuple, list)) else (value,):
+            program = getattr(program, "jaxpr", program)
+            if hasattr(program, "eqns"):
+                yield program
+
+
+def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """The outputs of an equation's primitive on other operands."""
+    given = equation.primitive.get_bind_params(equation.params if params is None else params)
+    outputs = equation.primitive.bind(*arrays, **given)
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
