@@ -25,6 +25,7 @@ class Value:
       narrows: whether it was computed in float32 by a normalisation, and is half where another module reads it.
       narrowed: the half value that other modules read, once one has.
       widened: the same number in float32, once an operation has asked for it.
+      transposed: the value that this one is a transposition of, and its axes.
     """
 
     array: Any
@@ -33,6 +34,7 @@ class Value:
     narrows: bool = False
     narrowed: Value | None = None
     widened: Any = None
+    transposed: tuple[Value, tuple[int, ...]] | None = None
 
     @property
     def dtype(self) -> Any:
@@ -57,7 +59,14 @@ def cast(array: Any, dtype: Any) -> Any:
 def as_dtype(value: Value, dtype: Any) -> Any:
     """`value` in `dtype`. A half value is widened once for all who ask: its cotangents are then summed in float32 and
     rounded once. A float32 one is narrowed at each use, for the same reason."""
-    if value.array.dtype == dtype or value.array.dtype.itemsize >= dtype.itemsize:
+    if value.array.dtype == dtype:
+        return value.array
+    if value.array.dtype.itemsize >= dtype.itemsize:
+        if value.transposed is not None:
+            # Cast, then transposed, as an author writes it: XLA folds a transposition that stands beside a matmul into
+            # it, also the one of the gradient. Past a cast it can't, and XLA:CPU then multiplies in another order.
+            source, axes = value.transposed
+            return lax.transpose(as_dtype(source, dtype), axes)
         return cast(value.array, dtype)
     if value.widened is None or value.widened.dtype != dtype:
         value.widened = cast(value.array, dtype)
