@@ -24,6 +24,8 @@ from policy.amp.values import (
     float_dtype,
     has_range_of_float32,
     is_floating,
+    saturated,
+    saturates,
 )
 from policy.paths import Path, path_of
 from policy.programs import bind, programs_of
@@ -192,7 +194,8 @@ class Evaluator:
         floats = [value for value in values if is_floating(value.dtype)]
         if _holds_program(equation) or not floats:
             return "as traced", _as_traced(equation, values)
-        dtype = common_dtype(floats, place.compute)
+        selects = equation.primitive.name == "select_n"
+        dtype = common_dtype(floats, place.compute, selects=selects)
         if all(value.yields for value in floats):
             big = not all(_fits(value, place.compute) for value in floats)
             outputs = _as_traced(equation, values)
@@ -229,6 +232,8 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
     array = value.array
     if not is_floating(array.dtype) or array.dtype == dtype:
         return array
+    if value.constant is not None and saturates(value.constant, dtype):
+        return saturated(array, dtype)
     if shape is not None and array.ndim and array.shape != shape:
         sharding = getattr(equation.outvars[0].aval, "sharding", None)
         is_explicit = sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit

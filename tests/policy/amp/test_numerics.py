@@ -395,3 +395,22 @@ def test_a_transposed_param_is_cast_and_then_transposed():
     found = jax.jit(jax.grad(autocast(loss, "mixed_bfloat16", params=0)))(W, X)
     x, w = (np.asarray(a, np.float64) for a in (X, W))
     assert error(found, 2 * (x @ w.T).T @ x) < 1e-2
+
+
+def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
+    def masked(w, x, mask):
+        return jnp.where(mask, x @ w, jnp.finfo(jnp.float32).min)
+
+    mask = jnp.asarray(RNG.uniform(size=(4, 8)) < 0.5)
+    program = autocast(masked, "mixed_bfloat16")
+    assert {op.inputs[1:] for op in named(operations(program, W, X, mask), "select_n")} == {("bfloat16", "bfloat16")}
+    found = program(W, X, mask)
+    assert (found[~mask] == jnp.finfo(jnp.bfloat16).min.astype(jnp.float32)).all()
+    assert error(found[mask], masked(W, X, mask)[mask]) < 1e-2
+
+
+@pytest.mark.parametrize(("policy", "number"), [("mixed_float16", 1e5), ("mixed_float16", -1e-9)])
+def test_a_number_that_half_precision_loses_keeps_its_selection_in_float32(policy, number):
+    program = autocast(lambda w, x: jnp.where(x > 0, x @ w, number), policy)
+    assert {op.inputs[1:] for op in named(operations(program, W, X), "select_n")} == {("float32", "float32")}
+    assert (program(W, X)[X <= 0] == jnp.float32(number)).all()
