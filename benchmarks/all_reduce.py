@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,7 +58,7 @@ class Row:
 
     name: str
     make: Callable[[], tuple[Callable[[Any], Any], Train]]
-    step: optimizer.Row
+    step: optimizer.Pipeline
     exchanged: str
     mapped: bool = True
 
@@ -101,9 +103,9 @@ def pmean_of_gradients() -> tuple[Callable[[Any], Any], Train]:
 
 def rows() -> list[Row]:
     """Every row, the peer first."""
-    alone = {row.name: row for row in optimizer.rows()}
-    plain = optimizer.Row("plain optax, f32 / f32", F32, F32, optimizer.plain)
-    half = optimizer.Row("remainder", BF16, BF16, optimizer.ours(master_weights="remainder"), 52)
+    alone = {row.name: row for row in optimizer.pipelines()}
+    plain = optimizer.Pipeline("plain optax, f32 / f32", F32, F32, optimizer.plain)
+    half = optimizer.Pipeline("remainder", BF16, BF16, optimizer.ours(master_weights="remainder"), 52)
     return [
         Row("JAX and optax: pmean of the gradients", pmean_of_gradients, plain, "float32"),
         Row("bf16 all-reduce, f32 weights", ours("bfloat16"), alone["f32 / bf16"], "bfloat16"),
@@ -138,8 +140,9 @@ def wire(collectives: Sequence[Collective]) -> float:
     return sum(c.size * jnp.dtype(c.dtype).itemsize for c in collectives) / ELEMENTS
 
 
-def print_table() -> int:
-    """Prints every row with its collectives; returns how many are not as they should be."""
+def print_table(json_file: Path | None = None) -> int:
+    """Prints every row with its collectives, and writes them; returns how many are not as they should be."""
+    written = []
     print(f"{'':43}{'wire':>6}{'step':>7}{'budget':>8}{'temp':>6}")
     wrong = 0
     for row in rows():
@@ -148,20 +151,25 @@ def print_table() -> int:
         budget = row.step.budget
         is_wrong = {c.dtype for c in found if c.size > 1} != {row.exchanged} or (budget is not None and moved > budget)
         wrong += is_wrong
+        figures = {"wire": wire(found), "bytes": moved, "temp": temporary, "budget": budget}
+        written.append({"name": row.name, **figures, "missed": is_wrong, "collectives": list(map(str, found))})
         shown = "" if budget is None else f"{budget:g}"
         mark = "  wrong" if is_wrong else ""
         print(f"{row.name:43}{wire(found):6.2f}{moved:7.2f}{shown:>8}{temporary:6.2f}{mark}")
         for collective in found:
             print(f"    {collective}", flush=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(written, indent=1) + "\n")
     return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 where a row is not as it should be")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    wrong = print_table()
+    wrong = print_table(options.json)
     return int(options.check and wrong > 0)
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.autocast           # the table: 3 minutes on two idle cores
     python -m benchmarks.autocast --check   # exits with 1 where a ratio misses its bound
     python -m benchmarks.autocast --small   # shallower models: 1 minute
-    python -m benchmarks.autocast --json    # the rows as JSON
+    python -m benchmarks.autocast --counts  # nothing that is timed or run: the same on every run
+    python -m benchmarks.autocast --json FILE
 
 Every model is written once (`benchmarks/autocast_models.py`). `ours` is it without dtypes, under autocast; `hand` has
 dtype=bfloat16 and Flax's `force_fp32_for_softmax`; both are measured in this run, and the ratio is ours / hand.
@@ -22,12 +23,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
-import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import autocast_models as models
+from benchmarks.table import Row, run
 from policy.amp import autocast
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -126,26 +128,6 @@ def recurrent(steps: int = 512) -> Case:
 
 def reused(times: int = 8) -> Case:
     return Case(f"a Dense used {times} times", lambda dtype: models.Reused(dtype, times), _floats(4, 32))
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table: the same quantity of both, and the largest and smallest ratio that are allowed."""
-
-    quantity: str
-    name: str
-    ours: float
-    hand: float
-    bound: float
-    at_least: float = 0.0
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.hand if self.hand else float("nan")
-
-    @property
-    def is_missed(self) -> bool:
-        return not self.at_least <= self.ratio <= self.bound
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,15 +242,15 @@ def tracing(case: Case, times: int) -> Row:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def rows(small: bool = False) -> Iterator[Row]:
-    """Every row, as it is measured. `small` leaves out blocks and layers."""
+def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
+    """Every row, as it is measured. `small` leaves out blocks and layers, `counts` what is timed or run."""
     blocks = (1, 1) if small else (3, 4, 6, 3)
     layers, seeds, times = (2, 4, 3) if small else (12, 16, 5)
     language = decoder(layers, dropout=0.1)  # Flax's lm1b example
     half = decoder(layers, einsum_in_half=True)
     for case in (mlp(), resnet(blocks), decoder(layers), half, decoder(layers, gelu=True), language):
         yield saved(case)
-    for case in (mlp(), resnet(blocks), language):
+    for case in () if counts else (mlp(), resnet(blocks), language):
         yield tracing(case, times)
     # Flax multiplies a float32 softmax with the values in float32: without dropout XLA:CPU moves 3% less for that than
     # for a matmul in half. So the decoder without dropout stands beside one whose author casts there.
@@ -277,27 +259,15 @@ def rows(small: bool = False) -> Iterator[Row]:
     yield casts(mlp(), (1024, 1024))
     yield casts(reused(), (32, 32))
     yield casts(recurrent(), (32, 32), within="scan")
-    for case in (mlp(8192, 64), decoder(2, 8, tied=True, width=32), recurrent()):
+    for case in () if counts else (mlp(8192, 64), decoder(2, 8, tied=True, width=32), recurrent()):
         yield from errors(case, seeds)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio misses its bound")
-    parser.add_argument("--small", action="store_true", help="shallower models")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    options = parser.parse_args()
-    measured = []
-    for row in rows(options.small):
-        measured.append(row)
-        if not options.json:
-            if len(measured) == 1:
-                print(f"{'':9}{'':45}{'ours':>11}{'hand':>11}{'ratio':>8}{'bound':>7}")
-            numbers = f"{row.ours:11.4g}{row.hand:11.4g}{row.ratio:8.4f}{row.bound:7g}"
-            print(f"{row.quantity:9}{row.name:45}{numbers}{'  missed' if row.is_missed else ''}", flush=True)
-    if options.json:
-        print(json.dumps([{**dataclasses.asdict(row), "ratio": row.ratio} for row in measured], indent=1))
-    return int(options.check and any(row.is_missed for row in measured))
+def main(arguments: Sequence[str] | None = None) -> int:
+    counts = argparse.ArgumentParser(add_help=False)
+    counts.add_argument("--counts", action="store_true", help="leave out what is timed, and what is run")
+    options, rest = counts.parse_known_args(arguments)
+    return run(__doc__, functools.partial(rows, counts=options.counts), "hand", rest)
 
 
 if __name__ == "__main__":

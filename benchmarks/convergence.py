@@ -1,6 +1,6 @@
 """Where training ends when params are stored in bfloat16, in each way to keep their float32 value, against float32.
 
-    python -m benchmarks.convergence [--small] [--markdown FILE]
+    python -m benchmarks.convergence [--small] [--json FILE] [--markdown FILE]
 
 **Noisy quadratic**: 4096 weights w are drawn to targets t of about 0.1 by gradients w - t + n, n normal of deviation
 0.01, with Adam at a learning rate of 1e-4 for 4000 steps. The figure is the root mean square of w - t over the last
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import sys
 from typing import Any
@@ -182,10 +183,15 @@ def markdown(rows: list[Row]) -> str:
     )
 
 
+def _figures(row: Row) -> dict[str, float]:
+    return {field.name: getattr(row, field.name) for field in dataclasses.fields(Row) if field.name != "storage"}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; 1 where something that must hold does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a few steps of each: that it runs, not where it ends")
+    parser.add_argument("--json", type=pathlib.Path, help="a file to write the figures to")
     parser.add_argument("--markdown", type=pathlib.Path, help="a file to write the table to")
     options = parser.parse_args(arguments)
     rows = []
@@ -196,6 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.markdown is not None:
         options.markdown.write_text(markdown(rows))
     found = [] if options.small else complaints(rows)
+    if options.json is not None:
+        figures = [{"name": row.storage.name} | _figures(row) for row in rows]
+        options.json.write_text(json.dumps({"rows": figures, "missed": found}, indent=1) + "\n")
     print(*found, sep="\n")
     return int(bool(found))
 

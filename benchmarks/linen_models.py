@@ -24,12 +24,14 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
         dtype: Any = None
         layers: int = 4
         width: int = 1024
+        use_bias: bool = True
 
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
+            dense = functools.partial(nn.Dense, self.width, self.use_bias, dtype=self.dtype)
             for _ in range(self.layers - 1):
-                x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
-            return nn.Dense(self.width, dtype=self.dtype)(x)
+                x = nn.relu(dense()(x))
+            return dense()(x)
 
     class Bottleneck(nn.Module):
         """The block of ResNet-50: 1x1, 3x3 and 1x1 convolutions beside a shortcut."""
@@ -93,13 +95,13 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
         heads: int = 8
         vocabulary: int = 8192
         causal: bool = True
+        length: int = 128
 
         @nn.compact
         def __call__(self, tokens: jax.Array) -> jax.Array:
             x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
-            x = x + nn.Embed(tokens.shape[1], self.width, dtype=self.dtype, name="positions")(
-                jnp.arange(tokens.shape[1])
-            )
+            positions = nn.Embed(self.length, self.width, dtype=self.dtype, name="positions")
+            x = x + positions(jnp.arange(tokens.shape[1]))[None]
             mask = nn.make_causal_mask(tokens) if self.causal else None
             for i in range(self.layers):
                 x = Block(self.heads, self.dtype, name=f"block_{i}")(x, mask)
@@ -107,7 +109,7 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
             return nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x)
 
     class VisionTransformer(nn.Module):
-        """ViT: patches, a class token, blocks."""
+        """ViT: patches, blocks, the first patch's logits."""
 
         dtype: Any = None
         layers: int = 12
@@ -115,14 +117,15 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
         heads: int = 6
         patch: int = 16
         classes: int = 1000
+        patches: int = 196
 
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             size = (self.patch, self.patch)
             x = nn.Conv(self.width, size, size, padding="VALID", dtype=self.dtype, name="patches")(x)
             x = x.reshape(x.shape[0], -1, self.width)
-            positions = nn.Embed(x.shape[1], self.width, dtype=self.dtype, name="positions")
-            x = x + positions(jnp.arange(x.shape[1]))
+            positions = nn.Embed(self.patches, self.width, dtype=self.dtype, name="positions")
+            x = x + positions(jnp.arange(x.shape[1]))[None]
             for i in range(self.layers):
                 x = Block(self.heads, self.dtype, name=f"block_{i}")(x)
             x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)

@@ -1,39 +1,48 @@
 """Bytes that one AdamW step moves, an element of the params, beside plain optax, jmp's pipeline and mpx's.
 
-    python -m benchmarks.optimizer            # the table: 10 s on one core, nothing is run
-    python -m benchmarks.optimizer --check    # exits with 1 where a row is above its budget
-    python -m benchmarks.optimizer --compile  # seconds to compile a step of 50 to 500 leaves, beside plain optax
+    python -m benchmarks.optimizer          # the table: 3 minutes on two idle cores
+    python -m benchmarks.optimizer --check  # exits with 1 where a row is above its budget, or above jmp's or mpx's
+    python -m benchmarks.optimizer --small  # bytes alone: 10 s, nothing is run
+    python -m benchmarks.optimizer --json FILE
 
-XLA's own cost analysis of the compiled program, params and state donated, four leaves of 1M elements, gradients scaled
-by a dynamic loss scale. The floor for float32 params and bfloat16 gradients is 26: read gradient 2, param 4, moments 8,
-and write the last two; XLA counts 36, as it reads the moments twice. `temp` is the peak of temporary memory, in bytes
-an element too. Compile times are seconds of this process's CPU: they don't depend on what else the machine does.
+bytes      XLA's own cost analysis of the compiled program, params and state donated, four leaves of 1M elements,
+           gradients scaled by a dynamic loss scale. The floor for float32 params and bfloat16 gradients is 26: read
+           gradient 2, param 4, moments 8, and write the last two; XLA counts 36, as it reads the moments twice. Held
+           against the row's budget, and against jmp's and mpx's pipelines where they have such a row.
+temp       the peak of temporary memory, in bytes an element too.
+ns         CPU nanoseconds an element of a step on those leaves, beside plain optax, A B A B, the median.
+compiling  CPU seconds to trace and compile a step of 1, 50 and 500 small leaves, beside plain optax.
+
+CPU times are this process's: they don't depend on what else the machine does, but for its caches.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.table import Row, run
 from policy import ScaledGradients, apply_gradients, loss_scale_of, mixed_precision
 
 ELEMENTS, LEAVES = 2**20, 4
 LARGEST_TEMPORARY = 4.0
+PLAIN, SAME_AS_PEERS = "plain optax, f32 params, bf16 gradients", "f32 / bf16"
+JMP, MPX = "jmp: unscale, select, f32 / bf16", "mpx: unscale, select, f32 / bf16"
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table. `budget` is in bytes an element; None has none."""
+class Pipeline:
+    """What updates params by gradients, from and to which dtypes. `budget` is in bytes an element; None has none."""
 
     name: str
     params: Any
@@ -128,29 +137,29 @@ def mpx_pipeline() -> tuple[Callable[[Any], Any], Step]:
     return init, step
 
 
-def rows() -> list[Row]:
-    """Every row, peers first."""
+def pipelines() -> list[Pipeline]:
+    """Every one, peers first."""
     key = jax.random.key(0)
     table = [
-        Row("plain optax, f32 params, bf16 gradients", F32, BF16, plain),
-        Row("optax.apply_if_finite, f32 / bf16", F32, BF16, apply_if_finite),
-        Row("jmp: unscale, select, f32 / bf16", F32, BF16, jmp_pipeline),
-        Row("mpx: unscale, select, f32 / bf16", F32, BF16, mpx_pipeline),
-        Row("f32 / bf16, no skipping", F32, BF16, ours(skip_nonfinite=False), 36),
-        Row("f32 / bf16", F32, BF16, ours(), 42),
-        Row("f32 / bf16, clipped", F32, BF16, ours(clip_global_norm=1.0), 52),
-        Row("f32 / bf16, tx.update + apply_updates", F32, BF16, ours(through_optax=True), 52),
-        Row("f32 / f16", F32, F16, ours(), 42),
-        Row("f32 / f32", F32, F32, ours(), 48),
-        Row("f32 / f32, no skipping", F32, F32, ours(skip_nonfinite=False), 42),
-        Row(
+        Pipeline(PLAIN, F32, BF16, plain),
+        Pipeline("optax.apply_if_finite, f32 / bf16", F32, BF16, apply_if_finite),
+        Pipeline(JMP, F32, BF16, jmp_pipeline),
+        Pipeline(MPX, F32, BF16, mpx_pipeline),
+        Pipeline("f32 / bf16, no skipping", F32, BF16, ours(skip_nonfinite=False), 36),
+        Pipeline(SAME_AS_PEERS, F32, BF16, ours(), 42),
+        Pipeline("f32 / bf16, clipped", F32, BF16, ours(clip_global_norm=1.0), 52),
+        Pipeline("f32 / bf16, tx.update + apply_updates", F32, BF16, ours(through_optax=True), 52),
+        Pipeline("f32 / f16", F32, F16, ours(), 42),
+        Pipeline("f32 / f32", F32, F32, ours(), 48),
+        Pipeline("f32 / f32, no skipping", F32, F32, ours(skip_nonfinite=False), 42),
+        Pipeline(
             "full masters, bf16 / bf16, no skipping", BF16, BF16, ours(skip_nonfinite=False, master_weights="full"), 44
         ),
-        Row("full masters, bf16 / bf16", BF16, BF16, ours(master_weights="full"), 48),
-        Row("full masters, f16 / f16", F16, F16, ours(master_weights="full"), 48),
-        Row("full masters, clipped", BF16, BF16, ours(clip_global_norm=1.0, master_weights="full"), 58),
-        Row("remainder, bf16 / bf16", BF16, BF16, ours(master_weights="remainder"), 52),
-        Row("remainder, clipped", BF16, BF16, ours(clip_global_norm=1.0, master_weights="remainder"), 64),
+        Pipeline("full masters, bf16 / bf16", BF16, BF16, ours(master_weights="full"), 48),
+        Pipeline("full masters, f16 / f16", F16, F16, ours(master_weights="full"), 48),
+        Pipeline("full masters, clipped", BF16, BF16, ours(clip_global_norm=1.0, master_weights="full"), 58),
+        Pipeline("remainder, bf16 / bf16", BF16, BF16, ours(master_weights="remainder"), 52),
+        Pipeline("remainder, clipped", BF16, BF16, ours(clip_global_norm=1.0, master_weights="remainder"), 64),
     ]
     unbudgeted: dict[str, dict[str, Any]] = {
         "remainder, no skipping": {"master_weights": "remainder", "skip_nonfinite": False},
@@ -160,10 +169,10 @@ def rows() -> list[Row]:
         "stochastic": {"master_weights": "stochastic", "key": key},
         "no masters": {"master_weights": "none"},
     }
-    return table + [Row(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()]
+    return table + [Pipeline(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()]
 
 
-def measure(row: Row, elements: int = ELEMENTS) -> tuple[float, float]:
+def measure(row: Pipeline, elements: int = ELEMENTS) -> tuple[float, float]:
     """Bytes accessed and bytes of temporary memory an element, of LEAVES leaves. Compiles; runs nothing."""
     init, step = row.make()
     params = {f"layer_{i}": jax.ShapeDtypeStruct((elements,), row.params) for i in range(LEAVES)}
@@ -189,51 +198,69 @@ def compile_seconds(make: Callable[[], tuple[Callable[[Any], Any], Step]], leave
     return time.process_time() - start
 
 
-def print_table(check: bool) -> int:
-    """Prints every row; returns how many are above their budget, where that is asked."""
-    print(f"{'':42}{'bytes':>7}{'budget':>8}{'temp':>7}")
-    above = 0
-    for row in rows():
-        try:
-            moved, temporary = measure(row)
-        except ImportError as error:
-            print(f"{row.name:42}  not measured: {error}")
-            continue
-        too_much = row.budget is not None and (moved > row.budget or temporary > LARGEST_TEMPORARY)
-        above += too_much
-        budget = "" if row.budget is None else f"{row.budget:g}"
-        print(f"{row.name:42}{moved:7.2f}{budget:>8}{temporary:7.2f}{'  above' if too_much else ''}", flush=True)
-    return above if check else 0
+def nanoseconds(pipelines: Sequence[Pipeline], times: int, elements: int = ELEMENTS) -> list[float]:
+    """CPU nanoseconds an element of a step of each, the medians of steps taken in turn."""
+    steps, taken = [], [[] for _ in pipelines]
+    for pipeline in pipelines:
+        init, step = pipeline.make()
+        params = {f"layer_{i}": jnp.full((elements,), 0.5, pipeline.params) for i in range(LEAVES)}
+        gradients = jax.tree.map(lambda p, dtype=pipeline.gradients: jnp.full(p.shape, 0.25, dtype), params)
+        steps.append((jax.jit(step), params, init(params), gradients))
+    for _ in range(times + 1):
+        for (step, *arguments), values in zip(steps, taken, strict=True):
+            start = time.process_time()
+            jax.block_until_ready(step(*arguments))
+            values.append(time.process_time() - start)
+    return [statistics.median(values[1:]) / (elements * LEAVES) * 1e9 for values in taken]  # the first compiles
 
 
-def print_compile_times() -> None:
-    """Linear in leaves. Above plain optax: each leaf has a kernel more for the flag, or for the clip's norm."""
-    makes = {
-        "plain": plain,
-        "clip": clipped,
-        "if finite": apply_if_finite,
-        "clip, if finite": lambda: apply_if_finite(1.0),
-        "ours": ours(),
-        "ours, clipped": ours(clip_global_norm=1.0),
-    }
+MAKES: dict[str, Callable[[], tuple[Callable[[Any], Any], Step]]] = {
+    "clipped optax": clipped,
+    "optax.apply_if_finite": apply_if_finite,
+    "ours": ours(),
+    "ours, clipped": ours(clip_global_norm=1.0),
+}
+
+
+def _measured(pipeline: Pipeline) -> tuple[float, float] | None:
+    try:
+        return measure(pipeline)
+    except ImportError as error:
+        print(f"{pipeline.name}: not measured, {error}", file=sys.stderr)
+        return None
+
+
+def _bytes() -> Iterator[Row]:
+    figures = {p.name: (p, found) for p in pipelines() if (found := _measured(p)) is not None}
+    plain_bytes = figures[PLAIN][1][0]
+    for pipeline, (moved, temporary) in figures.values():
+        is_budget = pipeline.budget is not None
+        reference = pipeline.budget if pipeline.budget is not None else plain_bytes
+        note = "against its budget" if is_budget else "against plain optax"
+        yield Row("bytes", pipeline.name, moved, reference, 1.0 if is_budget else None, note=note)
+        if is_budget:
+            yield Row("temp", pipeline.name, temporary, LARGEST_TEMPORARY, 1.0, note="against its budget")
+    for peer in (JMP, MPX):
+        if peer in figures:
+            bound = (figures[SAME_AS_PEERS][1][0], figures[peer][1][0], 1.0)
+            yield Row("bytes", f"{SAME_AS_PEERS}, beside {peer.split(':')[0]}", *bound)
+
+
+def rows(small: bool = False) -> Iterator[Row]:
+    """Every row, as it is measured; the small ones are counts."""
+    yield from _bytes()
+    if small:
+        return
+    timed = [p for p in pipelines() if not p.name.startswith("mpx")]
+    for pipeline, value in zip(timed, taken := nanoseconds(timed, times=15), strict=True):
+        yield Row("ns", pipeline.name, value, taken[0])
     compile_seconds(plain, 2)  # what the first compilation of a process loads
-    print(f"{'leaves':>6}" + "".join(f"{name:>17}" for name in makes) + "   CPU seconds, and times plain")
-    for leaves in (50, 100, 200, 500):
-        seconds = [compile_seconds(make, leaves) for make in makes.values()]
-        cells = [f"{second:10.1f} ({second / seconds[0]:.1f})" for second in seconds]
-        print(f"{leaves:6}" + "".join(f"{cell:>17}" for cell in cells), flush=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a row is above its budget")
-    parser.add_argument("--compile", action="store_true", help="compile times instead")
-    options = parser.parse_args()
-    if options.compile:
-        print_compile_times()
-        return 0
-    return int(print_table(options.check) > 0)
+    for leaves in (1, 50, 500):
+        reference = compile_seconds(plain, leaves)
+        for name, make in MAKES.items():
+            bound = 3.0 if name.startswith("ours") and leaves > 1 else None
+            yield Row("compiling", f"{leaves} leaves, {name}", compile_seconds(make, leaves), reference, bound)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, rows, "reference"))

@@ -39,7 +39,11 @@ class Row:
 
     @property
     def is_missed(self) -> bool:
-        """Whether a ratio is out of its bounds, at the four digits that are printed."""
+        """Whether a ratio is out of its bounds, at the four digits that are printed; of nothing, where there is to be
+        something.
+        """
+        if self.at_least and not self.reference:
+            return True
         return self.bound is not None and not self.at_least <= round(self.ratio, 4) <= self.bound
 
     def as_json(self) -> dict[str, object]:
@@ -70,7 +74,10 @@ def shown(rows: Iterable[Row], reference: str) -> list[Row]:
 
 
 def run(
-    description: str | None, rows: Callable[[bool], Iterable[Row]], reference: str, arguments: Sequence[str] | None = None
+    description: str | None,
+    rows: Callable[[bool], Iterable[Row]],
+    reference: str,
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """The command line of a table: ``--check``, ``--small``, ``--json FILE``. Returns the exit status.
 

@@ -1,14 +1,10 @@
 """What autocast costs beside a model threaded by hand: what is saved for the backward pass, traced and not compiled."""
 
-import json
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks import autocast as benchmark
-from benchmarks.autocast import Row
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +25,7 @@ TINY = [
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_no_more_is_saved_than_by_a_model_threaded_by_hand(case):
     row = benchmark.saved(case)
-    assert row.ours <= row.hand
+    assert row.ours <= row.reference
     assert not row.is_missed
 
 
@@ -46,24 +42,9 @@ def test_saved_bytes_are_those_of_arrays_that_are_no_inputs():
 
 def test_every_use_of_a_weight_has_its_cast_and_in_a_loop_it_stands_inside():
     row = benchmark.casts(benchmark.reused(3), (32, 32))
-    assert (row.ours, row.hand, row.is_missed) == (3, 3, False)
+    assert (row.ours, row.reference, row.is_missed) == (3, 3, False)
     row = benchmark.casts(benchmark.recurrent(4), (32, 32), within="scan")
-    assert (row.ours, row.hand, row.is_missed) == (2, 2, False)
+    assert (row.ours, row.reference, row.is_missed) == (2, 2, False)
     assert benchmark.casts(benchmark.recurrent(4), (32, 32), within="while").is_missed  # none there: 0 / 0
     fewer = benchmark.casts(benchmark.decoder(1, 16, 16, width=32, tied=True), (256, 32))  # cast after it is looked up
-    assert (fewer.ours, fewer.hand, fewer.is_missed) == (1, 2, True)
-
-
-def test_a_row_is_missed_its_bound_where_its_ratio_is_and_the_check_says_so(monkeypatch, capsys):
-    rows = [Row("bytes", "within", 102.0, 100.0, 1.02), Row("bytes", "beyond", 103.0, 100.0, 1.02)]
-    monkeypatch.setattr(benchmark, "rows", lambda small: iter(rows if small else rows[:1]))
-    monkeypatch.setattr(sys, "argv", ["autocast", "--check"])
-    assert benchmark.main() == 0
-    assert "missed" not in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["autocast", "--check", "--small"])
-    assert benchmark.main() == 1
-    printed = capsys.readouterr().out
-    assert "beyond" in printed and printed.rstrip().endswith("1.0300   1.02  missed")
-    monkeypatch.setattr(sys, "argv", ["autocast", "--small", "--json"])
-    assert benchmark.main() == 0
-    assert [row["ratio"] for row in json.loads(capsys.readouterr().out)] == [1.02, 1.03]
+    assert (fewer.ours, fewer.reference, fewer.is_missed) == (1, 2, True)

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from benchmarks.optimizer import LARGEST_TEMPORARY, Row, measure, plain, rows
+from benchmarks.optimizer import LARGEST_TEMPORARY, Pipeline, measure, pipelines, plain
 
-TABLE = {row.name: row for row in rows()}
+TABLE = {row.name: row for row in pipelines()}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="budgets are XLA:CPU's count")
@@ -19,7 +19,7 @@ def test_an_adamw_step_stays_within_its_byte_budget(name):
 
 
 def test_every_row_traces():
-    for row in rows()[4:]:
+    for row in pipelines()[4:]:
         init, step = row.make()
         params = jax.ShapeDtypeStruct((8,), row.params)
         state = jax.eval_shape(init, params)
@@ -34,7 +34,7 @@ def add():
 
 
 def test_a_row_counts_the_bytes_of_its_program():
-    moved, _ = measure(Row("", "float32", "float32", add))
+    moved, _ = measure(Pipeline("", "float32", "float32", add))
     assert moved == pytest.approx(4 + 4 + 4)
     with jax.numpy_dtype_promotion("standard"):
-        assert measure(Row("", "float32", "bfloat16", plain))[0] >= 26
+        assert measure(Pipeline("", "float32", "bfloat16", plain))[0] >= 26

@@ -1,0 +1,115 @@
+"""Every table, each in a process of its own: what a policy costs beside what a user would pick instead.
+
+python -m benchmarks                    # all that need no GPU: 40 minutes on two idle cores
+python -m benchmarks --check            # exits with 1 where a bound is missed, and names the rows
+python -m benchmarks --quick --check    # counts alone, of small models: under 3 minutes; the same on every run
+python -m benchmarks --only models      # one table, or several: --only models --only scale
+python -m benchmarks --json FILE        # the rows of all as JSON, with date, device and versions
+python -m benchmarks gpu                # at most 8 minutes on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """How a table's command is called.
+
+    Attributes:
+      module: `python -m module`, which takes ``--json FILE``.
+      what: in a line.
+      check: the arguments with which it exits with 1 where a bound is missed; () if it always does.
+      quick: the arguments of its quick run; None if it has none.
+      by_default: whether it runs where no names are given.
+    """
+
+    module: str
+    what: str
+    check: tuple[str, ...] = ("--check",)
+    quick: tuple[str, ...] | None = None
+    by_default: bool = True
+
+
+TABLES = {
+    "models": Table("benchmarks.models", "models beside Flax with its dtypes threaded by hand", quick=("--small",)),
+    "autocast": Table("benchmarks.autocast", "autocast beside dtypes threaded by hand", quick=("--small", "--counts")),
+    "optimizer": Table("benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)),
+    "exchange": Table("benchmarks.all_reduce", "what data parallel training exchanges", quick=()),
+    "scale": Table("benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)),
+    "inspection": Table("benchmarks.inspection", "what audit and compare cost", quick=None),
+    "accuracy": Table("benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None),
+    "convergence": Table("benchmarks.convergence", "where training ends by storage mode", check=(), quick=None),
+    "gpu": Table("benchmarks.gpu", "tokens and images a second, memory, bandwidth", check=(), by_default=False),
+}
+
+
+def chosen(names: Sequence[str], quick: bool) -> dict[str, Table]:
+    """The tables of these names, or those that run by default.
+
+    Raises:
+      ValueError: a name that is none's; a quick run of a table that has none.
+    """
+    for name in names:
+        if name not in TABLES:
+            raise ValueError(f"There is no table {name!r}. Tables: {', '.join(TABLES)}.")
+        if quick and TABLES[name].quick is None:
+            has_one = ", ".join(name for name, table in TABLES.items() if table.quick is not None)
+            raise ValueError(f"The table {name!r} has no quick run. Those with one: {has_one}.")
+    if names:
+        return {name: TABLES[name] for name in names}
+    return {n: t for n, t in TABLES.items() if t.by_default and not (quick and t.quick is None)}
+
+
+def run(table: Table, quick: bool, check: bool, file: Path) -> tuple[int, Any]:
+    """Runs a table's command. Returns its exit status and its rows."""
+    arguments = [*((table.quick or ()) if quick else ()), *(table.check if check else ()), "--json", str(file)]
+    status = subprocess.run([sys.executable, "-m", table.module, *arguments], check=False).returncode
+    return status, json.loads(file.read_text()) if file.exists() else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; 1 where a table misses a bound and that is asked, or fails; 2 for names that are none."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"tables: {', '.join(TABLES)}")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="the same")
+    parser.add_argument("--quick", action="store_true", help="counts of small models")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
+    options = parser.parse_args(arguments)
+    try:
+        tables = chosen([*options.names, *options.only], options.quick)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    results, failed = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, table in tables.items():
+            print(f"\n== {name}: {table.what}", flush=True)
+            start = time.monotonic()
+            status, results[name] = run(table, options.quick, options.check, Path(folder) / f"{name}.json")
+            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+            failed += [name] if status else []
+    if options.json is not None:
+        from benchmarks.accuracy.report import environment
+
+        options.json.write_text(json.dumps({"environment": environment(), "tables": results}, indent=1) + "\n")
+    if failed:
+        print(f"\nfailed or missed a bound: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Rows, their bounds, and the command line that every table shares."""
+
+import json
+
+import pytest
+
+from benchmarks import __main__ as everything
+from benchmarks import table
+from benchmarks.table import Row
+
+
+@pytest.mark.parametrize(
+    ("row", "missed"),
+    [
+        (Row("bytes", "within", 102.0, 100.0, 1.02), False),
+        (Row("bytes", "beyond", 103.0, 100.0, 1.02), True),
+        (Row("bytes", "no bound", 300.0, 100.0), False),
+        (Row("saved", "nothing of nothing", 0.0, 0.0, 1.0), False),
+        (Row("saved", "something of nothing", 1.0, 0.0, 1.0), True),
+        (Row("casts", "fewer", 1.0, 2.0, 1.0, at_least=1.0), True),
+        (Row("casts", "none where some should be", 0.0, 0.0, 1.0, at_least=1.0), True),
+        (Row("bytes", "not a number", float("nan"), 1.0, 1.0), True),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_row_is_missed_where_its_ratio_is_out_of_its_bounds(row, missed):
+    assert row.is_missed is missed
+
+
+def rows(small):
+    yield Row("bytes", "within", 102.0, 100.0, 1.02, note="why")
+    if not small:
+        yield Row("flops", "beyond", 103.0, 100.0, 1.02)
+
+
+def test_the_check_fails_and_names_the_row_that_broke(capsys):
+    assert table.run("what", rows, "hand", ["--check", "--small"]) == 0
+    assert table.run("what", rows, "hand", []) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and "why" in captured.out and "1.0300   1.02  missed" in captured.out
+    assert table.run("what", rows, "hand", ["--check"]) == 1
+    assert capsys.readouterr().err == "missed: flops of beyond: 1.0300, bound 1.02\n"
+
+
+def test_rows_are_written_as_json(tmp_path):
+    table.run("what", rows, "hand", ["--json", str(tmp_path / "rows.json")])
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["ratio"], row["missed"]) for row in written] == [(1.02, False), (1.03, True)]
+
+
+def test_every_table_is_a_module_and_is_chosen_by_its_name():
+    assert set(everything.chosen([], quick=False)) == set(everything.TABLES) - {"gpu"}
+    assert set(everything.chosen([], quick=True)) >= {"models", "autocast", "optimizer", "exchange", "scale"}
+    assert list(everything.chosen(["gpu"], quick=False)) == ["gpu"]
+
+
+def test_a_name_that_is_no_tables_is_refused(capsys):
+    assert everything.main(["modles"]) == 2
+    assert capsys.readouterr().err.startswith("There is no table 'modles'. Tables: models, autocast,")
+    assert everything.main(["--quick", "--only", "accuracy"]) == 2
+    assert capsys.readouterr().err.startswith("The table 'accuracy' has no quick run. Those with one: models,")
+
+
+def test_tables_run_apart_and_what_one_misses_is_the_commands_status(monkeypatch, tmp_path, capfd):
+    (tmp_path / "fake_table.py").write_text(
+        "import sys\nfrom benchmarks import table\n"
+        "rows = lambda small: [table.Row('bytes', 'x', 2.0, 1.0, 1.0 if not small else None)]\n"
+        "sys.exit(table.run('a table', rows, 'hand'))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{table.__file__.rpartition('/benchmarks/')[0]}")
+    monkeypatch.setattr(everything, "TABLES", {"fake": everything.Table("fake_table", "one", quick=("--small",))})
+    file = tmp_path / "all.json"
+    assert everything.main(["--json", str(file)]) == 0
+    assert json.loads(file.read_text())["tables"]["fake"][0]["ratio"] == 2.0
+    assert everything.main(["--check"]) == 1
+    assert "missed a bound: fake" in capfd.readouterr().err
+    assert everything.main(["--check", "--quick"]) == 0
