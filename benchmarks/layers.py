@@ -1,0 +1,193 @@
+"""What one layer costs beside Flax's with dtype=bfloat16: those that run Flax's program, and those that are repaired.
+
+    python -m benchmarks.layers           # the table, both wings: 1 minute; nothing is run
+    python -m benchmarks.layers --check   # exits with 1 where a ratio misses its bound
+    python -m benchmarks.layers --small   # as they are lowered, nothing is compiled: 15 seconds
+    python -m benchmarks.layers --json FILE
+
+value_and_grad of the mean square of the layer's result, by params and by a bfloat16 input, ours under mixed_bfloat16
+inside of a module that obeys it, so that no boundary casts. flops, bytes, converts and saved are of the program as it
+is lowered, c-flops, c-bytes and temp of the compiled one, as in `benchmarks.models`.
+
+A layer that is not repaired has the same figures as Flax's. One that is repaired says in its row what it does that
+Flax does not; its bound is what that was measured to cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+
+from benchmarks.models import BF16, F32, POLICY, REFERENCE, Program, compiled, lowered, saved_bytes
+from benchmarks.table import Row, run
+from mpmodules import linen, nnx
+
+SAME: dict[str, float | None] = dict.fromkeys(
+    ("flops", "bytes", "converts", "saved", "c-flops", "c-bytes", "temp"), 1.0
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer in both wings.
+
+    Attributes:
+      name: as it is printed.
+      linen, nnx: what makes it of a wing and its options, a dtype or none among them.
+      shape: of its input.
+      repair: what ours does that Flax's does not.
+      bounds: the largest ratios.
+    """
+
+    name: str
+    linen: Callable[..., Any]
+    nnx: Callable[..., Any]
+    shape: tuple[int, ...]
+    repair: str = ""
+    bounds: dict[str, float | None] = dataclasses.field(default_factory=lambda: dict(SAME))
+
+
+def _objective(outputs: Any) -> jax.Array:
+    return jnp.mean(jnp.square(jnp.asarray(outputs, F32)))
+
+
+def _linen(case: Case, ours: bool) -> Program:
+    wing: Any = linen if ours else flax.linen
+    make, options = case.linen, {} if ours else {"dtype": BF16}
+    x = jax.ShapeDtypeStruct(case.shape, BF16)
+
+    class Holder(wing.Module):
+        """What obeys the policy; the layer inside hands on compute_dtype, as Flax's by hand."""
+
+        @wing.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return _objective(make(wing, **options)(x))
+
+    holder = Holder(dtype_policy=POLICY) if ours else Holder()
+    state = dict(jax.eval_shape(holder.init, jax.random.key(0), x))
+    params = state.pop("params", {})
+
+    def loss(params: Any, state: Any, x: Any, _: Any) -> Any:
+        return holder.apply({"params": params[0], **state}, params[1], mutable=list(state))
+
+    return Program(loss, ((params, x), state, x, None))
+
+
+def _nnx(case: Case, ours: bool) -> Program:
+    wing: Any = nnx if ours else flax.nnx
+    make, options = case.nnx, {} if ours else {"dtype": BF16}
+
+    class Holder(wing.Module):
+        def __init__(self) -> None:
+            self.layer = make(wing, rngs=flax.nnx.Rngs(0), **options)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return _objective(self.layer(x))
+
+    given: dict[str, Any] = {"dtype_policy": POLICY} if ours else {}
+    holder = flax.nnx.eval_shape(lambda: Holder(**given))
+    graph, params, state = flax.nnx.split(holder, flax.nnx.Param, ...)
+    x = jax.ShapeDtypeStruct(case.shape, BF16)
+
+    def loss(params: Any, state: Any, x: Any, _: Any) -> Any:
+        module = flax.nnx.merge(graph, params[0], state, copy=True)
+        return module(params[1]), flax.nnx.state(module, flax.nnx.Not(flax.nnx.Param))
+
+    return Program(loss, ((params, x), state, x, None))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
+
+BIAS = "its bias's gradient is summed in float32"
+NORM = "keeps its half input for backward, not float32, and computes again; sums gradients in float32"
+POOL = "sums windows in float32"
+ATTENTION = "a float32 softmax, kept once; by hand in nnx it is in bfloat16"
+CELLS = "gradients of its weights are summed over the steps in float32"
+# Bytes as lowered count each float32 value that XLA fuses away: bounded for the compiled program only.
+REPAIRED = SAME | {"flops": 1.10, "bytes": None, "c-flops": 1.06, "c-bytes": 1.03}
+
+
+def _layer(name: str, shape: tuple[int, ...], linen: Any, nnx: Any, repair: str = "", **bounds: float | None) -> Case:
+    return Case(name, linen, nnx, shape, repair, (REPAIRED if repair else SAME) | bounds)
+
+
+def _pool(wing: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: wing.avg_pool(x, (2, 2), (2, 2))
+
+
+def _max_pool(wing: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: wing.max_pool(x, (2, 2), (2, 2))
+
+
+ROWS, IMAGE, SEQUENCE = (512, 256), (4, 16, 16, 16), (4, 64, 256)
+CASES = [
+    _layer(
+        "Dense without a bias",
+        ROWS,
+        lambda w, **o: w.Dense(256, use_bias=False, **o),
+        lambda w, **o: w.Linear(256, 256, use_bias=False, **o),
+    ),
+    _layer(
+        "Conv without a bias",
+        IMAGE,
+        lambda w, **o: w.Conv(16, (3, 3), use_bias=False, **o),
+        lambda w, **o: w.Conv(16, 16, (3, 3), use_bias=False, **o),
+    ),
+    _layer("max_pool", IMAGE, _max_pool, _max_pool),
+    _layer("Dense", ROWS, lambda w, **o: w.Dense(256, **o), lambda w, **o: w.Linear(256, 256, **o), BIAS),
+    _layer("Conv", IMAGE, lambda w, **o: w.Conv(16, (3, 3), **o), lambda w, **o: w.Conv(16, 16, (3, 3), **o), BIAS),
+    _layer("LayerNorm", ROWS, lambda w, **o: w.LayerNorm(**o), lambda w, **o: w.LayerNorm(256, **o), NORM),
+    _layer("RMSNorm", ROWS, lambda w, **o: w.RMSNorm(**o), lambda w, **o: w.RMSNorm(256, **o), NORM),
+    _layer(
+        "GroupNorm", (32, 16, 256), lambda w, **o: w.GroupNorm(8, **o), lambda w, **o: w.GroupNorm(256, 8, **o), NORM
+    ),
+    _layer(
+        "BatchNorm",
+        ROWS,
+        lambda w, **o: w.BatchNorm(use_running_average=False, **o),
+        lambda w, **o: w.BatchNorm(256, **o),
+        NORM,
+    ),
+    _layer(
+        "attention",
+        SEQUENCE,
+        lambda w, **o: w.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **o),
+        lambda w, **o: w.MultiHeadAttention(4, 256, use_bias=False, decode=False, **o),
+        ATTENTION,
+    ),
+    _layer(
+        "RNN of LSTM",
+        (4, 16, 64),
+        lambda w, **o: w.RNN(w.LSTMCell(64, **o)),
+        lambda w, rngs, **o: w.RNN(w.LSTMCell(64, 64, rngs=rngs, **o), rngs=rngs),
+        CELLS,
+    ),
+    _layer("avg_pool", IMAGE, _pool, _pool, POOL, flops=None, converts=None),
+]
+
+
+def rows(small: bool = False) -> Iterator[Row]:
+    """Every row, as it is measured; all are counts."""
+    for case in CASES:
+        for wing, build in (("linen", _linen), ("nnx", _nnx)):
+            programs = {name: build(case, ours=name == "ours") for name in ("ours", REFERENCE)}
+            figures = {name: lowered(p) | {"saved": saved_bytes(p)} for name, p in programs.items()}
+            if not small:
+                figures = {name: figures[name] | compiled(programs[name]) for name in figures}
+            for quantity, bound in case.bounds.items():
+                if quantity in figures["ours"]:
+                    ours, hand = (figures[name][quantity] for name in ("ours", REFERENCE))
+                    yield Row(quantity, f"{case.name}, {wing}", ours, hand, bound, note=case.repair)
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__, rows, REFERENCE))
