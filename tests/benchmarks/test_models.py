@@ -1,0 +1,91 @@
+"""Models and layers beside Flax by hand: counted, not compiled, and what is counted is what it says."""
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import layers, models
+from benchmarks.models import Program
+from benchmarks.table import Row
+from mpmodules import linen, nnx
+
+
+@pytest.fixture(autouse=True)
+def as_the_benchmark_runs():
+    """Flax's own layers with a half dtype mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+SMALL = [case for case in models.cases(small=True) if case.model in ("Mlp", "ResNet")]
+
+
+def of_case(rows: list[Row], name: str) -> dict[str, Row]:
+    return {row.quantity: row for row in rows if row.name == name}
+
+
+@pytest.mark.parametrize("wing", models.WINGS)
+def test_an_mlp_under_a_policy_is_the_mlp_by_hand(wing):
+    programs = SMALL[0].programs(wing)
+    ours, hand = (models.lowered(programs[name]) for name in ("ours", "hand"))
+    assert ours == hand
+    assert models.saved_bytes(programs["ours"]) == models.saved_bytes(programs["hand"])
+    dtypes = {
+        jnp.dtype(leaf.dtype)
+        for leaf in jax.tree.leaves(jax.eval_shape(programs["ours"].step, *programs["ours"].arguments))
+    }
+    assert dtypes == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("wing", models.WINGS)
+def test_a_resnet_saves_half_of_what_flax_saves(wing):
+    programs = SMALL[-1].programs(wing)
+    assert models.saved_bytes(programs["ours"]) < 0.6 * models.saved_bytes(programs["hand"])
+
+
+def test_every_layer_in_both_wings_is_within_its_bounds():
+    found = list(layers.rows(small=True))
+    assert {row.name.rpartition(", ")[0] for row in found} == {case.name for case in layers.CASES}
+    assert [row.name for row in found if row.is_missed] == []
+    repaired = of_case(found, "LayerNorm, linen")
+    assert repaired["saved"].ratio < 0.3 and repaired["saved"].note == layers.NORM
+
+
+def test_without_its_policy_a_layer_misses_its_bounds(monkeypatch):
+    monkeypatch.setattr(layers, "POLICY", "float32")
+    monkeypatch.setattr(layers, "CASES", layers.CASES[:2])
+    assert {row.quantity for row in layers.rows(small=True) if row.is_missed} >= {"bytes", "saved"}
+
+
+def test_converts_flops_and_kernels_are_counted():
+    def loss(w, state, x, _):
+        return jnp.sum((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)), state
+
+    shapes = (jax.ShapeDtypeStruct((8, 4), jnp.float32), {}, jax.ShapeDtypeStruct((16, 8), jnp.float32), None)
+    counted = models.lowered(Program(loss, shapes))
+    assert counted["converts"] == 5  # x, w, their product; its cotangent, and that of w
+    assert counted["flops"] >= 2 * 2 * 16 * 8 * 4
+    hlo = "HloModule m\n\nENTRY %main (p: f32[2]) -> f32[2] {\n  %p = f32[2]{0} parameter(0)\n"
+    hlo += "  %f = f32[2]{0} fusion(%p), kind=kLoop\n  ROOT %d = f32[2]{0} dot(%f, %p)\n}\n"
+    assert models.kernels(hlo) == 2
+
+
+def test_the_wings_models_have_the_same_parameters():
+    for case in models.cases(small=True):
+        counts = [
+            sum(leaf.size for leaf in jax.tree.leaves(case.programs(wing)[name].arguments[0]))
+            for wing in models.WINGS
+            for name in ("ours", "hand")
+        ]
+        assert len(set(counts)) == 1, case.name
+
+
+def test_ours_are_our_classes_and_by_hand_are_flaxs():
+    from benchmarks import linen_models, nnx_models
+
+    assert issubclass(linen_models.of(linen).Mlp, linen.Module)
+    assert linen_models.of(flax.linen).Mlp.__mro__[1] is flax.linen.Module
+    assert nnx_models.of(nnx).Mlp.__mro__[1] is nnx.Module
+    assert nnx_models.of(flax.nnx).Mlp.__mro__[1] is flax.nnx.Module
