@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -79,6 +81,18 @@ def run(table: Table, quick: bool, check: bool, file: Path) -> tuple[int, Any]:
     return status, json.loads(file.read_text()) if file.exists() else None
 
 
+def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path | None) -> None:
+    if json_file is None and markdown_file is None:
+        return
+    from benchmarks.accuracy.report import environment  # imports JAX, which the tables' own processes are to do alone
+
+    where = environment()
+    if json_file is not None:
+        json_file.write_text(json.dumps({"environment": where, "tables": tables}, indent=1) + "\n")
+    if markdown_file is not None:
+        markdown_file.write_text(page.markdown(where, tables))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; 1 where a table misses a bound and that is asked, or fails; 2 for names that are none."""
     parser = argparse.ArgumentParser(
@@ -89,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="counts of small models")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="a file to write a page to")
     options = parser.parse_args(arguments)
     try:
         tables = chosen([*options.names, *options.only], options.quick)
@@ -103,10 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status, results[name] = run(table, options.quick, options.check, Path(folder) / f"{name}.json")
             print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
             failed += [name] if status else []
-    if options.json is not None:
-        from benchmarks.accuracy.report import environment
-
-        options.json.write_text(json.dumps({"environment": environment(), "tables": results}, indent=1) + "\n")
+    _write(results, options.json, options.markdown)
     if failed:
         print(f"\nfailed or missed a bound: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

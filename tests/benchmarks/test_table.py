@@ -70,7 +70,9 @@ def test_tables_run_apart_and_what_one_misses_is_the_commands_status(monkeypatch
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{table.__file__.rpartition('/benchmarks/')[0]}")
     monkeypatch.setattr(everything, "TABLES", {"fake": everything.Table("fake_table", "one", quick=("--small",))})
     file = tmp_path / "all.json"
-    assert everything.main(["--json", str(file)]) == 0
+    page = tmp_path / "page.md"
+    assert everything.main(["--json", str(file), "--markdown", str(page)]) == 0
+    assert "| x | **2.000** (bound 1) |" in page.read_text() and "## fake" in page.read_text()
     assert json.loads(file.read_text())["tables"]["fake"][0]["ratio"] == 2.0
     assert everything.main(["--check"]) == 1
     assert "missed a bound: fake" in capfd.readouterr().err
