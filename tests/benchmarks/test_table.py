@@ -56,7 +56,7 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
 
 def test_a_name_that_is_no_tables_is_refused(capsys):
     assert everything.main(["modles"]) == 2
-    assert capsys.readouterr().err.startswith("There is no table 'modles'. Tables: models, autocast,")
+    assert capsys.readouterr().err.startswith("There is no table 'modles'. Tables: models, layers,")
     assert everything.main(["--quick", "--only", "accuracy"]) == 2
     assert capsys.readouterr().err.startswith("The table 'accuracy' has no quick run. Those with one: models,")
 
