@@ -6,8 +6,9 @@
     python -m benchmarks.autocast --counts  # nothing that is timed or run: the same on every run
     python -m benchmarks.autocast --json FILE
 
-Every model is written once (`benchmarks/autocast_models.py`). `ours` is it without dtypes, under autocast; `hand` has
-dtype=bfloat16 and Flax's `force_fp32_for_softmax`; both are measured in this run, and the ratio is ours / hand.
+Every model is written once (`benchmarks/linen_models.py`, `benchmarks/autocast_models.py`). `ours` is it without
+dtypes, under autocast; `hand` has dtype=bfloat16 and Flax's `force_fp32_for_softmax`; both are measured in this run,
+and the ratio is ours / hand.
 
 saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs; nothing is compiled.
 bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls of bfloat16 are float32
@@ -36,12 +37,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import autocast_models as models
+from benchmarks.models import by_hand, cases, dtype_free
+from benchmarks.models import compiled as models_compiled
+from benchmarks.models import saved_bytes as models_saved
+from benchmarks.models import tracing as models_tracing
 from benchmarks.table import Row, run
 from policy.amp import autocast
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 POLICY = "mixed_bfloat16"
 SAVED, COMPILED, ERROR, TRACING = 1.05, 1.02, 1.05, 2.0  # the error of either is known to a few percent
+BIASES = 1.12  # what else an MLP moves, measured: the cotangent of each layer in float32 too, to sum it
 Loss = Callable[[Any, Any, Any, Any], Any]
 
 
@@ -237,6 +243,29 @@ def tracing(case: Case, times: int) -> Row:
     return Row("tracing", f"{case.name}, beside float32", best["ours"], best["plain"], TRACING)
 
 
+def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
+    """The models of `benchmarks.models`, written over Flax without a dtype, beside themselves threaded by hand."""
+    for case in cases(small):
+        name = f"{case.name}, linen"
+        ours, hand = dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)), by_hand(case)
+        yield Row("saved", name, models_saved(ours), models_saved(hand), SAVED)
+        if not small:
+            figures = [models_compiled(program) for program in (ours, hand)]
+            bound, note = (BIASES, "bias gradients in float32") if case.model == "Mlp" else (COMPILED, "")
+            (moved, moved_by_hand), (flops, flops_by_hand) = (
+                [f[key] for f in figures] for key in ("c-bytes", "c-flops")
+            )
+            yield Row("bytes", name, moved, moved_by_hand, bound, note=note)
+            yield Row("flops", name, flops, flops_by_hand, COMPILED)
+        if not counts:
+            builds = {
+                "ours": functools.partial(dtype_free, case, functools.partial(autocast, policy=POLICY, params=0)),
+                "plain": functools.partial(dtype_free, case),
+            }
+            best = models_tracing(builds, times=3)
+            yield Row("tracing", f"{name}, beside float32", best["ours"], best["plain"], TRACING)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,6 +276,7 @@ def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
     blocks = (1, 1) if small else (3, 4, 6, 3)
     layers, seeds, times = (2, 4, 3) if small else (12, 16, 5)
     language = decoder(layers, dropout=0.1)  # Flax's lm1b example
+    yield from models_without_dtypes(small, counts)
     half = decoder(layers, einsum_in_half=True)
     for case in (mlp(), resnet(blocks), decoder(layers), half, decoder(layers, gelu=True), language):
         yield saved(case)

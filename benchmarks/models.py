@@ -50,6 +50,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 POLICY = "mixed_bfloat16"
 WINGS = ("linen", "nnx")
 REFERENCE = "hand"
+_FLAX: Any = flax.linen
 Loss = Callable[..., Any]
 
 
@@ -108,6 +109,22 @@ def _linen(case: Case, ours: bool) -> Program:
     state = dict(jax.eval_shape(module.init, jax.random.key(0), case.x))
     params = state.pop("params")
     return Program(use_policy(POLICY)(loss) if ours else loss, (params, state, case.x, case.y))
+
+
+def dtype_free(case: Case, transform: Callable[[Loss], Loss] = lambda loss: loss) -> Program:
+    """The model over Flax's linen with no dtype in it, in float32; its loss transformed."""
+    module = getattr(linen_models.of(_FLAX), case.model)(None, **dict(case.options))
+
+    def loss(params: Any, state: Any, x: Any, y: Any) -> Any:
+        outputs, state = module.apply({"params": params, **state}, x, mutable=list(state))
+        return _loss(outputs, y), state
+
+    return Program(transform(loss), by_hand(case).arguments)
+
+
+def by_hand(case: Case) -> Program:
+    """The model over Flax's linen with dtype=bfloat16 written into every layer."""
+    return _linen(case, ours=False)
 
 
 def _nnx(case: Case, ours: bool) -> Program:

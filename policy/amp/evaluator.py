@@ -86,14 +86,22 @@ class Evaluator:
             return values[atom]
 
         readers = _readers(jaxpr)
+        widened = self._widened(jaxpr, readers)
         for equation in jaxpr.eqns:
             info = equation.source_info
             name_stack = source_info_util.current_name_stack() + info.name_stack
             with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
                 category = self._category(equation, readers)
+                if category == "passthrough" and equation.primitive.name == "reduce_max":
+                    category = "fp32" if equation.invars[0] in widened else category
                 outputs = self._equation(equation, category, [read(atom) for atom in equation.invars])
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _widened(self, jaxpr: Any, readers: dict[Any, set[str]]) -> set[Any]:
+        """What a softmax's ``x - max(x)`` reads in float32, so that its maximum is taken of the same numbers."""
+        differences = (e for e in jaxpr.eqns if e.primitive.name in _LINEAR and self._category(e, readers) == "fp32")
+        return {atom for equation in differences for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
 
     def path_of(self, equation: Any) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path)
