@@ -102,8 +102,9 @@ class Places:
     def output_of(self, path: Path) -> np.dtype | None:
         """The half dtype in which the module of this very path hands on its result, where a rule says so."""
         self[path]  # known, for the check of the rules
-        for name in _names(_named(path)) if self.settings.rules and path else ():
-            policy = self.settings.rules.match(name)
+        rules = self.settings.rules
+        for name in _names(_named(path)) if path else ():
+            policy = rules.match(name) if rules is not None else None
             if policy is not None:
                 return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
         return None
