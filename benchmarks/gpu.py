@@ -6,10 +6,11 @@
     python -m benchmarks.gpu --tiny         # smallest sizes, to try the programs; so too where there is no GPU
 
 Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is half of the range of
-the ratios of neighbours. Of rates, a ratio above 1 is faster than the reference. Matmuls of float32 run with TF32 on ("TF32", matmul precision "tensorfloat32") and off ("float32", "highest"). `peak` is the share of what the
-device's data sheet promises in that dtype (benchmarks/gpu_peaks.py); for models, of three times the forward pass's
-FLOPs. MiB is what XLA plans for a step: arguments, outputs and temporaries; of torch, what it allocated at most. Where
-attention is, the note names its kernel, ours first, as read from the compiled programs.
+the ratios of neighbours. Of rates, a ratio above 1 is faster than the reference. Matmuls of float32 run with TF32 on
+("TF32", matmul precision "tensorfloat32") and off ("float32", "highest"). `peak` is the share of what the device's data
+sheet promises in that dtype (benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what
+XLA plans for a step: arguments, outputs and temporaries. Where attention is, the note names its kernel, ours first, as
+read from the compiled programs.
 
 torch, where it is installed, runs the same models first, eager, under its autocast, in a process of its own.
 """
@@ -33,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import flax.linen
 import jax
 
 from benchmarks import gpu_measures, gpu_models, table
@@ -192,9 +194,9 @@ def torch_config(models: dict[str, Model], sizes: Sizes, *, tiny: bool, seconds:
     for name, model in models.items():
         shape = list(model.x.shape)
         found[name] = {"shape": [shape[0], 3, *shape[1:3]] if name != "decoder" else shape, "options": {}}
-    layers, width, heads, vocabulary = (1, 16, 2, 32) if tiny else (12, 768, 12, 32768)
-    length = models["decoder"].x.shape[1]
-    found["decoder"]["options"] = dict(layers=layers, width=width, heads=heads, vocabulary=vocabulary, length=length)
+    decoder = models["decoder"].make(flax.linen, None)
+    options = {name: getattr(decoder, name) for name in ("layers", "width", "heads", "vocabulary")}
+    found["decoder"]["options"] = {**options, "length": models["decoder"].x.shape[1]}
     found["ViT-S"]["options"] = {"size": models["ViT-S"].x.shape[1]}
     if tiny:
         found["ViT-S"]["options"] |= {"layers": 1, "width": 16, "heads": 2}

@@ -15,7 +15,7 @@ from benchmarks.table import Row
 from policy import mixed_precision
 
 # Layers and width of decoders, in GPT-3's proportions (Brown et al. 2020, table 2.1), and one beyond.
-SIZES = {"0.1B": (12, 768), "1.3B": (24, 2048), "6.7B": (32, 4096), "70B": (86, 8192)}
+SIZES = {"0.14B": (12, 768), "1.3B": (24, 2048), "6.7B": (32, 4096), "70B": (86, 8192)}
 VOCABULARY = 32768
 EXACT = 1.0001
 # How params are stored, and the options of `mixed_precision`.
