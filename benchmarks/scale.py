@@ -32,7 +32,7 @@ import jax
 
 from benchmarks import scale_devices, scale_params
 from benchmarks.autocast import saved_bytes
-from benchmarks.scale_models import PROGRAMS, REFERENCES, Program
+from benchmarks.scale_models import GROUPS, PROGRAMS, Program
 from benchmarks.table import Row, run
 from policy.programs import programs_of
 
@@ -77,12 +77,17 @@ def lowered(program: Program) -> tuple[float, Any, float, Any]:
     return tracing, traced, lowering, low
 
 
-def size(make: Callable[[int], Program], layers: int, times: int = 1) -> Size:
-    """Traces and lowers; compiles nothing. Seconds are the best of `times`, each of a new function."""
-    gc.collect()
-    programs = [make(layers) for _ in range(times)]
-    runs = [lowered(program) for program in programs]
-    program = programs[-1]
+def sizes(names: Sequence[str], layers: int, times: int) -> dict[str, Size]:
+    """Traces and lowers programs of some depth; compiles nothing. Seconds are the best of `times`, taken in turn."""
+    runs: dict[str, list[tuple[float, Any, float, Any]]] = {name: [] for name in names}
+    for _ in range(times):
+        gc.collect()
+        for name in names:
+            runs[name].append(lowered(PROGRAMS[name](layers)))
+    return {name: _size(PROGRAMS[name](layers), runs[name]) for name in names}
+
+
+def _size(program: Program, runs: Sequence[tuple[float, Any, float, Any]]) -> Size:
     saved = saved_bytes(lambda params, *others: (program.loss(params, *others), None), program.arguments)
     _, traced, _, low = runs[-1]
     return Size(
@@ -110,24 +115,23 @@ def straight(quantity: str, name: str, xs: Sequence[float], ys: Sequence[float],
     )
 
 
-def layer_rows(names: Sequence[str], depths: Sequence[int], quantities: Sequence[str], times: int) -> Iterator[Row]:
-    """Every program in `names`: beside what it is held against at the far end, and how straight it grows."""
-    found: dict[str, list[Size]] = {}
-    for name in names:
-        for each in (REFERENCES[name], name):
-            if each not in found:
-                if times > 1:
-                    size(PROGRAMS[each], 1)  # JAX's own caches, filled
-                found[each] = [size(PROGRAMS[each], layers, times if layers < 48 else 1) for layers in depths]
+def layer_rows(
+    reference: str, names: Sequence[str], depths: Sequence[int], quantities: Sequence[str], times: int
+) -> Iterator[Row]:
+    """Programs beside what they are held against at the far end, and how straight each grows."""
+    everything = (reference, *names)
+    if times > 1:
+        sizes(everything, 1, 1)  # fills JAX's own caches
+    at = [sizes(everything, layers, times if layers < 48 else 1) for layers in depths]
     for quantity in quantities:
-        lines = {name: [getattr(at, quantity) for at in sizes] for name, sizes in found.items()}
+        lines = {name: [getattr(size[name], quantity) for size in at] for name in everything}
         for name in names:
-            beside = f"{name} beside {REFERENCES[name]}, {depths[-1]} layers"
-            yield Row(quantity, beside, lines[name][-1], lines[REFERENCES[name]][-1])
-        for name in found:
-            is_exact = quantity in COUNTED
-            bound = (EXACT if is_exact else TIMED) if name in names else None
-            yield straight(quantity, name, depths, lines[name], bound)
+            yield Row(
+                quantity, f"{name} beside {reference}, {depths[-1]} layers", lines[name][-1], lines[reference][-1]
+            )
+        for name in everything:
+            bound = EXACT if quantity in COUNTED else TIMED
+            yield straight(quantity, name, depths, lines[name], None if name == reference else bound)
 
 
 def compiled_rows(depths: Sequence[int]) -> Iterator[Row]:
@@ -155,9 +159,12 @@ def compiled_rows(depths: Sequence[int]) -> Iterator[Row]:
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured. `small` counts, and compiles or times nothing."""
     if small:
-        yield from layer_rows(("linen", "autocast", "nnx", "scanned"), FEW_LAYERS, COUNTED, 1)
+        few = {"linen by hand": ("linen", "autocast"), "nnx by hand": ("nnx",), "scanned by hand": ("scanned",)}
+        for reference, names in few.items():
+            yield from layer_rows(reference, names, FEW_LAYERS, COUNTED, 1)
     else:
-        yield from layer_rows(tuple(REFERENCES), LAYERS, (*COUNTED, *SECONDS), 3)
+        for reference, names in GROUPS.items():
+            yield from layer_rows(reference, names, LAYERS, (*COUNTED, *SECONDS), 3)
         yield from compiled_rows(COMPILED_LAYERS)
     yield from scale_params.rows(small, lambda program: equations(lowered(program)[1].jaxpr.jaxpr))
     yield from scale_devices.rows(small, equations)

@@ -200,12 +200,9 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
     "scanned by hand": functools.partial(scanned, dtype=BF16),
     "scanned": functools.partial(scanned, nn=our_linen, policy=POLICY),
 }
-# What each is held against.
-REFERENCES = {
-    "linen": "linen by hand",
-    "linen, a path rule a layer": "linen by hand",
-    "apply_policy": "linen by hand",
-    "autocast": "linen by hand",
-    "nnx": "nnx by hand",
-    "scanned": "scanned by hand",
+# What they are held against, and what is held against it.
+GROUPS = {
+    "linen by hand": ("linen", "linen, a path rule a layer", "apply_policy", "autocast"),
+    "nnx by hand": ("nnx",),
+    "scanned by hand": ("scanned",),
 }

@@ -35,10 +35,9 @@ def test_one_more_costs_as_much_at_the_far_end_where_a_line_is_straight():
 @pytest.fixture(scope="module")
 def sizes():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return {
-            name: [scale.size(PROGRAMS[name], n) for n in (1, 2, 3)[:count]]
-            for name, count in (("linen", 3), ("scanned", 2))
-        }
+        few = {name: [scale.sizes((name,), n, 1)[name] for n in (1, 2)] for name in ("linen", "scanned")}
+        few["linen"].append(scale.sizes(("linen",), 3, 1)["linen"])
+        return few
 
 
 @pytest.mark.parametrize("quantity", scale.COUNTED)
@@ -82,8 +81,7 @@ def test_a_row_beside_its_reference_and_one_for_each_line(monkeypatch):
 
     monkeypatch.setitem(scale.PROGRAMS, "twice", programs(2))
     monkeypatch.setitem(scale.PROGRAMS, "once", programs(1))
-    monkeypatch.setitem(scale.REFERENCES, "twice", "once")
-    beside, hand, ours = scale.layer_rows(("twice",), (1, 2, 4), ("equations",), 1)
+    beside, hand, ours = scale.layer_rows("once", ("twice",), (1, 2, 4), ("equations",), 1)
     assert (beside.name, beside.bound) == ("twice beside once, 4 layers", None) and 1 < beside.ratio < 2
     assert (hand.name, hand.bound, hand.ratio) == ("once, 2-4 / 1-2", None, 1)
     assert (ours.ours, ours.reference, ours.is_missed) == (2, 2, False)
@@ -135,4 +133,5 @@ def test_a_compiled_step_holds_its_share_of_params_and_state():
 
 
 def test_a_kind_of_program_is_named_by_what_it_is_held_against():
-    assert set(scale_models.REFERENCES) | set(scale_models.REFERENCES.values()) == set(PROGRAMS)
+    named = [name for reference, names in scale_models.GROUPS.items() for name in (reference, *names)]
+    assert sorted(named) == sorted(PROGRAMS)
