@@ -32,9 +32,9 @@ import jax
 
 from benchmarks import scale_devices, scale_params
 from benchmarks.autocast import saved_bytes
+from benchmarks.scale_lines import equations, straight
 from benchmarks.scale_models import GROUPS, PROGRAMS, Program
 from benchmarks.table import Row, run
-from policy.programs import programs_of
 
 LAYERS, FEW_LAYERS = (2, 6, 12, 24, 48, 96), (1, 2, 4)
 COMPILED_LAYERS = (2, 6, 12, 24, 48)
@@ -51,11 +51,6 @@ class Size:
     saved: float
     tracing: float
     lowering: float
-
-
-def equations(jaxpr: Any) -> int:
-    """How many equations a jaxpr has, those of programs inside of it included."""
-    return sum(1 + sum(map(equations, programs_of(equation))) for equation in jaxpr.eqns)
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -96,22 +91,6 @@ def _size(program: Program, runs: Sequence[tuple[float, Any, float, Any]]) -> Si
         saved=saved,
         tracing=min(found[0] for found in runs),
         lowering=min(found[2] for found in runs),
-    )
-
-
-def growth(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """What one more costs at the far end and at the near end: over the last step, and over the steps to the third.
-
-    Near the origin two steps are taken together: of seconds, there is little to measure.
-    """
-    near = min(2, len(xs) - 2)
-    return (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]), (ys[near] - ys[0]) / (xs[near] - xs[0])
-
-
-def straight(quantity: str, name: str, xs: Sequence[float], ys: Sequence[float], bound: float | None) -> Row:
-    """The row of a line; its ratio is 1 where it is straight."""
-    return Row(
-        quantity, f"{name}, {xs[-2]:g}-{xs[-1]:g} / {xs[0]:g}-{xs[min(2, len(xs) - 2)]:g}", *growth(xs, ys), bound
     )
 
 
@@ -166,8 +145,8 @@ def rows(small: bool = False) -> Iterator[Row]:
         for reference, names in GROUPS.items():
             yield from layer_rows(reference, names, LAYERS, (*COUNTED, *SECONDS), 3)
         yield from compiled_rows(COMPILED_LAYERS)
-    yield from scale_params.rows(small, lambda program: equations(lowered(program)[1].jaxpr.jaxpr))
-    yield from scale_devices.rows(small, equations)
+    yield from scale_params.rows(small)
+    yield from scale_devices.rows(small)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import optimizer
-from benchmarks.scale_models import Program, linen, transformer_params
+from benchmarks.scale_lines import equations
+from benchmarks.scale_models import linen, transformer_params
 from benchmarks.table import Row
+from mpmodules import linen as nn
 from policy import mixed_precision
 
 # Layers and width of decoders, in GPT-3's proportions (Brown et al. 2020, table 2.1), and one beyond.
@@ -96,24 +98,20 @@ def step_rows() -> Iterator[Row]:
         yield Row("temporary", f"a param, {name}, {large} / {small}", at[large][1], at[small][1], 1.01)
 
 
-def traced_rows(count: Any) -> Iterator[Row]:
-    """Equations of the decoder's value_and_grad, of as many layers and another width: there is nothing to grow.
+def traced_rows() -> Iterator[Row]:
+    """Equations of the decoder's value_and_grad, of as many layers and another width: there is nothing to grow."""
 
-    Args:
-      count: how many equations a program has.
-    """
-    from mpmodules import linen as nn
+    def count(width: int) -> int:
+        program = linen(2, nn=nn, policy="mixed_bfloat16", width=width, heads=width // 64)
+        return equations(jax.make_jaxpr(jax.value_and_grad(program.loss))(*program.arguments).jaxpr)
 
-    def of(width: int) -> Program:
-        return linen(2, nn=nn, policy="mixed_bfloat16", width=width, heads=width // 64)
-
-    narrow, wide = (count(of(width)) for width in (128, 8192))
+    narrow, wide = count(128), count(8192)
     yield Row("equations", "linen, 2 layers, width 8192 / 128", wide, narrow, 1.0, 1.0)
 
 
-def rows(small: bool, count: Any) -> Iterator[Row]:
+def rows(small: bool) -> Iterator[Row]:
     """Every row; `small` compiles nothing."""
     yield from state_rows()
-    yield from traced_rows(count)
+    yield from traced_rows()
     if not small:
         yield from step_rows()

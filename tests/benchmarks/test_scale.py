@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from benchmarks import scale, scale_devices, scale_models, scale_params
+from benchmarks import scale, scale_devices, scale_lines, scale_models, scale_params
 from benchmarks.scale_models import PROGRAMS, Program
+from policy.programs import programs_of
 
 
 @pytest.fixture(autouse=True)
@@ -18,18 +19,20 @@ def as_the_benchmark_runs():
 
 def test_equations_of_inner_programs_count():
     x = jnp.ones(3)
-    assert scale.equations(jax.make_jaxpr(lambda x: x + 1)(x).jaxpr) == 1
-    assert scale.equations(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(x).jaxpr) == 3  # the jit, and two in it
+    assert scale_lines.equations(jax.make_jaxpr(lambda x: x + 1)(x).jaxpr) == 1
+    assert (
+        scale_lines.equations(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(x).jaxpr) == 3
+    )  # the jit, and two in it
 
 
 def test_one_more_costs_as_much_at_the_far_end_where_a_line_is_straight():
     xs = (2, 6, 12, 24, 48)
-    assert scale.growth(xs, [5 + 3 * x for x in xs]) == (3, 3)
-    row = scale.straight("equations", "square", xs, [x**2 for x in xs], 1.5)
+    assert scale_lines.growth(xs, [5 + 3 * x for x in xs]) == (3, 3)
+    row = scale_lines.straight("equations", "square", xs, [x**2 for x in xs], 1.5)
     assert row.name == "square, 24-48 / 2-12"
     assert row.ratio == pytest.approx((48 + 24) / (2 + 12)) and row.is_missed
-    assert not scale.straight("equations", "constant", xs, [7] * 5, 1.01).is_missed
-    assert scale.straight("equations", "two steps", (1, 2, 4), [1, 2, 4], 1.0).ratio == 1
+    assert not scale_lines.straight("equations", "constant", xs, [7] * 5, 1.01).is_missed
+    assert scale_lines.straight("equations", "two steps", (1, 2, 4), [1, 2, 4], 1.0).ratio == 1
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def _dots(jaxpr):
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation
-        for inner in scale.programs_of(equation):
+        for inner in programs_of(equation):
             yield from _dots(inner)
 
 
@@ -114,9 +117,25 @@ def test_bytes_of_keys_count():
 
 
 def test_a_traced_step_exchanges_as_much_on_64_devices_as_on_two():
-    rows = list(scale_devices.traced_rows(scale.equations, (2, 64)))
+    rows = list(scale_devices.traced_rows((2, 64)))
     assert [row.name for row in rows if row.is_missed] == []
     assert {row.quantity: row.ours for row in rows}["wire"] == pytest.approx(2, rel=0.001)  # bfloat16
+
+
+def test_programs_that_grow_with_devices_must_not_grow_faster_than_by_hand(monkeypatch):
+    def figures(start, each):
+        return {
+            n: {"held": 8.0, "temporary": 4.0, "instructions": start + each * n, "compiling": 1.0 + n}
+            for n in (1, 2, 4, 8)
+        }
+
+    def rows(each):
+        found = {"ours": figures(300, each), "by hand": figures(100, 12)}
+        monkeypatch.setattr(scale_devices, "in_own_process", lambda _: found)
+        return [row.name for row in scale_devices.compiled_rows((1, 2, 4, 8)) if row.is_missed]
+
+    assert rows(12) == []
+    assert rows(13) == ["sharded less by hand, 8 / 2 devices"]
 
 
 def test_compiling_for_devices_that_are_not_there_says_what_to_do():
