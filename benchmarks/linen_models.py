@@ -131,4 +131,6 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
             x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
             return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x[:, 0])
 
-    return SimpleNamespace(Mlp=Mlp, ResNet=ResNet, Transformer=Transformer, VisionTransformer=VisionTransformer)
+    return SimpleNamespace(
+        Mlp=Mlp, ResNet=ResNet, Block=Block, Transformer=Transformer, VisionTransformer=VisionTransformer
+    )
