@@ -1,0 +1,158 @@
+"""The one walker that reads programs: every equation, wherever it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import source_info_util
+
+from policy.amp.categories import kernels
+from policy.paths import Path, path_of
+from policy.programs import opened
+
+# Small programs that say how two numbers are combined: no part of what runs one after the other.
+_COMBINES = frozenset(
+    (
+        *("reduce", "reduce_window", "select_and_scatter", "sort", "custom_lin"),
+        *("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"),
+        *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
+    )
+)
+_ON_DEVICES = frozenset(("shard_map", "xla_pmap"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """One equation, and where it stands.
+
+    Attributes:
+      equation: the equation of the jaxpr.
+      path: the module path: names as rules use them; () outside of any module.
+      is_backward: whether it is of the backward pass of a derivative.
+      count: how often it runs, lengths of the scans around it multiplied. What is in the body of a `while` counts once,
+        and so does what is in either branch of a `cond`.
+      inside: the names of the primitives whose programs it stands in, outermost first.
+      devices: on how many devices it runs as it stands: those of the `shard_map`s around it.
+    """
+
+    equation: Any
+    path: Path
+    is_backward: bool = False
+    count: int = 1
+    inside: tuple[str, ...] = ()
+    devices: int = 1
+
+    @property
+    def name(self) -> str:
+        """The primitive's."""
+        return self.equation.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The line of the user's code, as ``model.py:12 (__call__)``; "" where JAX knows none."""
+        return source_of(self.equation)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Body:
+    """A program that an equation runs.
+
+    Attributes:
+      jaxpr: open or closed.
+      parameter: the name of the parameter that holds it.
+      count: how often it runs each time that the equation does.
+      devices: on how many devices at once.
+    """
+
+    jaxpr: Any
+    parameter: str
+    count: int = 1
+    devices: int = 1
+
+
+def walk(jaxpr: Any) -> Iterator[Site]:
+    """Every equation of a program, open or closed, those of the programs inside it included, in order.
+
+    An equation that holds a program comes before what it holds. The function that a sort, a scatter or a general
+    reduction applies to two numbers is none of it, and what a kernel (`pallas_call`) holds neither.
+    """
+    return _walk(opened(jaxpr)[0], None)
+
+
+def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
+    for equation in jaxpr.eqns:
+        site = site_of(equation, around)
+        yield site
+        for body in bodies_of(equation):
+            yield from _walk(opened(body.jaxpr)[0], entered(site, body))
+
+
+def site_of(equation: Any, around: Site | None) -> Site:
+    """Where an equation stands. `around`: what `entered` gave for the body that it stands in; None at the top."""
+    stack = str(equation.source_info.name_stack)
+    is_backward = "transpose(" in stack
+    if around is None:
+        return Site(equation, path_of(stack), is_backward)
+    path = path_of(stack, around.path) if stack else around.path
+    is_backward = is_backward or around.is_backward
+    return Site(equation, path, is_backward, around.count, around.inside, around.devices)
+
+
+def entered(site: Site, body: Body) -> Site:
+    """The place of a body: `site_of` reads where its equations stand from that."""
+    return dataclasses.replace(
+        site,
+        count=site.count * body.count,
+        inside=(*site.inside, site.name),
+        devices=site.devices * body.devices,
+    )
+
+
+def bodies_of(equation: Any) -> Iterator[Body]:
+    """The programs that an equation runs, one after the other or one of them."""
+    name = equation.primitive.name
+    if name in _COMBINES or name in kernels():
+        return
+    count = equation.params.get("length", 1) if name == "scan" else 1
+    devices = _devices(equation) if name in _ON_DEVICES else 1
+    for parameter, value in equation.params.items():
+        for program in _programs(value):
+            yield Body(program, parameter, int(count) if isinstance(count, int) else 1, devices)
+
+
+def _programs(value: Any) -> Iterator[Any]:
+    for program in value if isinstance(value, (tuple, list)) else (value,):
+        if hasattr(program, "eqns"):
+            yield program
+
+
+def _devices(equation: Any) -> int:
+    """How many devices run the body of a `shard_map` each for itself."""
+    mesh, manual = equation.params.get("mesh"), equation.params.get("manual_axes", equation.params.get("axis_names"))
+    sizes = dict(getattr(mesh, "shape", {}) or {})
+    if not sizes:
+        return int(equation.params.get("global_axis_size", 1))
+    return math.prod(size for axis, size in sizes.items() if not manual or axis in manual)
+
+
+_SUMMARY = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)", re.DOTALL)
+
+
+def source_of(equation: Any) -> str:
+    """The line of the user's code that an equation comes from, as ``model.py:12 (__call__)``; "" where unknown."""
+    return _shortened(source_info_util.summarize(equation.source_info))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shortened(summary: str) -> str:
+    found = _SUMMARY.fullmatch(summary)
+    if found is None:
+        return ""
+    function = found["function"].rpartition("<locals>.")[2]
+    return f"{os.path.basename(found['file'])}:{found['line']} ({function})"
