@@ -12,7 +12,7 @@ from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 
 from policy.amp.settings import ISLAND
-from policy.boundary import SCOPE as BOUNDARY
+from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.paths import Path, path_of
 from policy.programs import bind, opened, scan_arity, with_consts_as_arguments
 
