@@ -1,0 +1,190 @@
+"""Runs a program and its float32 counterpart side by side, and measures what passes from module to module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from policy.inspection.rerun import HANDLERS, INLINED, Place, Rerun, Value
+from policy.inspection.rounding import calls_host, depends, is_apart, rounds
+from policy.inspection.statistics import largest_alone, measured
+from policy.inspection.walk import source_of
+from policy.inspection.widened import HOST, Wide, dtype_of, widen
+from policy.paths import Path
+from policy.programs import bind
+
+
+@dataclasses.dataclass(eq=False)
+class Measurement:
+    """One value that was measured.
+
+    Attributes:
+      key: of its numbers among the notes of a run; they grow in the order of the program.
+      primitive, source: what computed it.
+      dtype: its own, in the program that is compared.
+      left: the paths that it leaves: those it was computed in, and is read outside of.
+      entered: the paths that it enters: those it is read in, and was computed outside of.
+      output: which output of the program it is, if it is one.
+      returned: the paths that it leaves as an output.
+    """
+
+    key: int
+    primitive: str
+    source: str
+    dtype: Any
+    left: dict[Place, None] = dataclasses.field(default_factory=dict)
+    entered: dict[Place, None] = dataclasses.field(default_factory=dict)
+    output: int | None = None
+    returned: dict[Place, None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class Origin:
+    """Where a value was computed, and its measurement once it was read elsewhere."""
+
+    place: Place
+    primitive: str = ""
+    source: str = ""
+    measurement: Measurement | None = None
+
+
+@dataclasses.dataclass
+class Log:
+    """What was met in a program: its places in order, and the values that were measured."""
+
+    places: dict[Place, None] = dataclasses.field(default_factory=dict)
+    measurements: list[Measurement] = dataclasses.field(default_factory=list)
+
+
+class Paired(Rerun):
+    """Each value is one array where half precision has no part in it, else two: the program's own, and float32's."""
+
+    def __init__(self, log: Log):
+        super().__init__()
+        self.log = log
+
+    def copied(self) -> Paired:
+        return Paired(self.log)
+
+    # Equations --------------------------------------------------------------------------------------------------------
+
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        place = self.place_of(equation)
+        self._met(place)
+        if equation.primitive.name not in INLINED:
+            for value, atom in zip(values, equation.invars, strict=True):
+                self._read(value, place, dtype_of(atom))
+        name, pairs = equation.primitive.name, [len(value.arrays) > 1 for value in values]
+        if name in HANDLERS and not is_apart(equation, pairs):
+            return HANDLERS[name](self, equation, values)
+        arrays = [value.arrays[0] for value in values]
+        outputs = bind(equation, arrays)
+        if not any(depends(equation, pairs)):
+            lanes = [[output] for output in outputs]
+        else:
+            wide = Wide()
+            wide.place = self.place
+            references = wide.equation(equation, [Value([reference(value)]) for value in values])
+            lanes = [[output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)]
+        source = source_of(equation)
+        return [Value(lane, Origin(place, name, source)) for lane in lanes]
+
+    def _met(self, place: Place) -> None:
+        if place in self.log.places or place.direction == "again":
+            return
+        for length in range(1 if place.path else 0, len(place.path) + 1):
+            self.log.places.setdefault(Place(place.path[:length], place.direction))
+
+    # Measurements -----------------------------------------------------------------------------------------------------
+
+    def _read(self, value: Value, reader: Place, dtype: Any) -> None:
+        """Measures a value where it is first read outside of the path that it was computed in."""
+        origin = value.origin
+        if origin is None or origin.place.path == reader.path or not _is_measurable(dtype):
+            return
+        if reader.direction != origin.place.direction or reader.direction == "again":
+            return  # saved for the backward pass, where it is read in its own module
+        left, entered = _crossed(origin.place.path, reader.path)
+        measurement = origin.measurement or self._measured(value, origin, dtype)
+        measurement.left.update((Place(path, reader.direction), None) for path in left)
+        measurement.entered.update((Place(path, reader.direction), None) for path in entered)
+
+    def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
+        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype)
+        self.log.measurements.append(measurement)
+        origin.measurement = measurement
+        own = value.arrays[0]
+        is_pair = len(value.arrays) > 1
+        note = measured(own, value.arrays[1], self.axes) if is_pair else largest_alone(own, self.axes)
+        self.notes[measurement.key] = note
+        return measurement
+
+    def returned(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
+        """Measures what the program returns: it leaves every path."""
+        for i, (value, atom) in enumerate(zip(values, atoms, strict=True)):
+            dtype = dtype_of(atom)
+            if not _is_measurable(dtype):
+                continue
+            origin = value.origin or Origin(Place())
+            if origin.measurement is None or origin.measurement.output is not None:
+                self._measured(value, origin, dtype)
+            assert origin.measurement is not None
+            origin.measurement.output = i
+            left, _ = _crossed(origin.place.path, ())
+            if value.origin is not None:
+                places = [Place(path, origin.place.direction) for path in left or [()]]
+                origin.measurement.returned.update(dict.fromkeys(places))
+
+    # Bodies -----------------------------------------------------------------------------------------------------------
+
+    def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+        pairs = depends(equation, [len(value.arrays) > 1 for value in values])
+        place = self.place_of(equation)
+        origin = lambda: Origin(place, equation.primitive.name, source_of(equation))  # noqa: E731
+        return [Value([None] * (1 + pair), origin()) for pair in pairs]
+
+    def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
+        like = self.kinds(equation, values)
+        return [self.settled(values[place], kind) for place, kind in zip(places, like, strict=False)]
+
+    def entering(self, values: Sequence[Value]) -> list[Value]:
+        places = [value.origin.place if value.origin else self.place for value in values]
+        return [
+            Value(value.arrays, Origin(Place(self.place.path, place.direction)))
+            for value, place in zip(values, places, strict=True)
+        ]
+
+    def into(self, values: Sequence[Value]) -> list[Value]:
+        """What is measured in a body is known there alone."""
+        return [Value(v.arrays, v.origin and dataclasses.replace(v.origin)) for v in values]
+
+    def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
+        for value, atom in zip(values, atoms, strict=True):
+            self._read(value, self.place, dtype_of(atom))
+
+    def settled(self, value: Value, like: Value) -> Value:
+        if len(value.arrays) == len(like.arrays):
+            return value
+        return Value([value.arrays[0], reference(value)], value.origin)
+
+
+def reference(value: Value) -> Any:
+    """The array that float32 computes with."""
+    return value.arrays[1] if len(value.arrays) > 1 else widen(value.arrays[0])
+
+
+def _is_measurable(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize >= 2
+
+
+def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:
+    """The paths that a value leaves, deepest first, and those that it enters, outermost first."""
+    common = 0
+    while common < min(len(origin), len(reader)) and origin[common] == reader[common]:
+        common += 1
+    left = [origin[:length] for length in range(len(origin), common, -1)]
+    return left, [reader[:length] for length in range(common + 1, len(reader) + 1)]
