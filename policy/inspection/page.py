@@ -1,0 +1,296 @@
+"""An audit, and a comparison where there is one, as one HTML page that needs nothing beside itself."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from policy.inspection.markup import Markup, escaped, join, tag
+from policy.inspection.tree import Node, tree_of
+
+if TYPE_CHECKING:
+    from policy.inspection.comparison import Comparison, Row
+    from policy.inspection.report import Audit, Finding, Operation
+
+OUTSIDE = "(outside of any module)"
+_KNOWN = ("float64", "float32", "bfloat16", "float16")
+# Nothing is fetched, whatever a name in the program may hold: a browser refuses it.
+_NOTHING_FETCHED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(audit: Audit, comparison: Comparison | None = None) -> str:
+    """The page of an audit: findings, the tree of modules, shares by dtype, and every operation.
+
+    It holds its own style and scripts and fetches nothing; names that the program gave are escaped. Without scripts it
+    can be read all the same: they sort, search and open what a link points to.
+
+    Args:
+      audit: what `policy.audit` returned.
+      comparison: what `policy.compare` returned for the same function.
+    """
+    tree = tree_of(audit)
+    name = audit.name or "A function"
+    head = join(
+        (
+            Markup('<meta charset="utf-8">'),
+            Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+            Markup(f'<meta http-equiv="Content-Security-Policy" content="{_NOTHING_FETCHED}">'),
+            tag("title", f"Audit of {name}"),
+            tag("style", Markup(_resource("page.css"))),
+        )
+    )
+    body = join(
+        (
+            tag("header", tag("h1", name), _summary(audit), _search()),
+            tag("main", *_sections(audit, tree, comparison)),
+            tag("script", Markup(_resource("page.js"))),
+        )
+    )
+    return f"<!DOCTYPE html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+
+
+@functools.cache
+def _resource(name: str) -> str:
+    return resources.files("policy.inspection").joinpath(name).read_text(encoding="utf-8")
+
+
+def _sections(audit: Audit, tree: Node, comparison: Comparison | None) -> Iterable[Markup]:
+    yield _section("findings", f"Findings ({len(audit.findings)})", _findings(audit.findings, tree))
+    shares = join((_bar("FLOPs", audit.flops_by_dtype, _count), _bar("Bytes", audit.bytes_by_dtype, _bytes)))
+    yield _section("shares", "Shares by dtype", shares)
+    buttons = tag(
+        "p",
+        tag("button", "Unfold all", type="button", data_fold="open"),
+        " ",
+        tag("button", "Fold all", type="button", data_fold="closed"),
+        class_="buttons",
+    )
+    total = max(sum(tree.flops.values()), 1)
+    yield _section("modules", "Modules", buttons, tag("div", _node(tree, total, depth=0), class_="tree"))
+    if comparison is not None:
+        yield _section("comparison", "Against float32", *_comparison(comparison, tree))
+    yield _section("operations", f"Operations ({len(audit.operations)})", _operations(audit.operations, tree))
+
+
+def _section(name: str, title: str, *parts: Markup) -> Markup:
+    return tag("section", tag("h2", title, id=f"{name}-title"), *parts, id=name, aria_labelledby=f"{name}-title")
+
+
+def _summary(audit: Audit) -> Markup:
+    matmuls = [op for op in audit.operations if op.kind in ("dot", "convolution")]
+    share = f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider" if matmuls else "no matmul"
+    found = len(audit.findings)
+    parts = (
+        f"{found} finding{'' if found == 1 else 's'}",
+        f"{_count(sum(audit.flops_by_dtype.values()))} FLOPs",
+        share,
+    )
+    return tag("p", " · ".join(parts), class_="summary")
+
+
+def _search() -> Markup:
+    box = tag("input", id="search", type="search", placeholder="path, primitive, dtype, source …", autocomplete="off")
+    box = Markup(box.removesuffix("</input>"))
+    return tag("p", tag("label", "Search ", box), " ", tag("output", "", id="matches", for_="search"), role="search")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Findings and shares
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _findings(findings: Sequence[Finding], tree: Node) -> Markup:
+    if not findings:
+        return tag("p", "None.", class_="clean")
+    ids = tree.ids()
+    kinds = dict.fromkeys(finding.kind for finding in findings)  # the gravest first, as the audit has them
+    return join(_findings_of(kind, [f for f in findings if f.kind == kind], ids) for kind in kinds)
+
+
+def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
+    items = [_finding(finding, ids) for finding in findings]
+    title = tag("summary", tag("strong", kind), f" ({len(findings)})")
+    return tag("details", title, tag("ul", *items), class_="kind", open=True)
+
+
+def _finding(finding: Finding, ids: Mapping[str, str]) -> Markup:
+    where = tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path")
+    direction = tag("span", "backward", class_="mark") if finding.is_backward else ""
+    times = f", {finding.count:,} times" if finding.count != 1 else ""
+    what = join((tag("code", finding.primitive), " ", *_chips(finding.dtypes), direction, times))
+    return tag(
+        "li",
+        tag("div", where, " ", what),
+        tag("div", finding.message),
+        tag("div", finding.source, class_="source"),
+        class_="finding",
+    )
+
+
+def _bar(what: str, shares: Mapping[str, int], form: object) -> Markup:
+    assert callable(form)
+    total = sum(shares.values())
+    if not total:
+        return tag("figure", tag("figcaption", f"{what}: none"))
+    parts = {dtype: amount / total for dtype, amount in shares.items() if amount}
+    pieces = [
+        tag("span", "", class_=f"piece {_colour(dtype)}", style=f"width:{share:.4%}") for dtype, share in parts.items()
+    ]
+    legend = [
+        tag("li", _chip(dtype), f" {share:.1%} ", tag("small", form(shares[dtype]))) for dtype, share in parts.items()
+    ]
+    said = ", ".join(f"{dtype} {share:.1%}" for dtype, share in parts.items())
+    return tag(
+        "figure",
+        tag("figcaption", f"{what}: {form(total)}"),
+        tag("div", *pieces, class_="bar", role="img", aria_label=f"{what} by dtype: {said}"),
+        tag("ul", *legend, class_="legend"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tree
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _node(node: Node, total: int, *, depth: int) -> Markup:
+    """A module with those below it, which `details` folds with a click or a key, scripts or not."""
+    summary = tag("summary", *_of_node(node, total), class_=_colour(node.dtype))
+    children = [_node(child, total, depth=depth + 1) for child in node.children.values()]
+    rows = f"{len(node.operations)} row{'' if len(node.operations) == 1 else 's'} {'here' if node.path else OUTSIDE}"
+    shown = tag("button", f"Show {rows}", type="button", data_search=node.path or OUTSIDE)
+    own = tag("p", shown, class_="own") if node.operations else ""
+    is_open = depth < 2 or (depth == 2 and node.findings > 0)
+    return tag("details", summary, own, *children, id=node.id, open=is_open, data_path=node.path, class_="node")
+
+
+def _of_node(node: Node, total: int) -> Iterable[Markup]:
+    flops = sum(node.flops.values())
+    yield tag("span", node.name or "all", class_="name")
+    yield join(_chip(dtype) for dtype in node.dtypes)
+    if flops:
+        yield tag("span", f"{flops / total:.1%} of FLOPs", class_="amount")
+        pieces = [
+            tag("span", "", class_=f"piece {_colour(dtype)}", style=f"width:{amount / flops:.4%}")
+            for dtype, amount in node.flops.items()
+            if amount
+        ]
+        yield tag("span", *pieces, class_="bar small", aria_hidden="true")
+    if node.findings:
+        yield tag("span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+Cell = tuple[object, float | None]  # what is shown, and the number that it sorts by, or None: by its text
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
+    header = [tag("th", tag("button", name, type="button"), scope="col", aria_sort="none") for name in columns]
+    body = [
+        tag(
+            "tr",
+            *(
+                tag("td", shown, data_label=name, data_value=value, class_=None if value is None else "number")
+                for name, (shown, value) in zip(columns, row, strict=True)
+            ),
+        )
+        for row in rows
+    ]
+    return tag("table", tag("thead", tag("tr", *header)), tag("tbody", *body))
+
+
+def _operations(operations: Sequence[Operation], tree: Node) -> Markup:
+    columns = ("path", "kind", "primitive", "operands", "accumulation", "result", "pass", "runs", "FLOPs", "bytes")
+    ids = tree.ids()
+    return _table((*columns, "source"), (_operation(op, ids) for op in operations))
+
+
+def _operation(op: Operation, ids: Mapping[str, str]) -> Sequence[Cell]:
+    return (
+        (_link(op.path, ids), None),
+        (op.kind, None),
+        (tag("code", op.primitive), None),
+        (join(_chips(op.operands)), None),
+        (_chip(op.accumulation), None),
+        (_chip(op.result), None),
+        ("backward" if op.is_backward else "forward", None),
+        (f"{op.count:,}", op.count),
+        (_count(op.flops), op.flops),
+        (_bytes(op.bytes), op.bytes),
+        (tag("span", op.source, class_="source"), None),
+    )
+
+
+def _link(path: str, ids: Mapping[str, str]) -> Markup:
+    return tag("a", path or OUTSIDE, href=f"#{ids[path]}", class_="path") if path in ids else escaped(path or OUTSIDE)
+
+
+def _comparison(comparison: Comparison, tree: Node) -> Iterable[Markup]:
+    ids = tree.ids()
+    policy = f", under {comparison.policy}" if comparison.policy else ""
+    jump = comparison.first_jump
+    told = "The error jumps nowhere." if jump is None else join(("The error jumps first at ", _link(jump, ids), "."))
+    step = f" In step {comparison.jump_step} of a scan." if comparison.jump_step is not None else ""
+    yield tag("p", f"Worst error of what it returns{policy}: {comparison.error:.3g}. ", told, step)
+    if comparison.notes:
+        yield tag("ul", *(tag("li", note) for note in comparison.notes))
+    yield tag("div", Markup(comparison.to_svg()), class_="drawing")
+    columns = ("path", "values", "dtype", "error", "cosine", "underflow", "subnormal", "overflow", "of limit")
+    yield _table(columns, (_compared(row, ids) for row in comparison.rows))
+
+
+def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
+    mark = tag("span", "jump", class_="mark") if row.is_jump else ""
+    return (
+        (join((_link(row.path, ids), " ", mark)), None),
+        (row.kind, None),
+        (_chip(row.dtype), None),
+        (f"{row.error:.2e}", row.error),
+        (f"{row.cosine:.6f}", row.cosine),
+        (f"{row.underflow:.2%}", row.underflow),
+        (f"{row.subnormal:.2%}", row.subnormal),
+        (f"{row.overflow:.2%}", row.overflow),
+        (f"{row.headroom:.2%}", row.headroom),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small things
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _colour(dtype: str) -> str:
+    """The class that colours a dtype."""
+    if dtype in _KNOWN:
+        return dtype
+    if re.fullmatch(r"float[1-8]\w*", dtype):
+        return "float8"
+    return "other"
+
+
+def _chip(dtype: str) -> Markup:
+    return tag("span", dtype, class_=f"chip {_colour(dtype)}") if dtype else Markup("")
+
+
+def _chips(dtypes: Iterable[str]) -> Iterable[Markup]:
+    return map(_chip, dtypes)
+
+
+def _count(number: int) -> str:
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"
