@@ -12,12 +12,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from policy.inspection.differentiating import with_gradients
-from policy.inspection.operations import accumulation_of, is_inexact, kind_of, operands_of, sums
+from policy.inspection.findings import findings_of
+from policy.inspection.graph import Graph
+from policy.inspection.kept_dtypes import origin_of, parameters_of
+from policy.inspection.kinds import MIXED, PROMOTION
+from policy.inspection.operations import HALVES, accumulation_of, is_inexact, kind_of, operands_of, result_of, sums
+from policy.inspection.report import Finding
 from policy.inspection.same_program import first_difference
 from policy.inspection.walk import Site, walk
 from policy.policy import dtype_to_names, parse_dtype
 from policy.tracing import trace
-from policy.ulps import ulps as ulps_of
+from policy.ulps import what_is_off
 
 DTypes = DTypeLike | Collection[DTypeLike]
 _KNOWN = frozenset(name for names in dtype_to_names.values() for name in names)
@@ -52,8 +57,8 @@ def assert_reductions_in(
       ValueError: a pattern in `allow` matches no path.
     """
     accepted = _names(dtype)
-    sites = [site for site in _allowed(_sites(fn, args, kwargs, backward), allow) if _rounds(site)]
-    _require_any(sites, "sum of floating numbers", "assert_reductions_in", allow)
+    sites = [site for site in _allowed(list(walk(_jaxpr(fn, args, kwargs, backward))), allow) if _rounds(site)]
+    _require_any(sites, "sum of floating numbers", allow)
     wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
     _require_none(wrong, f"should be summed in {_listed(accepted)}")
 
@@ -80,14 +85,89 @@ def assert_dots_in(
       AssertionError, ValueError: as `assert_reductions_in`.
     """
     accepted = _names(dtype)
-    sites = [site for site in _allowed(_sites(fn, args, kwargs, backward), allow) if _multiplies(site)]
-    _require_any(sites, "matmul or convolution of floating numbers", "assert_dots_in", allow)
+    sites = [site for site in _allowed(list(walk(_jaxpr(fn, args, kwargs, backward))), allow) if _multiplies(site)]
+    _require_any(sites, "matmul or convolution of floating numbers", allow)
     wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
     _require_none(wrong, f"should multiply {_listed(accepted)}")
     if accumulation is not None:
         declared = _names(accumulation)
         wrong = [site for site in sites if accumulation_of(site.equation) not in declared]
         _require_none(wrong, f"should accumulate in {_listed(declared)}", accumulation_of)
+
+
+def assert_no_silent_promotion(
+    fn: Any,
+    args: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that no bfloat16 or float16 meets float32 where nobody cast it, in arithmetic or in a matmul.
+
+    What `policy.audit` reports as "silent-promotion" and "mixed-matmul". A result that is narrowed again before it goes
+    on, as within a normalisation, is none.
+
+    Args:
+      fn, args, kwargs, backward, allow: see `assert_reductions_in`.
+
+    Raises:
+      AssertionError: names the path, the operation, its dtypes and its source line, of every one; or nothing runs in
+        half precision, so that nothing would be asserted.
+      ValueError: a pattern in `allow` matches no path.
+    """
+    jaxpr = _jaxpr(fn, args, kwargs, backward)
+    sites = _allowed(list(walk(jaxpr)), allow)
+    _require_any([s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}], "half value", allow)
+    paths = {"/".join(site.path) for site in sites}
+    findings = [f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths]
+    if findings:
+        raise AssertionError(
+            "bfloat16 or float16 meets float32 where nobody cast it:\n" + "\n".join(map(_told_of_finding, findings))
+        )
+
+
+def assert_params_keep_dtype(
+    fn: Any,
+    args: Sequence[Any],
+    dtype: DTypes | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    params: int = 0,
+    returned: int = 0,
+) -> None:
+    """Asserts that parameters come out of a step in the dtypes that they went in with, or out of an init in `dtype`.
+
+    `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument `params` comes back,
+    at its place in the tree, in its own dtype. `assert_params_keep_dtype(init, (key, x), "f32")`: each floating leaf
+    that is returned has `dtype`. A function with nnx modules among its arguments changes them in place: each of their
+    floating `nnx.Param`s has its own dtype, or `dtype`, afterwards.
+
+    Args:
+      fn: the step, or the init; see `assert_reductions_in`.
+      args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
+      dtype: a dtype, or several that are right; None: that of the parameter that went in.
+      params: which of `args` holds the parameters.
+      returned: which of a tuple that the function returns does. What is no tuple is taken whole.
+
+    Raises:
+      AssertionError: names each parameter, both its dtypes, and the operation and source line that made it; or one
+        does not come back; or there is no floating one, so that nothing would be asserted.
+    """
+    accepted = None if dtype is None else _names(dtype)
+    before, after, jaxpr = parameters_of(fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None)
+    if not any(is_inexact(str(dtype)) for dtype in before.values()):
+        raise AssertionError("assert_params_keep_dtype found no floating parameter: nothing would be asserted.")
+    told = []
+    for name, was in before.items():
+        place, now = after.get(name, (None, None))
+        if now is None:
+            told.append(f"  {name}: {was} does not come back")
+        elif is_inexact(was) and now not in (accepted or {was}):
+            should = _listed(accepted) if accepted else was
+            told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
+    if told:
+        raise AssertionError(f"{len(told)} of {len(before)} parameters of {_name(fn)} change:\n" + "\n".join(told))
 
 
 def assert_same_program(
@@ -101,7 +181,7 @@ def assert_same_program(
     """Asserts that two functions are traced to one program.
 
     The same operations, with the same parameters and dtypes, on the same values in the same order. The names of
-    variables and of jitted functions and source lines don't count; constants that are closed over count by their values.
+    variables and of jitted functions and source lines don't count; constants that are closed over count by value.
     Of a custom derivative, what runs is compared, and not the rule: give `jax.grad` of both for that.
 
     Args:
@@ -148,7 +228,7 @@ def assert_close_in_ulps(
     told = [
         message
         for (path, leaf), truth in zip(leaves, truths, strict=True)
-        if (message := _off(jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor))
+        if (message := what_is_off(jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor))
     ]
     if told:
         raise AssertionError("\n".join(told))
@@ -159,12 +239,11 @@ def assert_close_in_ulps(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _sites(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool) -> list[Site]:
+def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool) -> Any:
     if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(args, Sequence):
         raise TypeError(f"args should be a tuple of the function's arguments, but got a {type(args).__name__}.")
     kwargs = dict(kwargs or {})
-    jaxpr = with_gradients(fn, tuple(args), kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
-    return list(walk(jaxpr))
+    return with_gradients(fn, tuple(args), kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
 
 
 def _rounds(site: Site) -> bool:
@@ -204,10 +283,10 @@ def _names_of(path: Sequence[str]) -> Iterator[str]:
         yield "/".join(path[1:length])
 
 
-def _require_any(sites: list[Site], what: str, assertion: str, allow: Collection[str]) -> None:
+def _require_any(sites: list[Site], what: str, allow: Collection[str]) -> None:
     if not sites:
         but = f" but for what allow={tuple(allow)!r} leaves out" if allow else ""
-        raise AssertionError(f"{assertion} was given a program without any {what}{but}: nothing would be asserted.")
+        raise AssertionError(f"The program has no {what}{but}: nothing would be asserted.")
 
 
 def _require_none(wrong: list[Site], should: str, of: Callable[[Any], str] | None = None) -> None:
@@ -223,6 +302,13 @@ def _told(site: Site, of: Callable[[Any], str] | None) -> str:
     dtypes = of(site.equation) if of else ", ".join(operands_of(site.equation))
     backward = ", backward" if site.is_backward else ""
     return f"  {site.name} {path} in {dtypes}{backward}: {site.source or 'source line unknown'}"
+
+
+def _told_of_finding(finding: Finding) -> str:
+    path = f"at '{finding.path}'" if finding.path else "outside of any module"
+    backward = ", backward" if finding.is_backward else ""
+    dtypes = ", ".join(finding.dtypes)
+    return f"  {finding.primitive} {path} in {dtypes}{backward}: {finding.source or 'source line unknown'}"
 
 
 def _names(dtype: DTypes) -> frozenset[str]:
@@ -247,37 +333,3 @@ def _name(fn: Any) -> str:
     while hasattr(fn, "func"):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _off(path: str, leaf: Any, truth: Any, allowed: float, dtype: DTypeLike | None, floor: float) -> str:
-    """What is wrong with one array; "" where nothing is."""
-    leaf, truth = np.asarray(leaf), np.asarray(truth)
-    if leaf.shape != truth.shape:
-        raise ValueError(f"{path or 'The array'} should be of shape {truth.shape}, but is of shape {leaf.shape}.")
-    if np.iscomplexobj(leaf) or np.iscomplexobj(truth):
-        own = np.empty((), leaf.dtype).real.dtype if np.iscomplexobj(leaf) else leaf.dtype
-        parts = (
-            _off(f"{path}.{name}", getattr(leaf, name), getattr(truth, name), allowed, dtype or own, floor)
-            for name in ("real", "imag")
-        )
-        return "\n".join(filter(None, parts))
-    if dtype is None and not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return (
-            "" if np.array_equal(leaf, truth) else f"{path or 'The array'}: {leaf.dtype}s should be equal, but are not."
-        )
-    in_dtype = jnp.dtype(leaf.dtype if dtype is None else dtype)
-    error = ulps_of(leaf, np.asarray(truth, np.float64), in_dtype, floor=floor)
-    wrong = int((error > allowed).sum())
-    if not wrong:
-        return ""
-    worst = np.unravel_index(int(error.argmax()), error.shape)
-    index = f", at {tuple(map(int, worst))}," if error.ndim else ""
-    return (
-        f"{path or 'The array'}: {wrong} of {error.size} numbers are off by more than {allowed:g} ulps of {in_dtype.name}; "
-        f"the worst{index} by {error[worst]:.3g}: {leaf[worst]} where {truth[worst]} is right."
-    )

@@ -43,3 +43,31 @@ def ulps(actual: Any, desired: np.ndarray, dtype: DTypeLike, *, floor: float = 0
         (actual == desired) | ((actual == rounded) & ~np.isfinite(rounded)) | (np.isnan(actual) & np.isnan(rounded))
     )
     return np.where(is_right, 0.0, error)
+
+
+def what_is_off(
+    path: str, actual: Any, desired: Any, allowed: float, dtype: DTypeLike | None = None, floor: float = 0.0
+) -> str:
+    """What is wrong with one array, as `policy.testing.assert_close_in_ulps` says it; "" where nothing is."""
+    leaf, truth = np.asarray(actual), np.asarray(desired)
+    if leaf.shape != truth.shape:
+        raise ValueError(f"{path or 'The array'} should be of shape {truth.shape}, but is of shape {leaf.shape}.")
+    name = path or "The array"
+    if np.iscomplexobj(leaf) or np.iscomplexobj(truth):
+        own = dtype or np.real(leaf).dtype
+        parts = (("real", np.real(leaf), np.real(truth)), ("imag", np.imag(leaf), np.imag(truth)))
+        told = (what_is_off(f"{name}.{part}", x, y, allowed, own, floor) for part, x, y in parts)
+        return "\n".join(filter(None, told))
+    if dtype is None and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return "" if np.array_equal(leaf, truth) else f"{name}: {leaf.dtype} numbers should be equal, but are not."
+    in_dtype = jnp.dtype(leaf.dtype if dtype is None else dtype)
+    error = ulps(leaf, np.asarray(truth, np.float64), in_dtype, floor=floor)
+    wrong = int((error > allowed).sum())
+    if not wrong:
+        return ""
+    worst = np.unravel_index(int(error.argmax()), error.shape)
+    index = f", at {tuple(map(int, worst))}," if error.ndim else ""
+    return (
+        f"{name}: {wrong} of {error.size} numbers are off by more than {allowed:g} ulps of {in_dtype.name}; the "
+        f"worst{index} by {error[worst]:.3g}: {leaf[worst]} where {truth[worst]} is right."
+    )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from policy.inspection.walk import source_of
@@ -140,7 +141,7 @@ def _equal(a: Any, b: Any) -> bool:
 def _equal_arrays(a: Any, b: Any) -> bool:
     if any(not hasattr(x, "dtype") for x in (a, b)) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
