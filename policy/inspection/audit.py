@@ -8,6 +8,7 @@ from policy.inspection.costs import bytes_of, flops_of
 from policy.inspection.differentiating import with_gradients
 from policy.inspection.findings import findings_of
 from policy.inspection.graph import Graph, is_joint
+from policy.inspection.lost import noticing
 from policy.inspection.operations import accumulation_of, kind_of, operands_of, result_of
 from policy.inspection.report import Audit, Operation
 from policy.tracing import trace
@@ -37,9 +38,10 @@ def audit(fn: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Audit:
     """
     if not callable(fn):
         raise TypeError(f"audit takes a function or a module, but got {fn!r} of type {type(fn).__name__}.")
-    jaxpr = with_gradients(fn, args, kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
+    with noticing() as lost:
+        jaxpr = with_gradients(fn, args, kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
     graph = Graph(jaxpr)
-    return Audit(_operations(graph), findings_of(graph), _name(fn))
+    return Audit(_operations(graph), findings_of(graph, lost), _name(fn))
 
 
 def _name(fn: Any) -> str:

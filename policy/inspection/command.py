@@ -170,7 +170,7 @@ def _call(fn: Callable[..., Any], args: list[Any], target: str) -> tuple[Any, Se
             "function without arguments that returns it and a tuple of its arguments."
         )
     try:
-        made = fn()
+        made: Any = fn()
     except Exception as error:  # whatever the user's function raises
         traceback.print_exc()
         raise CommandError(f"{target}() failed: {type(error).__name__}, see above.") from None

@@ -15,6 +15,7 @@ from policy.inspection.checks.sums import low_precision_reductions
 from policy.inspection.flow import Flow
 from policy.inspection.graph import Graph
 from policy.inspection.kinds import KINDS as KINDS
+from policy.inspection.lost import Lost
 from policy.inspection.report import Finding
 
 _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
@@ -31,9 +32,13 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
 )
 
 
-def findings_of(graph: Graph) -> tuple[Finding, ...]:
-    """What every check finds in a program, the gravest kind first, and in the order of the program within a kind."""
-    flow = Flow(graph)
+def findings_of(graph: Graph, lost: Lost | None = None) -> tuple[Finding, ...]:
+    """What every check finds in a program, the gravest kind first, and in the order of the program within a kind.
+
+    Args:
+      lost: what `noticing` noted while the program was traced.
+    """
+    flow = Flow(graph, lost)
     found = _merged(finding for check in _CHECKS for finding in check(flow))
     gravity = {kind: i for i, kind in enumerate(KINDS)}
     return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from policy.inspection.graph import Graph, Node, Value, is_joint
+from policy.inspection.lost import Lost
 from policy.inspection.operations import is_inexact, kind_of
 
 MATMULS = ("dot", "convolution")
@@ -95,10 +96,12 @@ class Flow:
     Attributes:
       graph: the program.
       multiplies_in_half: whether a matmul in it has half operands.
+      lost: what was noticed of its constants while it was traced.
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, lost: Lost | None = None):
         self.graph = graph
+        self.lost = Lost() if lost is None else lost
         self.matmuls = [node for node in graph.nodes if is_matmul(node)]
         self.multiplies_in_half = any(all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls)
         self._widenings = self._find_widenings()

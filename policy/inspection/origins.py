@@ -32,18 +32,14 @@ def is_promotion(equation: Any) -> bool:
     A function of a library whose name says so (Flax's ``promote_dtype``) counts as one that promotes. False where the
     traceback is not known.
     """
-    frames = _frames(equation)
-    inner = []
-    for file, function in frames:
-        if not _is_jax(file):
-            return _promotes(function) or (bool(inner) and not _ASKED.intersection(inner))
-        inner.append(function)
-    return False
+    inner = [function for _, function in _until_author(equation)]
+    _, author = author_of(equation)
+    return _promotes(author) or (bool(inner) and not _ASKED.intersection(inner))
 
 
 def author_of(equation: Any) -> tuple[str, str]:
     """The file and the function of the innermost code that is not JAX's own; ("", "") where unknown."""
-    return next((frame for frame in _frames(equation) if not _is_jax(frame[0])), ("", ""))
+    return next((frame for frame in _frames(equation) if not is_jax_file(frame[0])), ("", ""))
 
 
 def is_by_layers(equation: Any) -> bool:
@@ -60,7 +56,7 @@ def is_written(equation: Any) -> bool:
 def _until_author(equation: Any) -> Iterator[tuple[str, str]]:
     """The frames of JAX's own between an equation and its author, from the innermost out."""
     for frame in _frames(equation):
-        if not _is_jax(frame[0]):
+        if not is_jax_file(frame[0]):
             return
         yield frame
 
@@ -85,5 +81,6 @@ def _promotes(function: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_jax(file: str) -> bool:
+def is_jax_file(file: str) -> bool:
+    """Whether a file is of JAX's own code."""
     return file.startswith(_JAX) or file.startswith("<frozen")

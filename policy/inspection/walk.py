@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 from policy.amp.categories import kernels
 from policy.amp.settings import ISLAND
 from policy.boundary import SCOPE_NAME as BOUNDARY
+from policy.inspection.origins import is_jax_file
 from policy.paths import AUTOCAST, Path, path_of
 from policy.programs import opened
 
@@ -44,6 +45,8 @@ class Site:
       is_recomputed: whether it repeats, in the backward pass, what a checkpoint did not save.
       is_placed: whether this library put it there: a cast at a boundary, or one of autocast's.
       in_island: whether it stands in what `full_precision` keeps in float32.
+      call: the equation that called the function of JAX's own that it stands in; None where it stands in none. JAX
+        traces such a function once, and its equations point to the line of the first call.
     """
 
     equation: Any
@@ -55,6 +58,7 @@ class Site:
     is_recomputed: bool = False
     is_placed: bool = False
     in_island: bool = False
+    call: Any = None
 
     @property
     def name(self) -> str:
@@ -64,7 +68,7 @@ class Site:
     @property
     def source(self) -> str:
         """The line of the user's code, as ``model.py:12 (__call__)``; "" where JAX knows none."""
-        return source_of(self.equation)
+        return source_of(self.equation if self.call is None else self.call)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ def site_of(equation: Any, around: Site | None) -> Site:
         return Site(equation, place.path, place.is_backward, 1, (), 1, *place.marks)
     marks = (mark or above for mark, above in zip(place.marks, _marks(around), strict=True))
     is_backward = place.is_backward or around.is_backward
-    return Site(equation, place.path, is_backward, around.count, around.inside, around.devices, *marks)
+    return Site(equation, place.path, is_backward, around.count, around.inside, around.devices, *marks, around.call)
 
 
 class _Place(NamedTuple):
@@ -132,12 +136,20 @@ def _marks(site: Site) -> tuple[bool, bool, bool]:
 
 def entered(site: Site, body: Body) -> Site:
     """The place of a body: `site_of` reads where its equations stand from that."""
+    is_of_jax = _is_of_jax(getattr(opened(body.jaxpr)[0], "debug_info", None))
     return dataclasses.replace(
         site,
+        call=(site.equation if site.call is None else site.call) if is_of_jax else None,
         count=site.count * body.count,
         inside=(*site.inside, site.name),
         devices=site.devices * body.devices,
     )
+
+
+def _is_of_jax(debug_info: Any) -> bool:
+    """Whether a program is the trace of a function of JAX's own. `debug_info` reads "name at file:line" there."""
+    _, at, place = str(getattr(debug_info, "func_src_info", "")).rpartition(" at ")
+    return bool(at) and is_jax_file(place)
 
 
 def bodies_of(equation: Any) -> Iterator[Body]:
@@ -180,6 +192,7 @@ def _shortened(summary: str) -> str:
     found = _SUMMARY.fullmatch(summary)
     if found is None:
         return ""
-    names = [name for name in found["function"].replace("<locals>.", "").split(".") if not name.startswith("<")]
-    function = ".".join(names[-2:] if names[-2:][0][:1].isupper() else names[-1:]) or found["function"]
+    names = [name for name in found["function"].split(".") if not name.startswith("<")]
+    is_method = len(names) > 1 and names[-2][:1].isupper()
+    function = ".".join(names[-2:] if is_method else names[-1:]) or found["function"]
     return f"{os.path.basename(found['file'])}:{found['line']} ({function})"

@@ -12,6 +12,7 @@ import numpy as np
 from policy.inspection.flow import LAYOUT, Flow, is_cast, is_cotangent, is_narrow, made_of, users
 from policy.inspection.graph import Node, Value
 from policy.inspection.kinds import CONSTANT, finding
+from policy.inspection.lost import Lost
 from policy.inspection.report import Finding
 
 Numbers = frozenset[float]  # the few numbers that the elements of a value are
@@ -41,7 +42,7 @@ def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
         if is_cast(node):
             yield from _cast(node, known)
         elif node.outputs and not is_cotangent(node):
-            yield from _traced_away(node)
+            yield from _traced_away(node, flow.lost)
         _propagate(node, known)
 
 
@@ -52,7 +53,7 @@ def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
         if np.isfinite(number) and not np.isfinite(result):
             becomes = f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf with a row that is never masked"
         elif number != 0 and result == 0:
-            becomes = f"0: it vanishes. The smallest {dtype} is {float(jnp.finfo(dtype).smallest_subnormal):.1e}"
+            becomes = f"0: it vanishes. The smallest number is {_smallest(dtype)}"
         else:
             continue
         yield finding(CONSTANT, node, f"{number:g} in {dtype} is {becomes}.", (node.inputs[0].dtype, dtype))
@@ -63,18 +64,29 @@ def _as(number: float, dtype: str) -> float:
         return float(np.asarray(number, np.float64).astype(jnp.dtype(dtype)))
 
 
-def _traced_away(node: Node) -> Iterator[Finding]:
-    """A literal of a half dtype that is infinite or zero, where no author writes one."""
+def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
+    """A literal of a half dtype that is infinite or zero, where NumPy said so or no author writes one."""
     for value in node.inputs:
         if not (value.is_literal and is_narrow(value.dtype)):
             continue
-        number = float(value.array)
-        if np.isinf(number) and node.name == "mul":
-            message = f"A factor is {number:g} in {value.dtype}: a constant that overflowed. It makes NaN of each zero."
-            yield finding(CONSTANT, node, message, (value.dtype,))
-        elif number == 0 and node.name == "add" and any(_divides_by(user, node.out) for user in users(node.out)):
-            message = f"0 is added to a divisor in {value.dtype}: a constant that vanished, which kept it from being 0."
-            yield finding(CONSTANT, node, message, (value.dtype,))
+        number, dtype = float(value.array), value.dtype
+        line = node.site.source.partition(" ")[0]
+        if np.isinf(number) and (node.name == "mul" or line in lost.overflowed):
+            message = f"A constant overflowed: it is {number:g} in {dtype}, where finite numbers end at "
+            message += f"{float(jnp.finfo(dtype).max):.4g}. Infinities make NaN: of zeros, and of each other."
+            yield finding(CONSTANT, node, message, (dtype,))
+        elif number == 0 and (line in lost.vanished or _is_shift_of_divisor(node)):
+            message = f"A constant vanished: it is 0 in {dtype}, whose smallest number is {_smallest(dtype)}."
+            yield finding(CONSTANT, node, message, (dtype,))
+
+
+def _is_shift_of_divisor(node: Node) -> bool:
+    """Whether a node adds something to what is divided by, as an epsilon is."""
+    return node.name == "add" and any(_divides_by(user, node.out) for user in users(node.out))
+
+
+def _smallest(dtype: str) -> str:
+    return f"{float(jnp.finfo(dtype).smallest_subnormal):.1e}"
 
 
 def _divides_by(node: Node, value: Value) -> bool:
