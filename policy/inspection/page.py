@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from policy.inspection.kinds import KINDS
 from policy.inspection.markup import Markup, escaped, join, tag
 from policy.inspection.tree import Node, tree_of
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from policy.inspection.report import Audit, Finding, Operation
 
 OUTSIDE = "(outside of any module)"
+_PLACES = 6  # how many places of one finding are shown at once
 _KNOWN = ("float64", "float32", "bfloat16", "float16")
 # Nothing is fetched, whatever a name in the program may hold: a browser refuses it.
 _NOTHING_FETCHED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -111,23 +113,37 @@ def _findings(findings: Sequence[Finding], tree: Node) -> Markup:
 
 
 def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
-    items = [_finding(finding, ids) for finding in findings]
+    """Findings of one kind: what is said of several places, as of each layer of many, is said once."""
+    said: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        key = finding.primitive, finding.dtypes, finding.message, finding.source, finding.is_backward
+        said.setdefault(key, []).append(finding)
     title = tag("summary", tag("strong", kind), f" ({len(findings)})")
-    return tag("details", title, tag("ul", *items), class_="kind", open=True)
+    meaning = tag("p", KINDS[kind], class_="meaning") if kind in KINDS else ""
+    items = [_finding(alike, ids) for alike in said.values()]
+    return tag("details", title, meaning, tag("ul", *items), class_="kind", open=True)
 
 
-def _finding(finding: Finding, ids: Mapping[str, str]) -> Markup:
-    where = tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path")
+def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
+    finding = alike[0]
     direction = tag("span", "backward", class_="mark") if finding.is_backward else ""
-    times = f", {finding.count:,} times" if finding.count != 1 else ""
-    what = join((tag("code", finding.primitive), " ", *_chips(finding.dtypes), direction, times))
+    what = join((tag("code", finding.primitive), " ", *_chips(finding.dtypes), direction))
+    places = [tag("li", _place(one, ids)) for one in alike]
     return tag(
         "li",
-        tag("div", where, " ", what),
+        tag("div", what, " ", tag("span", finding.source, class_="source")),
         tag("div", finding.message),
-        tag("div", finding.source, class_="source"),
+        tag("ul", *places[:_PLACES], class_="places"),
+        tag("details", tag("summary", f"{len(places) - _PLACES} more"), tag("ul", *places[_PLACES:], class_="places"))
+        if len(places) > _PLACES
+        else "",
         class_="finding",
     )
+
+
+def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
+    times = f" {finding.count:,} times" if finding.count != 1 else ""
+    return join((tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path"), times))
 
 
 def _bar(what: str, shares: Mapping[str, int], form: object) -> Markup:
@@ -282,15 +298,20 @@ def _chips(dtypes: Iterable[str]) -> Iterable[Markup]:
     return map(_chip, dtypes)
 
 
+_THOUSANDS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+_BINARY = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
+
+
 def _count(number: int) -> str:
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
+    return _in_units(number, _THOUSANDS, "").strip()
 
 
 def _bytes(number: int) -> str:
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number} B"
+    return _in_units(number, _BINARY, "B")
+
+
+def _in_units(number: int, units: Mapping[str, float], below: str) -> str:
+    """Three digits of a number, in the largest unit that it reaches."""
+    unit, size = next(((unit, size) for unit, size in units.items() if number >= size), (below, 1.0))
+    digits = number / size
+    return f"{digits:.0f} {unit}" if digits >= 100 else f"{digits:.3g} {unit}"

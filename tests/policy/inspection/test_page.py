@@ -119,8 +119,17 @@ def test_the_tree_adds_up_what_is_below():
 def test_findings_come_first_and_say_where_what_and_how_often():
     text = Elements(page(AUDIT)).text
     assert text.index("Findings (3)") < text.index("Shares by dtype") < text.index("Modules") < text.index("Operations")
-    for part in ("Net/layer_1/attn/query", "Sums 4096 terms in bfloat16.", "model.py:3 (f)", "backward", ", 12 times"):
+    for part in ("Net/layer_1/attn/query", "Sums 4096 terms in bfloat16.", "model.py:3 (f)", "backward", " 12 times"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "size"),
+    [(0, "0", "0 B"), (999, "999", "999 B"), (1023_000, "1.02 M", "999 KiB"), (1023 * 2**20, "1.07 G", "1023 MiB")],
+)
+def test_numbers_are_shown_with_three_digits_and_a_unit(number, count, size):
+    text = Elements(page(Audit((Operation("", "dot", "dot", (), "", "", "", False, 1, number, number),), ()))).text
+    assert f" · {count} FLOPs" in text and size in text
 
 
 def test_an_audit_of_nothing_is_a_page_too():
@@ -153,7 +162,7 @@ const shown = (selector) => all(selector).filter((element) => element.checkVisib
 const paths = () => all("#operations tbody tr").map((row) => row.cells[0].textContent);
 const seen = {
   ready: document.documentElement.dataset.ready, error: document.documentElement.dataset.error ?? null,
-  title: document.title, findings: all(".finding").length, nodes: all(".node").length,
+  title: document.title, findings: all(".finding .places li").length, nodes: all(".node").length,
   fits: document.documentElement.scrollWidth <= innerWidth, width: innerWidth,
   opaque: getComputedStyle(document.querySelector("#modules summary.float32")).borderLeftColor,
 };
@@ -198,7 +207,7 @@ def test_the_page_is_alive_in_a_browser_at_phone_width():
     assert seen["falling"] == ["Net/head", "descending"]
     assert seen["rising"] == ["(outside of any module)", "ascending"]
     assert seen["named"][1:] == ["ascending", "none"]
-    assert seen["searched"] == [2, 1, ["all", "Net", "layer_2", "attn", "query", "mlp", "up"], "3 of 12 rows"]
+    assert seen["searched"] == [2, 1, ["all", "Net", "layer_2", "attn", "query", "mlp", "up"], "3 of 11 rows"]
     assert seen["cleared"] == [9, ""]
     assert seen["folded"] == 1 and seen["followed"]
     assert seen["walked"] == ["all", "Net", "Net", "layer_0", "Net", "Net", "all"]
