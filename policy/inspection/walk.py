@@ -110,9 +110,18 @@ def site_of(equation: Any, around: Site | None) -> Site:
     place = _place(str(equation.source_info.name_stack), () if around is None else around.path)
     if around is None:
         return Site(equation, place.path, place.is_backward, 1, (), 1, *place.marks)
-    marks = (mark or above for mark, above in zip(place.marks, _marks(around), strict=True))
-    is_backward = place.is_backward or around.is_backward
-    return Site(equation, place.path, is_backward, around.count, around.inside, around.devices, *marks, around.call)
+    return Site(
+        equation,
+        place.path,
+        place.is_backward or around.is_backward,
+        around.count,
+        around.inside,
+        around.devices,
+        place.marks[0] or around.is_recomputed,
+        place.marks[1] or around.is_placed,
+        place.marks[2] or around.in_island,
+        around.call,
+    )
 
 
 class _Place(NamedTuple):
@@ -128,10 +137,6 @@ def _place(stack: str, above: Path) -> _Place:
     if BOUNDARY in stack or ISLAND in stack:
         path = tuple(name for name in path if name not in (BOUNDARY, ISLAND))
     return _Place(path, "transpose(" in stack, marks)
-
-
-def _marks(site: Site) -> tuple[bool, bool, bool]:
-    return site.is_recomputed, site.is_placed, site.in_island
 
 
 def entered(site: Site, body: Body) -> Site:

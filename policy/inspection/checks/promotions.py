@@ -77,7 +77,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
         if len(wide) < 2 or node.site.in_island:
             continue
         sources = [origin for value in wide if (origin := flow.widening(value)) is not None]
-        if _is_no_work(node, bool(sources)):
+        if _is_no_work(node, any(map(_was_computed, sources))):
             continue
         leaks = [origin for origin in sources if _has_leaked(node, origin)]
         if flow.multiplies_in_half or (leaks and any(map(_was_computed, sources))):
@@ -103,9 +103,12 @@ def _flops(node: Node) -> int:
 
 
 def _is_no_work(node: Node, is_of_half: bool) -> bool:
-    """Whether a float32 product is no work for matrix units: an outer product, or float32 numbers times one vector.
+    """Whether a float32 product is no work for matrix units: an outer product, or what is stored times one vector.
 
     The power iteration of a spectral norm is the second, positions times frequencies is the first.
+
+    Args:
+      is_of_half: whether an operand was computed in half, as an activation is.
     """
     numbers = node.params.get("dimension_numbers")
     if node.name != "dot_general" or numbers is None:

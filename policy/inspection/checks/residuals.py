@@ -69,6 +69,9 @@ class _Regions:
         return self._root((id(node), ())) in self.reasons
 
     def _is_reason(self, node: Node) -> bool:
+        wide = [value for value in node.outputs if is_wide(value.dtype)]
+        if any(is_matmul(reader) and not is_cotangent(reader) for value in wide for reader in value.readers):
+            return True  # the matmul is what to look at
         if not any(is_wide(value.dtype) for value in node.inputs) or is_cast(node):
             return False
         if node.name in _ADDS:
