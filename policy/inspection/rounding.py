@@ -47,7 +47,10 @@ def _names_half(params: dict[str, Any]) -> bool:
 def _widens(source: Any, target: Any) -> bool:
     if source == np.bool_ or not jnp.issubdtype(target, jnp.floating):
         return True
-    return bool(jnp.promote_types(source, target) == target) and jnp.issubdtype(source, jnp.floating)
+    if not jnp.issubdtype(source, jnp.floating):
+        return False
+    narrow, wide = jnp.finfo(source), jnp.finfo(target)
+    return bool(narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp)
 
 
 def depends(equation: Any, given: Sequence[bool]) -> list[bool]:
