@@ -29,6 +29,7 @@ class Measurement:
       key: of its numbers among the notes of a run; they grow in the order of the program.
       primitive, source: what computed it.
       dtype: its own, in the program that is compared.
+      bodies: the programs inside equations that it stands in, outermost first.
       left: the paths that it leaves: those it was computed in, and is read outside of.
       entered: the paths that it enters: those it is read in, and was computed outside of.
       output: which output of the program it is, if it is one.
@@ -39,6 +40,7 @@ class Measurement:
     primitive: str
     source: str
     dtype: Any
+    bodies: tuple[Any, ...] = ()
     left: dict[Place, None] = dataclasses.field(default_factory=dict)
     entered: dict[Place, None] = dataclasses.field(default_factory=dict)
     output: int | None = None
@@ -119,7 +121,9 @@ class Paired(Rerun):
         measurement.entered.update((Place(path, reader.direction), None) for path in entered)
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
-        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype)
+        measurement = Measurement(
+            len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies
+        )
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]

@@ -47,6 +47,7 @@ class Rerun:
 
     Attributes:
       place: that of the equation whose body is being run.
+      bodies: the programs inside equations that this one stands in, outermost first.
       axes: the mesh axes that each device runs by itself over.
       notes: what was noted so far in the program that is being traced.
     """
@@ -54,6 +55,7 @@ class Rerun:
     def __init__(self) -> None:
         self.place = Place()
         self.axes: tuple[str, ...] = ()
+        self.bodies: tuple[Body, ...] = ()
         self.notes: Notes = {}
 
     # What a subclass says ---------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class Rerun:
         """The run of an equation's body, which is part of the program that is being traced."""
         inner = self.copied()
         inner.place = self.place_of(equation)
-        inner.axes, inner.notes = self.axes, self.notes
+        inner.axes, inner.bodies, inner.notes = self.axes, self.bodies, self.notes
         return inner
 
 
@@ -175,7 +177,7 @@ class Body:
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
         inner = self.runner.copied()
-        inner.place, inner.axes = self.runner.place, self.runner.axes
+        inner.place, inner.axes, inner.bodies = self.runner.place, self.runner.axes, (*self.runner.bodies, self)
         inputs = inner.into(filled(self.inputs, arrays))
         outputs = inner.run(self.jaxpr, [Value([const]) for const in self.consts], inputs)
         inner.finished(outputs, self.jaxpr.outvars)
