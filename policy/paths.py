@@ -13,6 +13,7 @@ _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
 _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
 # Names that are no module's.
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
+AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,7 +36,7 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
         for name in _parts(part):
             module, _, method = name.partition(".")  # flax.linen writes Net.encode for a method's scope, within Net's
             is_name = name.isdigit() or all(map(str.isidentifier, name.split(".")))  # a layer of a list is a number
-            if is_name and name not in _OF_JAX:
+            if is_name and name not in _OF_JAX and name != AUTOCAST:
                 path += [] if method and path[-1:] == [module] else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)

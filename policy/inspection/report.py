@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +138,22 @@ class Audit:
             raise ValueError(f"An audit is saved as .html or .json, but got {str(path)!r}.")
         path.write_text(self.to_html() if path.suffix == ".html" else self.to_json(), encoding="utf-8")
 
+    def show(self, file: TextIO | None = None) -> None:
+        """Prints the audit to `file`, or to the standard output: in colour on a terminal, unless NO_COLOR is set."""
+        from policy.inspection.text import show
+
+        show(self, file)
+
     def __str__(self) -> str:
         from policy.inspection.text import text
 
         return text(self)
+
+
+def named(audit: Audit, name: str, *, without: Collection[str] = ()) -> Audit:
+    """An audit under another name, without findings of some kinds."""
+    findings = tuple(finding for finding in audit.findings if finding.kind not in without)
+    return dataclasses.replace(audit, name=name, findings=findings)
 
 
 _BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}

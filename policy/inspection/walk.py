@@ -8,12 +8,15 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
 
 from policy.amp.categories import kernels
-from policy.paths import Path, path_of
+from policy.amp.settings import ISLAND
+from policy.boundary import SCOPE_NAME as BOUNDARY
+from policy.inspection.origins import is_jax_file
+from policy.paths import AUTOCAST, Path, path_of
 from policy.programs import opened
 
 # Small programs that say how two numbers are combined: no part of what runs one after the other.
@@ -39,6 +42,11 @@ class Site:
         and so does what is in either branch of a `cond`.
       inside: the names of the primitives whose programs it stands in, outermost first.
       devices: on how many devices it runs as it stands: those of the `shard_map`s around it.
+      is_recomputed: whether it repeats, in the backward pass, what a checkpoint did not save.
+      is_placed: whether this library put it there: a cast at a boundary, or one of autocast's.
+      in_island: whether it stands in what `full_precision` keeps in float32.
+      call: the equation that called the function of JAX's own that it stands in; None where it stands in none. JAX
+        traces such a function once, and its equations point to the line of the first call.
     """
 
     equation: Any
@@ -47,6 +55,10 @@ class Site:
     count: int = 1
     inside: tuple[str, ...] = ()
     devices: int = 1
+    is_recomputed: bool = False
+    is_placed: bool = False
+    in_island: bool = False
+    call: Any = None
 
     @property
     def name(self) -> str:
@@ -56,7 +68,7 @@ class Site:
     @property
     def source(self) -> str:
         """The line of the user's code, as ``model.py:12 (__call__)``; "" where JAX knows none."""
-        return source_of(self.equation)
+        return source_of(self.equation if self.call is None else self.call)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,23 +107,49 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
 
 def site_of(equation: Any, around: Site | None) -> Site:
     """Where an equation stands. `around`: what `entered` gave for the body that it stands in; None at the top."""
-    stack = str(equation.source_info.name_stack)
-    is_backward = "transpose(" in stack
+    place = _place(str(equation.source_info.name_stack), () if around is None else around.path)
     if around is None:
-        return Site(equation, path_of(stack), is_backward)
-    path = path_of(stack, around.path) if stack else around.path
-    is_backward = is_backward or around.is_backward
-    return Site(equation, path, is_backward, around.count, around.inside, around.devices)
+        return Site(equation, place.path, place.is_backward, 1, (), 1, *place.marks)
+    marks = (mark or above for mark, above in zip(place.marks, _marks(around), strict=True))
+    is_backward = place.is_backward or around.is_backward
+    return Site(equation, place.path, is_backward, around.count, around.inside, around.devices, *marks, around.call)
+
+
+class _Place(NamedTuple):
+    path: Path
+    is_backward: bool
+    marks: tuple[bool, bool, bool]
+
+
+@functools.lru_cache(maxsize=8192)
+def _place(stack: str, above: Path) -> _Place:
+    path = path_of(stack, above) if stack else above
+    marks = ("rematted_computation" in stack, BOUNDARY in stack or AUTOCAST in stack, ISLAND in stack)
+    if BOUNDARY in stack or ISLAND in stack:
+        path = tuple(name for name in path if name not in (BOUNDARY, ISLAND))
+    return _Place(path, "transpose(" in stack, marks)
+
+
+def _marks(site: Site) -> tuple[bool, bool, bool]:
+    return site.is_recomputed, site.is_placed, site.in_island
 
 
 def entered(site: Site, body: Body) -> Site:
     """The place of a body: `site_of` reads where its equations stand from that."""
+    is_of_jax = _is_of_jax(getattr(opened(body.jaxpr)[0], "debug_info", None))
     return dataclasses.replace(
         site,
+        call=(site.equation if site.call is None else site.call) if is_of_jax else None,
         count=site.count * body.count,
         inside=(*site.inside, site.name),
         devices=site.devices * body.devices,
     )
+
+
+def _is_of_jax(debug_info: Any) -> bool:
+    """Whether a program is the trace of a function of JAX's own. `debug_info` reads "name at file:line" there."""
+    _, at, place = str(getattr(debug_info, "func_src_info", "")).rpartition(" at ")
+    return bool(at) and is_jax_file(place)
 
 
 def bodies_of(equation: Any) -> Iterator[Body]:
@@ -154,5 +192,7 @@ def _shortened(summary: str) -> str:
     found = _SUMMARY.fullmatch(summary)
     if found is None:
         return ""
-    function = found["function"].rpartition("<locals>.")[2]
+    names = [name for name in found["function"].split(".") if not name.startswith("<")]
+    is_method = len(names) > 1 and names[-2][:1].isupper()
+    function = ".".join(names[-2:] if is_method else names[-1:]) or found["function"]
     return f"{os.path.basename(found['file'])}:{found['line']} ({function})"
