@@ -119,9 +119,7 @@ class Rerun:
         name_stack = str(equation.source_info.name_stack)
         is_again = "rematted_computation" in name_stack
         is_backward = "transpose(" in name_stack or self.place.direction == "backward"
-        path = tuple(name for name in path_of(name_stack, self.place.path) if name not in _SCOPES)
-        if is_backward:
-            path = _once(path)
+        path = module_path(path_of(name_stack, self.place.path), is_backward)
         return Place(path, "again" if is_again else "backward" if is_backward else self.place.direction)
 
     def inside(self, equation: Any) -> Rerun:
@@ -132,10 +130,14 @@ class Rerun:
         return inner
 
 
-def _once(path: Path) -> Path:
-    """A path that the transposition of a checkpoint has written twice: Net/Net, for Net."""
+def module_path(path: Path, is_backward: bool) -> Path:
+    """A path without scopes that are no modules.
+
+    The transposition of a checkpoint writes the path of its equations twice: Net/Net, for Net.
+    """
+    path = tuple(name for name in path if name not in _SCOPES)
     half = len(path) // 2
-    return path[:half] if path and path[:half] == path[half:] else path
+    return path[:half] if is_backward and path and path[:half] == path[half:] else path
 
 
 def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:

@@ -72,7 +72,8 @@ class Search:
             else:
                 low = middle
         wide = frozenset(order[:high])
-        if high == len(order) and not self.meets(wide, budget):
+        error = self.error(wide)
+        if error is not None and error > budget:  # unknown, where no run was left: its confirmation tells
             return None
         return self._pruned(wide, budget)
 
