@@ -73,7 +73,7 @@ def _alternatives(names: list[str], state: bool) -> Iterable[Pattern]:
 
 def code_of(pairs: Iterable[tuple[str, Any]]) -> str:
     """The rules as Python that makes them."""
-    lines = [f"    ({_quoted(pattern)}, {str(policy)!r})," for pattern, policy in pairs]
+    lines = [f"    ({_quoted(pattern)}, {_quoted(str(policy))})," for pattern, policy in pairs]
     return "PolicyRules([\n" + "\n".join(lines) + "\n])" if lines else "PolicyRules([])"
 
 

@@ -215,3 +215,9 @@ def multiplies_in_half(jaxpr: Any) -> bool:
         site.name in MATMULS and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
         for site in walk(jaxpr)
     )
+
+
+def short_text(policy: Policy) -> str:
+    """The policy's name among the presets, or else its text form."""
+    presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+    return next((name for name in presets if get_policy(name) == policy), str(policy))

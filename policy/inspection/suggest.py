@@ -16,7 +16,7 @@ from policy.inspection.compare import EXACT
 from policy.inspection.costs import bytes_of, flops_of
 from policy.inspection.emulated import Emulated, Ruled
 from policy.inspection.patterns import code_of, patterns_of
-from policy.inspection.program import Call, Program, checked_policy, program_of
+from policy.inspection.program import Call, Program, checked_policy, program_of, short_text
 from policy.inspection.rerun import Value, module_path
 from policy.inspection.search import Search, Wide
 from policy.inspection.walk import bodies_of, walk
@@ -52,7 +52,7 @@ class Suggestion:
 
     Attributes:
       rules: to go with the policy; empty where the policy by itself meets the budget.
-      policy: the policy's text form; "" where the function is in half as it is written.
+      policy: its text form, the short one where it has one; "" where the function is in half as it is written.
       budget: the error that was asked for.
       error: what the rules give, applied for real.
       emulated: what was foreseen.
@@ -82,9 +82,7 @@ class Suggestion:
 
     def code(self) -> str:
         """The rules as Python to paste."""
-        names = {policy: str(policy) for _, policy in self.rules}
-        pairs = [(pattern, _short(policy, names[policy])) for pattern, policy in self.rules]
-        return f"rules = {code_of((str(pattern), text) for pattern, text in pairs)}"
+        return f"rules = {code_of((str(pattern), short_text(policy)) for pattern, policy in self.rules)}"
 
     def __str__(self) -> str:
         how = {
@@ -107,10 +105,6 @@ class Suggestion:
             for e in self.evidence
         ]
         return "\n".join(lines)
-
-
-def _short(policy: Policy, text: str) -> str:
-    return "float32" if policy == get_policy("float32") else text
 
 
 def suggest(
@@ -329,7 +323,7 @@ def _suggestion(
     ]
     return Suggestion(
         rules,
-        "" if policy is None else str(policy),
+        "" if policy is None else short_text(policy),
         budget,
         found,
         search.known.get(wide, math.nan),
