@@ -31,7 +31,9 @@ class Emulated(Wide):
     """A value is an array in float32; and where it may be one in the program, too, whether it is.
 
     Attributes:
-      flags: which candidates run in float32, as a vector of booleans; the first is what no rule reaches.
+      flags: which candidates run in float32, as a vector of booleans; the first is what no rule reaches. The last says
+        whether operations promote: else half precision is half whatever it is mixed with, as where a module casts what
+        it is given.
       candidates: the place of each path in the flags.
     """
 
@@ -56,15 +58,18 @@ class Emulated(Wide):
     def _half(self, equation: Any, values: list[Value]) -> list[Value]:
         """As JAX promotes, what is mixed with float32 is float32, but matmuls and casts go where the rules say."""
         name, is_wide = equation.primitive.name, self.flag(self.place_of(equation))
-        decides = name == "convert_element_type" or name in MATMULS or category_of(name) in ("opaque", "explicit")
+        promotes = self.flags[-1]
+        decides = _decides(equation)
         given = [value.arrays[1] for value in values if len(value.arrays) > 1]
+        own = is_wide
         if not decides:
             for flag in given:
-                is_wide = is_wide | flag
+                is_wide = is_wide | (flag & promotes)
         dtypes = [dtype_of(atom) for atom in equation.invars]
         arrays = [widen(value.arrays[0]) for value in values]
-        if given and decides:
-            arrays = [rounded(a, d, is_wide) for a, d in zip(arrays, dtypes, strict=True)]
+        if given:
+            stays = own if decides else own | promotes
+            arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
         if name in _ACCUMULATING:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
@@ -103,6 +108,14 @@ def rounded(array: Any, dtype: Any, unless: Any) -> Any:
         return array
     half = lax.convert_element_type(array, dtype)
     return jnp.where(unless, array, lax.convert_element_type(half, array.dtype))
+
+
+def _decides(equation: Any) -> bool:
+    """Whether an equation runs in the dtypes that it was written in, whatever it is given."""
+    name = equation.primitive.name
+    if name == "convert_element_type":
+        return is_half(equation.params["new_dtype"])
+    return name in MATMULS or category_of(name) in ("opaque", "explicit", None)
 
 
 def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:

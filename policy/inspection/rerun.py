@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -138,6 +138,20 @@ def module_path(path: Path, is_backward: bool) -> Path:
     path = tuple(name for name in path if name not in _SCOPES)
     half = len(path) // 2
     return path[:half] if is_backward and path and path[:half] == path[half:] else path
+
+
+def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
+    """The paths whose beginning was lost, and what they are.
+
+    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it by the path within
+    the body alone: such a path is the end of one other.
+    """
+    every = set(paths)
+    ends: dict[Path, list[Path]] = {}
+    for path in every:
+        for start in range(1, len(path)):
+            ends.setdefault(path[start:], []).append(path)
+    return {end: found[0] for end, found in ends.items() if end in every and len(found) == 1}
 
 
 def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:

@@ -15,12 +15,14 @@ class Search:
 
     Attributes:
       measure: the error with these candidates in float32, and all others in half.
+      measure_alone: the error with one candidate in half, and all others in float32.
       costs: of each candidate in float32.
       runs: how many times it may measure, all together.
-      alone: the error with one candidate in half, and all others in float32; filled by `survey`.
+      alone: what `measure_alone` said of each; filled by `survey`.
     """
 
     measure: Callable[[Wide], float]
+    measure_alone: Callable[[int], float]
     costs: Sequence[float]
     runs: int
     alone: list[float] = dataclasses.field(default_factory=list)
@@ -45,9 +47,8 @@ class Search:
 
     def survey(self) -> None:
         """Measures each candidate by itself."""
-        for i in sorted(self.every):
-            error = self.error(self.every - {i})
-            self.alone.append(math.inf if error is None else error)
+        self.alone = [self.measure_alone(i) for i in sorted(self.every)]
+        self.runs -= len(self.alone)
 
     def order(self) -> list[int]:
         """The candidates by how much of the error each unit of cost buys, the best first. Independent errors add up in
@@ -89,8 +90,8 @@ class Search:
         return sum(self.alone[i] ** 2 for i in order)
 
     def _pruned(self, wide: Wide, budget: float) -> Wide:
-        """Without what is not needed, the dearest first; what alone breaks the budget is needed."""
+        """Without what is not needed, the dearest first."""
         for i in sorted(wide, key=lambda i: (-self.costs[i], self.alone[i])):
-            if self.alone[i] <= budget and self.meets(wide - {i}, budget):
+            if self.meets(wide - {i}, budget):
                 wide = wide - {i}
         return wide

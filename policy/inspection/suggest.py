@@ -17,7 +17,7 @@ from policy.inspection.costs import bytes_of, flops_of
 from policy.inspection.emulated import Emulated, Ruled
 from policy.inspection.patterns import code_of, patterns_of
 from policy.inspection.program import Call, Program, checked_policy, program_of, short_text
-from policy.inspection.rerun import Value, module_path
+from policy.inspection.rerun import Value, lost_prefixes, module_path
 from policy.inspection.search import Search, Wide
 from policy.inspection.walk import bodies_of, walk
 from policy.inspection.widened import dtype_of, is_half, widen
@@ -121,7 +121,7 @@ def suggest(
     modules: set[str] = set()
     program = program_of(call, policy, modules)
     trial = _Trial(program, modules if program.route == "scope" else None)
-    search = Search(trial.measure, trial.costs, 2 * len(trial.paths) - 1)
+    search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     if not trial.outside:
         search.known[search.every] = 0.0
     return _confirmed(call, policy, program, trial, search, budget)
@@ -147,15 +147,16 @@ class _Trial:
 
     def __init__(self, program: Program, modules: set[str] | None):
         self.program, self.runs = program, 0
-        shares = _shares(program, modules)
+        shares, lost = _shares(program, modules)
         self.outside = () in shares
         self.paths = [path for path in shares if path]
         if not self.paths:
             raise ValueError(_no_paths(program, self.outside))
         self.costs = [shares[path] for path in self.paths]
         self.candidates = {path: i + 1 for i, path in enumerate(self.paths)}
-        self.compiled = _compiled(program, self._run, np.zeros(len(self.paths) + 1, bool))
-        self.reference = self._outputs(np.ones(len(self.paths) + 1, bool))
+        self.candidates |= {end: self.candidates[path] for end, path in lost.items() if path in self.candidates}
+        self.compiled = _compiled(program, self._run, self._flags(frozenset()))
+        self.reference = self._outputs(np.ones(len(self.paths) + 2, bool))
         _require_finite(program, self.reference)
 
     def _run(self, flags: Any, *arrays: Any) -> list[Any]:
@@ -168,11 +169,19 @@ class _Trial:
         self.runs += 1
         return jax.device_get(self.compiled(flags, *self.program.arguments.arrays))
 
+    def _flags(self, wide: Wide, promotes: bool = True) -> np.ndarray:
+        flags = np.zeros(len(self.paths) + 2, bool)
+        flags[[i + 1 for i in wide]] = True
+        flags[-1] = promotes
+        return flags
+
     def measure(self, wide: Wide) -> float:
         """The error with these candidates in float32."""
-        flags = np.zeros(len(self.paths) + 1, bool)
-        flags[[i + 1 for i in wide]] = True
-        return self.error(self._outputs(flags))
+        return self.error(self._outputs(self._flags(wide)))
+
+    def measure_alone(self, i: int) -> float:
+        """The error with one candidate in half, whatever it is mixed with."""
+        return self.error(self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False)))
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for rounding."""
@@ -227,20 +236,27 @@ def _no_paths(program: Program, outside: bool) -> str:
     )
 
 
-def _shares(program: Program, modules: set[str] | None) -> dict[Path, float]:
-    """The candidates in the order of the program, and their part in the FLOPs and the bytes of half precision."""
+def _shares(program: Program, modules: set[str] | None) -> tuple[dict[Path, float], dict[Path, Path]]:
+    """The candidates in the order of the program, and their part in the FLOPs and the bytes of half precision; and what
+    else they are called."""
+    sites = [(module_path(site.path, site.is_backward), site) for site in walk(program.jaxpr)]
+    lost = lost_prefixes(path for path, _ in sites) if program.gradients else {}
     flops: dict[Path, float] = {}
     moved: dict[Path, float] = {}
-    for site in walk(program.jaxpr):
-        equation = site.equation
-        dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
-        if any(True for _ in bodies_of(equation)) or not any(is_half(d) for d in dtypes if d is not None):
+    for path, site in sites:
+        if not _is_in_half(site.equation):
             continue
-        path = _reached(module_path(site.path, site.is_backward), modules)
-        flops[path] = flops.get(path, 0) + flops_of(equation) * site.count
-        moved[path] = moved.get(path, 0) + bytes_of(equation) * site.count
+        path = _reached(lost.get(path, path), modules)
+        flops[path] = flops.get(path, 0) + flops_of(site.equation) * site.count
+        moved[path] = moved.get(path, 0) + bytes_of(site.equation) * site.count
     totals = [max(sum(amounts.values()), 1) for amounts in (flops, moved)]
-    return {path: flops[path] / totals[0] + moved[path] / totals[1] for path in flops}
+    return {path: flops[path] / totals[0] + moved[path] / totals[1] for path in flops}, lost
+
+
+def _is_in_half(equation: Any) -> bool:
+    """Whether an equation that holds no program reads or returns half precision."""
+    dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
+    return not any(True for _ in bodies_of(equation)) and any(is_half(d) for d in dtypes if d is not None)
 
 
 def _reached(path: Path, modules: set[str] | None) -> Path:
@@ -268,8 +284,8 @@ def _confirmed(
         wide = search.least(goal) if attempt < _MOST_CONFIRMATIONS else None
         wide = search.every if wide is None or wide in tried else wide
         tried.add(wide)
-        rules = _rules(program, trial, wide, policy)
-        found = trial.error(_real(call, policy, program, trial, wide, rules))
+        rules, outputs = _applied(call, policy, program, trial, wide)
+        found = trial.error(outputs)
         if found <= budget:
             return _suggestion(rules, policy, program, trial, search, wide, budget, found, attempt)
         if wide == search.every:
@@ -282,11 +298,30 @@ def _confirmed(
     )
 
 
-def _rules(program: Program, trial: _Trial, wide: Wide, policy: Policy | None) -> PolicyRules:
+def _applied(
+    call: Call, policy: Policy | None, program: Program, trial: _Trial, wide: Wide
+) -> tuple[PolicyRules, list[np.ndarray]]:
+    """Rules for a set of candidates, and what the function returns under them.
+
+    Where its code adds what a layer returns to something half, and promotion is strict, the layers in float32 hand on
+    half.
+    """
+    full = get_policy("float32")
+    rules = _rules(program, trial, wide, policy, full)
+    try:
+        return rules, _real(call, policy, program, trial, wide, rules)
+    except TypeError:
+        if program.route != "scope" or policy is None:
+            raise
+    rules = _rules(program, trial, wide, policy, full.replace(output_dtype=policy.compute_dtype))
+    return rules, _real(call, policy, program, trial, wide, rules)
+
+
+def _rules(program: Program, trial: _Trial, wide: Wide, policy: Policy | None, full: Policy) -> PolicyRules:
     kept = frozenset(trial.paths[i] for i in wide)
     named = patterns_of(kept, trial.paths, drop_root=program.route == "scope")
     half = policy or get_policy("mixed_bfloat16")
-    return PolicyRules([(pattern, get_policy("float32") if is_wide else half) for pattern, is_wide in named])
+    return PolicyRules([(pattern, full if is_wide else half) for pattern, is_wide in named])
 
 
 def _real(
