@@ -11,7 +11,7 @@ import numpy as np
 
 from policy.inspection.comparison import Comparison
 from policy.inspection.paired import Log, Paired
-from policy.inspection.program import Call, Program, checked_policy, program_of
+from policy.inspection.program import Call, Program, checked_policy, program_of, short_text
 from policy.inspection.rerun import Value
 from policy.inspection.rows import comparison_of
 from policy.policy import Policy
@@ -38,7 +38,7 @@ def compare(
     compiled = jax.jit(paired(program, log)).lower(*program.arguments.arrays).compile(compiler_options=EXACT)
     numbers, undefined = jax.device_get(compiled(*program.arguments.arrays))
     name = getattr(fn, "__name__", type(fn).__name__)
-    return comparison_of(program, log, numbers, undefined, name, "" if policy is None else str(policy))
+    return comparison_of(program, log, numbers, undefined, name, "" if policy is None else short_text(policy))
 
 
 def _scale(gradients: bool, loss_scale: float) -> float | None:

@@ -18,6 +18,9 @@ from policy.paths import Path
 from policy.programs import bind
 
 
+_LARGE = 1024  # elements
+
+
 @dataclasses.dataclass(eq=False)
 class Measurement:
     """One value that was measured.
@@ -26,6 +29,7 @@ class Measurement:
       key: of its numbers among the notes of a run; they grow in the order of the program.
       primitive, source: what computed it.
       dtype: its own, in the program that is compared.
+      bodies: the programs inside equations that it stands in, outermost first.
       left: the paths that it leaves: those it was computed in, and is read outside of.
       entered: the paths that it enters: those it is read in, and was computed outside of.
       output: which output of the program it is, if it is one.
@@ -36,6 +40,7 @@ class Measurement:
     primitive: str
     source: str
     dtype: Any
+    bodies: tuple[Any, ...] = ()
     left: dict[Place, None] = dataclasses.field(default_factory=dict)
     entered: dict[Place, None] = dataclasses.field(default_factory=dict)
     output: int | None = None
@@ -82,6 +87,8 @@ class Paired(Rerun):
         if name in HANDLERS and not is_apart(equation, pairs):
             return HANDLERS[name](self, equation, values)
         arrays = [value.arrays[0] for value in values]
+        if name == "convert_element_type" and values[0].origin is None and arrays[0].size >= _LARGE:
+            arrays = [self._after(arrays[0])]
         outputs = bind(equation, arrays)
         if not any(depends(equation, pairs)):
             lanes = [[output] for output in outputs]
@@ -114,14 +121,28 @@ class Paired(Rerun):
         measurement.entered.update((Place(path, reader.direction), None) for path in entered)
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
-        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype)
+        measurement = Measurement(
+            len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies
+        )
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]
         is_pair = len(value.arrays) > 1
         note = measured(own, value.arrays[1], self.axes) if is_pair else largest_alone(own, self.axes)
         self.notes[measurement.key] = note
+        value.arrays = tuple(self._after(array) for array in value.arrays)
         return measurement
+
+    def _after(self, array: Any) -> Any:
+        """`array`, once the last measurement was made.
+
+        XLA may compute in any order, and is as likely to run one program as a whole, and keep all of its values for
+        the measurements. This it can't know to be a copy: no error is -1.
+        """
+        if not self.notes:
+            return array
+        last = next(reversed(self.notes.values()))
+        return jnp.where(last.reshape(-1)[0] != -1, array, jnp.zeros((), array.dtype))
 
     def returned(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
         """Measures what the program returns: it leaves every path."""

@@ -174,13 +174,34 @@ def checked_policy(policy: Policy | str | None) -> Policy | None:
     return None if policy is None else require_usable(get_policy(policy))
 
 
-def program_of(call: Call, policy: Policy | None) -> Program:
-    """The program under a policy: that of the layers that obey its scope, else autocast's."""
+class _Listening(PolicyRules):
+    """No rules, but the paths of the modules that ask for theirs."""
+
+    __slots__ = ("heard",)
+    heard: set[str]
+
+    def __init__(self, heard: set[str]):
+        super().__init__([("(?!)", "float32")], strict=False)
+        object.__setattr__(self, "heard", heard)
+
+    def match(self, path: str | None, cls: type | None = None) -> None:
+        if path is not None:
+            self.heard.add(path)
+
+
+def program_of(call: Call, policy: Policy | None, modules: set[str] | None = None) -> Program:
+    """The program under a policy: that of the layers that obey its scope, else autocast's.
+
+    Args:
+      call: what to trace.
+      policy: None for the program as it is written.
+      modules: where to put the paths of the modules that obey rules, if they are asked for.
+    """
     if policy is None:
         return call.traced(None, None, "as written")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DtypePolicyWarning)
-        program = call.traced(policy, None, "scope")
+        program = call.traced(policy, None if modules is None else _Listening(modules), "scope")
     if is_half(policy.compute_dtype) and not multiplies_in_half(program.jaxpr):
         return call.traced(policy, None, "autocast")
     for warning in caught:
@@ -194,3 +215,9 @@ def multiplies_in_half(jaxpr: Any) -> bool:
         site.name in MATMULS and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
         for site in walk(jaxpr)
     )
+
+
+def short_text(policy: Policy) -> str:
+    """The policy's name among the presets, or else its text form."""
+    presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+    return next((name for name in presets if get_policy(name) == policy), str(policy))

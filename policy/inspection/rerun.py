@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -47,6 +47,7 @@ class Rerun:
 
     Attributes:
       place: that of the equation whose body is being run.
+      bodies: the programs inside equations that this one stands in, outermost first.
       axes: the mesh axes that each device runs by itself over.
       notes: what was noted so far in the program that is being traced.
     """
@@ -54,6 +55,7 @@ class Rerun:
     def __init__(self) -> None:
         self.place = Place()
         self.axes: tuple[str, ...] = ()
+        self.bodies: tuple[Body, ...] = ()
         self.notes: Notes = {}
 
     # What a subclass says ---------------------------------------------------------------------------------------------
@@ -117,23 +119,39 @@ class Rerun:
         name_stack = str(equation.source_info.name_stack)
         is_again = "rematted_computation" in name_stack
         is_backward = "transpose(" in name_stack or self.place.direction == "backward"
-        path = tuple(name for name in path_of(name_stack, self.place.path) if name not in _SCOPES)
-        if is_backward:
-            path = _once(path)
+        path = module_path(path_of(name_stack, self.place.path), is_backward)
         return Place(path, "again" if is_again else "backward" if is_backward else self.place.direction)
 
     def inside(self, equation: Any) -> Rerun:
         """The run of an equation's body, which is part of the program that is being traced."""
         inner = self.copied()
         inner.place = self.place_of(equation)
-        inner.axes, inner.notes = self.axes, self.notes
+        inner.axes, inner.bodies, inner.notes = self.axes, self.bodies, self.notes
         return inner
 
 
-def _once(path: Path) -> Path:
-    """A path that the transposition of a checkpoint has written twice: Net/Net, for Net."""
+def module_path(path: Path, is_backward: bool) -> Path:
+    """A path without scopes that are no modules.
+
+    The transposition of a checkpoint writes the path of its equations twice: Net/Net, for Net.
+    """
+    path = tuple(name for name in path if name not in _SCOPES)
     half = len(path) // 2
-    return path[:half] if path and path[:half] == path[half:] else path
+    return path[:half] if is_backward and path and path[:half] == path[half:] else path
+
+
+def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
+    """The paths whose beginning was lost, and what they are.
+
+    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it by the path within
+    the body alone: such a path is the end of one other.
+    """
+    every = set(paths)
+    ends: dict[Path, list[Path]] = {}
+    for path in every:
+        for start in range(1, len(path)):
+            ends.setdefault(path[start:], []).append(path)
+    return {end: found[0] for end, found in ends.items() if end in every and len(found) == 1}
 
 
 def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
@@ -175,7 +193,7 @@ class Body:
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
         inner = self.runner.copied()
-        inner.place, inner.axes = self.runner.place, self.runner.axes
+        inner.place, inner.axes, inner.bodies = self.runner.place, self.runner.axes, (*self.runner.bodies, self)
         inputs = inner.into(filled(self.inputs, arrays))
         outputs = inner.run(self.jaxpr, [Value([const]) for const in self.consts], inputs)
         inner.finished(outputs, self.jaxpr.outvars)

@@ -13,7 +13,7 @@ from policy.inspection.widened import HOST, dtype_of, is_half
 from policy.programs import opened, programs_of, scan_arity
 
 # They give numbers that were given to them, or the sign of one: exact in any dtype.
-_EXACT = frozenset(
+EXACT = frozenset(
     """
     abs all_gather all_gather_invariant all_to_all argmax argmin broadcast_in_dim broadcast_to clamp concatenate copy
     cummax cummin dynamic_slice dynamic_update_slice eq eq_to gather ge gt is_finite le le_to lt lt_to max min ne
@@ -30,7 +30,7 @@ def rounds(equation: Any) -> bool:
     if not any(map(is_half, dtypes)):
         return _names_half(equation.params)
     name = equation.primitive.name
-    if name in HOST or name in _EXACT:
+    if name in HOST or name in EXACT:
         return False
     if name == "convert_element_type":
         return not _widens(dtype_of(equation.invars[0]), equation.params["new_dtype"])
@@ -47,7 +47,10 @@ def _names_half(params: dict[str, Any]) -> bool:
 def _widens(source: Any, target: Any) -> bool:
     if source == np.bool_ or not jnp.issubdtype(target, jnp.floating):
         return True
-    return bool(jnp.promote_types(source, target) == target) and jnp.issubdtype(source, jnp.floating)
+    if not jnp.issubdtype(source, jnp.floating):
+        return False
+    narrow, wide = jnp.finfo(source), jnp.finfo(target)
+    return bool(narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp)
 
 
 def depends(equation: Any, given: Sequence[bool]) -> list[bool]:

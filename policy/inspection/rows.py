@@ -81,14 +81,14 @@ class Findings:
         """The first place, the innermost where one is in another, and the step of the scan that it is in."""
         found: list[tuple[int, Numbers, Place, int | None]] = []
         for numbers in self.numbers:
+            if found and not _is_same_loop(found[0][1], numbers):
+                break
             places = [*numbers.of.left, *(p for p in numbers.of.returned if p.direction == "forward")]
             for place in sorted(places, key=lambda place: -len(place.path)):
                 jumps = self.jumps(place, numbers)
                 if jumps.any():
                     found.append((_first(jumps, place), numbers, place, _first(jumps, place) if jumps.ndim else None))
                     break
-            if found and not _is_same_scan(found[0][1], numbers):
-                break
         if not found:
             return None
         _, _, place, step = min(found, key=lambda item: _turn(item[0], item[2]))
@@ -107,8 +107,9 @@ def _turn(step: int, place: Place) -> int:
     return -step if place.direction == "backward" else step
 
 
-def _is_same_scan(one: Numbers, other: Numbers) -> bool:
-    return one.errors.ndim > 0 and other.errors.shape[:1] == one.errors.shape[:1]
+def _is_same_loop(one: Numbers, other: Numbers) -> bool:
+    """Whether steps of the two follow each other: a later value may go wrong in an earlier step."""
+    return one.errors.ndim > 0 and one.of.bodies[:1] == other.of.bodies[:1]
 
 
 def comparison_of(

@@ -33,30 +33,41 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
       value, reference: arrays of one shape.
       axes: mesh axes over which each device has its own part of both.
     """
-    x, tiny = value.astype(reference.dtype), float(jnp.finfo(value.dtype).tiny)
+    sums, largest = _reduced(value.astype(reference.dtype), reference, float(jnp.finfo(value.dtype).tiny))
+    if axes:
+        sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
+    return _named(sums, largest)
+
+
+def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
+    """Sums and maxima, all of them in one pass: one reduction of several operands, which XLA fuses with what they are
+    computed from. Each by itself would write its operand out, and be compiled by itself."""
     magnitude, size = jnp.abs(x), jnp.abs(reference)
     is_finite, was_finite = jnp.isfinite(x), jnp.isfinite(reference)
     counts = is_finite & (size < _FILL) & (magnitude < _FILL)
     zero = jnp.zeros((), reference.dtype)
     difference = jnp.where(counts, x - reference, zero)
     x_kept, kept = jnp.where(counts, x, zero), jnp.where(counts, reference, zero)
-    sums = jnp.stack(
-        [
-            jnp.sum(difference * difference),
-            jnp.sum(kept * kept),
-            jnp.sum(x_kept * kept),
-            jnp.sum(x_kept * x_kept),
-            _count((x == 0) & (reference != 0)),
-            _count((x != 0) & (magnitude < tiny)),
-            _count(was_finite & ~is_finite),
-            _count(~was_finite),
-            jnp.full((), math.prod(value.shape), jnp.float32),
-        ]
-    ).astype(jnp.float32)
-    largest = jnp.stack([_largest(jnp.where(is_finite, magnitude, jnp.inf)), _largest(jnp.where(was_finite, size, 0))])
-    if axes:
-        sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
-    return _named(sums, largest)
+    masks = ((x == 0) & (reference != 0), (x != 0) & (magnitude < tiny), was_finite & ~is_finite, ~was_finite)
+    added = [difference * difference, kept * kept, x_kept * x_kept, *(mask.astype(reference.dtype) for mask in masks)]
+    compared = [jnp.where(is_finite, magnitude, jnp.inf), jnp.where(was_finite, size, zero)]
+    found = _variadic(added, compared)
+    count = jnp.full((), math.prod(x.shape), jnp.float32)
+    n = len(added)
+    return jnp.stack([*(f.astype(jnp.float32) for f in found[:n]), count]), jnp.stack(found[n:]).astype(jnp.float32)
+
+
+def _variadic(added: Sequence[Any], compared: Sequence[Any]) -> Sequence[Any]:
+    n, operands = len(added), (*added, *compared)
+    if not operands[0].ndim:
+        return operands
+    zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
+
+    def combine(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
+        sums = [x + y for x, y in zip(a[:n], b[:n], strict=True)]
+        return (*sums, *(jnp.maximum(x, y) for x, y in zip(a[n:], b[n:], strict=True)))
+
+    return lax.reduce(operands, zeros, combine, tuple(range(operands[0].ndim)))
 
 
 def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
@@ -69,24 +80,21 @@ def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
     return jnp.stack([found.get(name, zeros) for name in NAMES])
 
 
-def _count(mask: Any) -> Any:
-    return jnp.sum(mask, dtype=jnp.float32)
-
-
 def _largest(array: Any) -> Any:
     return jnp.max(array, initial=0).astype(jnp.float32)
 
 
 def _named(sums: Any, largest: Any) -> Any:
-    difference, kept, product, own, underflow, subnormal, overflow, undefined, size = sums
+    difference, kept, own, underflow, subnormal, overflow, undefined, size = sums
     size = jnp.maximum(size, 1)
     error = jnp.where(difference == 0, 0, jnp.sqrt(difference / kept))
     error = jnp.where((overflow > 0) | jnp.isnan(error), jnp.inf, error)
-    norms = jnp.sqrt(kept) * jnp.sqrt(own)
-    cosine = jnp.where(norms == 0, jnp.where(kept == own, 1, 0), product / norms)
-    cosine = jnp.where(overflow > 0, 0, cosine)
+    # Of the law of cosines: the cosine itself would be a difference of nearly equal numbers.
+    norms, lengths = jnp.sqrt(kept * own), jnp.sqrt(kept) - jnp.sqrt(own)
+    distance = jnp.where(norms == 0, (kept != own).astype(jnp.float32), (difference - lengths**2) / (2 * norms))
+    distance = jnp.where(overflow > 0, 1, jnp.clip(distance, 0, 2))
     shares = [count / size for count in (underflow, subnormal, overflow)]
-    return jnp.stack([error, 1 - jnp.minimum(cosine, 1), *shares, largest[0], largest[1], undefined / size])
+    return jnp.stack([error, distance, *shares, largest[0], largest[1], undefined / size])
 
 
 def limit_of(dtype: Any) -> float:
