@@ -48,9 +48,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next of `vocabulary` tokens."""
 
+    layers: int
     vocabulary: int = 512
     width: int = 128
-    layers: int = 4
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:  # (B, T) -> (B, T, V)
@@ -60,9 +60,9 @@ class Transformer(nn.Module):
         return nn.Dense(self.vocabulary, dtype=jnp.bfloat16, name="head")(x)
 
 
-def loss(params: Any, tokens: jax.Array) -> jax.Array:
+def loss(params: Any, tokens: jax.Array, layers: int = 4) -> jax.Array:
     """Cross-entropy of the next token, its log-softmax in whatever the logits are in."""
-    logits: Any = Transformer().apply({"params": params}, tokens[:, :-1])
+    logits: Any = Transformer(layers=layers).apply({"params": params}, tokens[:, :-1])
     log_probabilities = jax.nn.log_softmax(logits)  # (B, T - 1, V)
     return -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], -1).mean()
 
@@ -70,7 +70,7 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 def audited() -> Audit:
     """The audit of the loss and its gradients."""
     tokens = jax.ShapeDtypeStruct((8, 129), jnp.int32)
-    params = jax.eval_shape(Transformer().init, jax.random.key(0), tokens)["params"]
+    params = jax.eval_shape(Transformer(layers=4).init, jax.random.key(0), tokens)["params"]
     return audit(loss, params, tokens, backward=True)
 
 
@@ -83,7 +83,7 @@ def photograph(page: Path, png: Path) -> None:
         flags = (
             f"--user-data-dir={profile}",
             "--window-size=1500,1150",
-            "--force-device-scale-factor=0.75",
+            "--force-device-scale-factor=0.62",
             f"--screenshot={png}",
         )
         subprocess.run((browser, *FLAGS, *flags, page.resolve().as_uri()), check=True, capture_output=True, timeout=60)

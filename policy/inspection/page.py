@@ -191,7 +191,7 @@ def _of_node(node: Node, total: int) -> Iterable[Markup]:
         yield tag("span", f"{flops / total:.1%} of FLOPs", class_="amount")
         pieces = [
             tag("span", "", class_=f"piece {_colour(dtype)}", style=f"width:{amount / flops:.4%}")
-            for dtype, amount in node.flops.items()
+            for dtype, amount in node.flops.most_common()
             if amount
         ]
         yield tag("span", *pieces, class_="bar small", aria_hidden="true")

@@ -1,10 +1,16 @@
 """The page of an audit: self-contained, escaped, and alive in a browser."""
 
+import importlib.util
+import pathlib
 import re
+import sys
 from html.parser import HTMLParser
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from policy.inspection.audit import audit as policy_audit
 from policy.inspection.comparison import Comparison, Row
 from policy.inspection.markup import Markup, escaped, join, tag
 from policy.inspection.page import page
@@ -12,6 +18,7 @@ from policy.inspection.report import Audit, Finding, Operation
 from policy.inspection.tree import tree_of
 from tests.policy.inspection.browser import BROWSER, look
 
+ROOT = pathlib.Path(__file__).parents[3]
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\"'&"
 
 
@@ -149,6 +156,29 @@ def test_a_comparison_is_shown_beside_the_audit():
     assert "Against float32" not in page(AUDIT)
 
 
+@pytest.fixture(scope="module")
+def example():
+    """docs/make_audit_page.py."""
+    spec = importlib.util.spec_from_file_location("make_audit_page", ROOT / "docs" / "make_audit_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "make_audit_page", module)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_the_example_of_the_docs_writes_a_page(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(example, "audited", lambda: AUDIT)
+    monkeypatch.setattr("sys.argv", ["make_audit_page.py", "--out", str(tmp_path), "--no-png"])
+    example.main()
+    assert (tmp_path / "audit.html").read_text() == page(AUDIT)
+    assert "3 findings" in capsys.readouterr().out
+    monkeypatch.setattr(example, "BROWSERS", ())
+    with pytest.raises(SystemExit, match=r"No browser is installed .*: apt-get install chromium, or --no-png"):
+        example.photograph(tmp_path / "audit.html", tmp_path / "audit.png")
+
+
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 needs_browser = pytest.mark.skipif(
@@ -212,6 +242,35 @@ def test_the_page_is_alive_in_a_browser_at_phone_width():
     assert seen["folded"] == 1 and seen["followed"]
     assert seen["walked"] == ["all", "Net", "Net", "layer_0", "Net", "Net", "all"]
     assert seen["filled"] == "(outside of any module)"
+
+
+@needs_browser
+def test_the_page_of_a_real_model_is_alive_in_a_browser(example):
+    def loss(params, tokens):
+        return example.loss(params, tokens, 1)
+
+    loss.__name__ = HOSTILE
+    tokens = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):  # the example's model promotes, as many do
+        params = jax.eval_shape(example.Transformer(layers=1).init, jax.random.key(0), tokens)["params"]
+        audit = policy_audit(loss, params, tokens, backward=True)
+    assert {"low-precision-reduction", "silent-promotion", "float32-leak"} <= {f.kind for f in audit.findings}
+    seen, console = look(
+        page(audit),
+        """
+        const all = (selector) => [...document.querySelectorAll(selector)];
+        return {
+          ready: document.documentElement.dataset.ready, title: document.title,
+          findings: all(".finding .places li").length, rows: all("#operations tbody tr").length,
+          nodes: all(".node").map((node) => node.dataset.path),
+        };
+        """,
+    )
+    assert console == [] and seen["fetched"] == []
+    assert (seen["ready"], seen["title"]) == ("true", f"Audit of {HOSTILE}")
+    assert (seen["findings"], seen["rows"]) == (len(audit.findings), len(audit.operations))
+    assert {"", "Transformer/layer_0/attn/query", "Transformer/head"} <= set(seen["nodes"])
+    assert set(audit.paths) <= set(seen["nodes"])
 
 
 @needs_browser
