@@ -13,7 +13,8 @@ from policy.inspection.operations import kind_of, sums
 from policy.inspection.report import Finding
 from policy.paths import Path
 
-_BOUNDED = frozenset(("tanh", "logistic", "erf", "erfc", "integer_pow", "square"))
+_BOUNDED = frozenset(("tanh", "logistic", "erf", "erfc"))
+_POWERS = frozenset(("integer_pow", "square"))
 _ADDS = frozenset(("add", "sub", "add_any"))
 
 
@@ -77,6 +78,9 @@ class _Regions:
         if node.name in _ADDS:
             arrays = [value for value in node.inputs if not value.is_literal]
             return len({id(self.flow.widening(value)) for value in arrays}) > 1
+        if node.name in _POWERS:  # float16 has no range for them
+            origin = self.flow.widening(node.inputs[0])
+            return origin is not None and origin.inputs[0].dtype == "float16"
         kind = kind_of(node.name)
         return sums(node.site.equation) or kind == "opaque" or (kind == "transcendental" and node.name not in _BOUNDED)
 
