@@ -51,13 +51,16 @@ _Key = tuple[int, Path]
 
 
 class _Regions:
-    """Float32 arithmetic that hangs together within one module, and whether there is a reason for it."""
+    """Float32 arithmetic that hangs together within one module, and whether there is a reason for it.
+
+    A loss that nobody reads is not computed, and is a reason for what its gradient keeps all the same.
+    """
 
     def __init__(self, flow: Flow):
         self.flow = flow
         self.parents: dict[_Key, _Key] = {}
         self.reasons: set[_Key] = set()
-        nodes = [n for n in flow.graph.nodes if not (is_cotangent(n) or is_joint(n) or is_matmul(n))]
+        nodes = [n for n in flow.graph.traced if not (is_cotangent(n) or is_joint(n) or is_matmul(n))]
         for node in nodes:
             for value in (*node.inputs, *node.outputs):  # who makes or reads one value belongs together
                 if is_wide(value.dtype) and not value.is_literal:

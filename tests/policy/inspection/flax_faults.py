@@ -150,12 +150,12 @@ class LinenScanned(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        class Step(LinenInner):
-            def __call__(self, n: Any, x: Any) -> Any:
-                return n + 1, self.body(self, x)
+        def step(inner: LinenInner, n: Any, _: None) -> Any:
+            return n + 1, inner(x)
 
-        step = nn.scan(Step, variable_broadcast="params", split_rngs={"params": False}, length=3, in_axes=nn.broadcast)
-        return step(self.body, self.dtype, name="inner")(0, x)[1]
+        scan: Any = nn.scan
+        scanned = scan(step, variable_broadcast="params", split_rngs={"params": False}, length=3)
+        return scanned(LinenInner(self.body, self.dtype, name="inner"), 0, None)[1]
 
 
 LINEN: dict[str, Any] = {
