@@ -150,12 +150,14 @@ class LinenScanned(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        def step(inner: LinenInner, n: Any, _: None) -> Any:
-            return n + 1, inner(x)
+        inner: Any = LinenInner  # whose call takes no carry
 
-        scan: Any = nn.scan
-        scanned = scan(step, variable_broadcast="params", split_rngs={"params": False}, length=3)
-        return scanned(LinenInner(self.body, self.dtype, name="inner"), 0, None)[1]
+        class Step(inner):
+            def __call__(self, n: Any, _: None) -> Any:
+                return n + 1, self.body(self, x)
+
+        step = nn.scan(Step, variable_broadcast="params", split_rngs={"params": False}, length=3)
+        return step(self.body, self.dtype, name="inner")(0, None)[1]
 
 
 LINEN: dict[str, Any] = {
