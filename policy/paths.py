@@ -30,7 +30,8 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
         while match := _WRAPPED.fullmatch(part):
             wrapper, part = match.groups()
             if wrapper in _RESTARTING:
-                path, restarted = [], True
+                if not path or _restarts(part, path[0]):  # else it is a module that takes a derivative itself
+                    path, restarted = [], True
             elif wrapper in _FUNCTIONS:
                 part = ""
         for name in _parts(part):
@@ -45,6 +46,13 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
     if path and path[0] == above[-1]:
         path = path[1:]
     return (*above, *path)
+
+
+def _restarts(part: str, root: str) -> bool:
+    """Whether the names in what a derivative wraps start again at the root."""
+    while match := _WRAPPED.fullmatch(part):
+        part = match.group(2)
+    return part.split("/")[0].split(".")[0] == root
 
 
 def _parts(name_stack: str) -> list[str]:

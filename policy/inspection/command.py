@@ -174,7 +174,7 @@ def _call(fn: Callable[..., Any], args: list[Any], target: str) -> tuple[Any, Se
     except Exception as error:  # whatever the user's function raises
         traceback.print_exc()
         raise CommandError(f"{target}() failed: {type(error).__name__}, see above.") from None
-    if not isinstance(made, tuple) or not made or not callable(made[0]):
+    if not isinstance(made, tuple) or len(made) == 0 or not callable(made[0]):
         return fn, (), {}
     made_args: Any = made[1] if len(made) > 1 else ()
     made_kwargs: Any = made[2] if len(made) > 2 else {}

@@ -83,6 +83,7 @@ class Graph:
 
     Attributes:
       nodes: everything that what it returns depends on, and what has effects.
+      traced: these, and what no result depends on, which is not run.
       arguments, outputs: of the program.
     """
 
@@ -194,7 +195,8 @@ class Graph:
             if not node.is_live:
                 node.is_live = True
                 waiting.extend(value.maker for value in node.inputs if value.maker is not None)
-        self.nodes = [node for node in self.nodes if node.is_live]
+        self.traced = self.nodes
+        self.nodes = [node for node in self.traced if node.is_live]
         for value in self.values():
             value.readers = [node for node in value.readers if node.is_live]
 

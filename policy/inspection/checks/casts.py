@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from policy.inspection.flow import Flow, bits, is_cast, is_cotangent, is_returned, made_of, narrows, users
+from policy.inspection.flow import Flow, bits, is_cast, is_cotangent, is_returned, narrows, users
 from policy.inspection.graph import Branch, Node, Value
 from policy.inspection.kinds import REPEATED, ROUND_TRIP, finding, shape_of
 from policy.inspection.origins import author_of, is_by_layers, is_written
 from policy.inspection.report import Finding
+
+_SHAPES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "pvary", "sharding_constraint"))
 
 
 def round_trips(flow: Flow) -> Iterator[Finding]:
@@ -67,8 +69,9 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
 
 
 def _stored(value: Value) -> Value | None:
-    """The argument, constant, or row of one, that a value is, seen through layout operations; None where computed."""
-    value = made_of(value)
+    """The argument, constant, or row of one, that a value is all of, in whatever shape; None where computed."""
+    while value.maker is not None and value.maker.name in _SHAPES:
+        value = value.maker.inputs[0]
     is_row = value.maker is not None and value.maker.name == "row"
     return value if value.shape and (value.maker is None or is_row) else None
 

@@ -13,7 +13,8 @@ from policy.inspection.operations import kind_of, sums
 from policy.inspection.report import Finding
 from policy.paths import Path
 
-_BOUNDED = frozenset(("tanh", "logistic", "erf", "erfc", "integer_pow", "square"))
+_BOUNDED = frozenset(("tanh", "logistic", "erf", "erfc"))
+_POWERS = frozenset(("integer_pow", "square"))
 _ADDS = frozenset(("add", "sub", "add_any"))
 
 
@@ -50,13 +51,16 @@ _Key = tuple[int, Path]
 
 
 class _Regions:
-    """Float32 arithmetic that hangs together within one module, and whether there is a reason for it."""
+    """Float32 arithmetic that hangs together within one module, and whether there is a reason for it.
+
+    A loss that nobody reads is not computed, and is a reason for what its gradient keeps all the same.
+    """
 
     def __init__(self, flow: Flow):
         self.flow = flow
         self.parents: dict[_Key, _Key] = {}
         self.reasons: set[_Key] = set()
-        nodes = [n for n in flow.graph.nodes if not (is_cotangent(n) or is_joint(n) or is_matmul(n))]
+        nodes = [n for n in flow.graph.traced if not (is_cotangent(n) or is_joint(n) or is_matmul(n))]
         for node in nodes:
             for value in (*node.inputs, *node.outputs):  # who makes or reads one value belongs together
                 if is_wide(value.dtype) and not value.is_literal:
@@ -77,6 +81,9 @@ class _Regions:
         if node.name in _ADDS:
             arrays = [value for value in node.inputs if not value.is_literal]
             return len({id(self.flow.widening(value)) for value in arrays}) > 1
+        if node.name in _POWERS:  # float16 has no range for them
+            origin = self.flow.widening(node.inputs[0])
+            return origin is not None and origin.inputs[0].dtype == "float16"
         kind = kind_of(node.name)
         return sums(node.site.equation) or kind == "opaque" or (kind == "transcendental" and node.name not in _BOUNDED)
 

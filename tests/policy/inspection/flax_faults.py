@@ -150,12 +150,14 @@ class LinenScanned(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        class Step(LinenInner):
-            def __call__(self, n: Any, x: Any) -> Any:
+        inner: Any = LinenInner  # whose call takes no carry
+
+        class Step(inner):
+            def __call__(self, n: Any, _: None) -> Any:
                 return n + 1, self.body(self, x)
 
-        step = nn.scan(Step, variable_broadcast="params", split_rngs={"params": False}, length=3, in_axes=nn.broadcast)
-        return step(self.body, self.dtype, name="inner")(0, x)[1]
+        step = nn.scan(Step, variable_broadcast="params", split_rngs={"params": False}, length=3)
+        return step(self.body, self.dtype, name="inner")(0, None)[1]
 
 
 LINEN: dict[str, Any] = {
