@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from policy.policy import Policy
 from policy.programs import opened
 
 # What is written is what is run: XLA may leave roundings out otherwise.
-EXACT = {"xla_allow_excess_precision": False}
+EXACT: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
 def compare(
@@ -29,8 +28,7 @@ def compare(
     loss_scale: float = 1.0,
     **kwargs: Any,
 ) -> Comparison:
-    """`fn(*args, **kwargs)` under `policy` beside the same call in float32: how far each module is off, and where.
-    """
+    """`fn(*args, **kwargs)` under `policy` beside the same call in float32: how far each module is off, and where."""
     policy = checked_policy(policy)
     call = Call.of("compare", fn, args, kwargs, _scale(gradients, loss_scale))
     program = program_of(call, policy)

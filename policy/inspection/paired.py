@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.inspection.rerun import HANDLERS, INLINED, Place, Rerun, Value
-from policy.inspection.rounding import calls_host, depends, is_apart, rounds
+from policy.inspection.rounding import depends, is_apart
 from policy.inspection.statistics import largest_alone, measured
 from policy.inspection.walk import source_of
-from policy.inspection.widened import HOST, Wide, dtype_of, widen
+from policy.inspection.widened import Wide, dtype_of, widen
 from policy.paths import Path
 from policy.programs import bind
-
 
 _LARGE = 1024  # elements
 
@@ -121,9 +120,7 @@ class Paired(Rerun):
         measurement.entered.update((Place(path, reader.direction), None) for path in entered)
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
-        measurement = Measurement(
-            len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies
-        )
+        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies)
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]
@@ -157,7 +154,7 @@ class Paired(Rerun):
             origin.measurement.output = i
             left, _ = _crossed(origin.place.path, ())
             if value.origin is not None:
-                places = [Place(path, origin.place.direction) for path in left or [()]]
+                places = [Place(path, origin.place.direction) for path in left or [Place().path]]
                 origin.measurement.returned.update(dict.fromkeys(places))
 
     # Bodies -----------------------------------------------------------------------------------------------------------

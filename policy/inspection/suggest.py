@@ -185,11 +185,11 @@ class _Trial:
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for rounding."""
-        pairs = list(zip(outputs, self.reference, strict=True))
+        sides = [[np.asarray(a, np.float64) for a in side] for side in (outputs, self.reference)]
+        pairs = list(zip(*sides, strict=True))
         if self.program.gradients:
-            flat = [np.concatenate([np.ravel(np.asarray(a, np.float64)) for a in side]) for side in zip(*pairs)]
-            return _relative(*flat)
-        return max(_relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+            return _relative(*(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True)))
+        return max(_relative(value, reference) for value, reference in pairs)
 
 
 def _relative(value: np.ndarray, reference: np.ndarray) -> float:
@@ -353,9 +353,7 @@ def _suggestion(
     confirmations: int,
 ) -> Suggestion:
     alone = search.alone or [math.nan] * len(trial.paths)
-    evidence = [
-        Evidence("/".join(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)
-    ]
+    evidence = [Evidence("/".join(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)]
     return Suggestion(
         rules,
         "" if policy is None else short_text(policy),

@@ -12,8 +12,6 @@ import pytest
 from flax import nnx as flax_nnx
 from jax import lax
 
-import mpmodules.nnx as mp_nnx
-import policy
 from mpmodules import linen as nn
 from policy import PolicyRules, autocast, use_policy
 from policy.inspection.suggest import suggest
