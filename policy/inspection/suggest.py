@@ -115,7 +115,35 @@ def suggest(
     of: Literal["outputs", "gradients"] = "outputs",
     **kwargs: Any,
 ) -> Suggestion:
-    """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32."""
+    """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32.
+
+    One program computes the function in float32 and rounds each value as the policy would, except at the paths that
+    its flags name: it is compiled once. It measures each path alone in half precision, then sets of paths, with at most
+    two runs for each path. Then the rules are applied for real, in a second program, and what that returns is measured.
+    Where it misses the budget, a set is chosen for a smaller one, and confirmed again: each time is one more
+    compilation.
+
+    ```python
+    suggestion = suggest(model.apply, variables, batch, error=1e-2, policy="mixed_float16")
+    print(suggestion)             # code to paste, and the evidence
+    with use_policy("mixed_float16", suggestion.rules): ...
+    ```
+
+    Args:
+      fn, *args, **kwargs: as for `compare`.
+      error: how far the function may be off, relative to float32: norm of the difference / norm, of the output that is
+        off the most; or of all gradients together.
+      policy: what to run it under. None: as it is written, with its half dtypes in it.
+      of: whether it is the outputs' error, or that of the gradients of the loss that the function returns.
+
+    Returns:
+      The rules, and what was measured; see `Suggestion`. They are empty where the policy by itself meets the budget.
+
+    Raises:
+      TypeError: as `compare` does.
+      ValueError: `error` is not positive; nothing runs in half, or nothing stands at a path that a rule could name;
+        float32 itself is not finite; no rules meet the budget.
+    """
     budget, policy = _checked(error, of), checked_policy(policy)
     call = Call.of("suggest", fn, args, kwargs, 1.0 if of == "gradients" else None)
     modules: set[str] = set()
