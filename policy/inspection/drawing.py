@@ -44,7 +44,8 @@ def _frame(comparison: Comparison, width: int, height: int) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12" role="img"><title>{title}</title>'
-        f'<rect width="{width}" height="{height}" fill="white"/><text x="8" y="18" font-size="14">{title}</text>{legend}'
+        f'<rect width="{width}" height="{height}" fill="white"/>'
+        f'<text x="8" y="18" font-size="14">{title}</text>{legend}'
     )
 
 

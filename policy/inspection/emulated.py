@@ -1,4 +1,4 @@
-"""A program in half precision, computed in float32 and rounded where a flag says so: one program for every set of rules.
+"""A program in half precision, computed in float32 and rounded where a flag says so: one for every set of rules.
 
 Rounding is a conversion there and back, which overflows, underflows and keeps subnormals as the dtype does.
 """
@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from policy.amp.categories import MATMULS, category_of
-from policy.inspection.rerun import HANDLERS, Place, Rerun, Value
+from policy.inspection.rerun import HANDLERS, Place, Rerun, Value, names
 from policy.inspection.rounding import EXACT
 from policy.inspection.widened import HOST, Wide, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
 from policy.paths import Path
 from policy.programs import bind
 
 # In half precision they add up in half on some backends, which no rounding of a float32 sum shows.
-_ACCUMULATING = frozenset(
+_ACCUMULATING = names(
     """
-    cumsum cumprod cumlogsumexp reduce reduce_window reduce_window_sum scatter-add scatter_add scatter-mul scatter-sub
-    select_and_scatter_add reduce_prod reduce_sum
-    """.split()
+    cumsum cumprod cumlogsumexp reduce reduce_window reduce_window_sum scatter-add scatter_add scatter-mul
+    scatter-sub select_and_scatter_add reduce_prod reduce_sum
+    """
 )
 
 
@@ -83,7 +83,7 @@ class Emulated(Wide):
         """Whether a place runs in float32."""
         return self.flags[candidate_of(place.path, self.candidates)]
 
-    # Loops and branches hand on what their variables hold --------------------------------------------------------------
+    # Loops and branches hand on what their variables hold ------------------------------------------------------------
 
     def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         flag = self.flag(self.place_of(equation))

@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from policy.amp.categories import MATMULS, category_of
 from policy.inspection.rerun import HANDLERS, INLINED, Place, Rerun, Value
-from policy.inspection.rounding import calls_host, depends, is_apart, rounds
+from policy.inspection.rounding import depends, is_apart
 from policy.inspection.statistics import largest_alone, measured
 from policy.inspection.walk import source_of
-from policy.inspection.widened import HOST, Wide, dtype_of, widen
+from policy.inspection.widened import Wide, dtype_of, is_half, widen
 from policy.paths import Path
 from policy.programs import bind
-
 
 _LARGE = 1024  # elements
 
@@ -49,12 +49,16 @@ class Measurement:
 
 @dataclasses.dataclass(eq=False)
 class Origin:
-    """Where a value was computed, and its measurement once it was read elsewhere."""
+    """Where a value was computed, and its measurement once it was read elsewhere.
+
+    `made` is the equation, its operands, and which of its results it is, where it may be computed again.
+    """
 
     place: Place
     primitive: str = ""
     source: str = ""
     measurement: Measurement | None = None
+    made: tuple[Any, list[Value], int] | None = None
 
 
 @dataclasses.dataclass
@@ -71,9 +75,16 @@ class Paired(Rerun):
     def __init__(self, log: Log):
         super().__init__()
         self.log = log
+        self.again: dict[int, tuple[Value, Any]] = {}
 
     def copied(self) -> Paired:
         return Paired(self.log)
+
+    def inside(self, equation: Any) -> Paired:
+        inner = super().inside(equation)
+        assert isinstance(inner, Paired)
+        inner.again = self.again
+        return inner
 
     # Equations --------------------------------------------------------------------------------------------------------
 
@@ -83,6 +94,8 @@ class Paired(Rerun):
         if equation.primitive.name not in INLINED:
             for value, atom in zip(values, equation.invars, strict=True):
                 self._read(value, place, dtype_of(atom))
+            if place.direction == "backward":
+                values = [self._saved(value) for value in values]
         name, pairs = equation.primitive.name, [len(value.arrays) > 1 for value in values]
         if name in HANDLERS and not is_apart(equation, pairs):
             return HANDLERS[name](self, equation, values)
@@ -98,7 +111,8 @@ class Paired(Rerun):
             references = wide.equation(equation, [Value([reference(value)]) for value in values])
             lanes = [[output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)]
         source = source_of(equation)
-        return [Value(lane, Origin(place, name, source)) for lane in lanes]
+        made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
+        return [Value(lane, Origin(place, name, source, made=m)) for lane, m in zip(lanes, made, strict=True)]
 
     def _met(self, place: Place) -> None:
         if place in self.log.places or place.direction == "again":
@@ -121,9 +135,7 @@ class Paired(Rerun):
         measurement.entered.update((Place(path, reader.direction), None) for path in entered)
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
-        measurement = Measurement(
-            len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies
-        )
+        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies)
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]
@@ -139,10 +151,39 @@ class Paired(Rerun):
         XLA may compute in any order, and is as likely to run one program as a whole, and keep all of its values for
         the measurements. This it can't know to be a copy: no error is -1.
         """
-        if not self.notes:
+        last = next(reversed(self.notes.values()), None)
+        if last is None or not last.size:
             return array
-        last = next(reversed(self.notes.values()))
         return jnp.where(last.reshape(-1)[0] != -1, array, jnp.zeros((), array.dtype))
+
+    # The backward pass ------------------------------------------------------------------------------------------------
+
+    def _saved(self, value: Value) -> Value:
+        """A value of the forward pass as the backward pass reads it.
+
+        Two programs save twice as much. So of this one only what is half is kept, and what a matmul or a module
+        returned; what is computed of that elsewhere is computed again.
+        """
+        origin = value.origin
+        if origin is None or origin.place.direction != "forward" or len(value.arrays) == 1:
+            return value
+        if value.arrays[0].size < _LARGE:
+            return value
+        return Value([self._once_more(value), *value.arrays[1:]], origin)
+
+    def _once_more(self, value: Value) -> Any:
+        if id(value) not in self.again:
+            self.again[id(value)] = value, self._recomputed(value)
+        return self.again[id(value)][1]
+
+    def _recomputed(self, value: Value) -> Any:
+        origin, array = value.origin, value.arrays[0]
+        if array.size < _LARGE:
+            return array
+        if origin is None or origin.made is None or (origin.measurement is not None and is_half(array.dtype)):
+            return self._after(array)
+        equation, operands, i = origin.made
+        return bind(equation, [self._once_more(operand) for operand in operands])[i]
 
     def returned(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
         """Measures what the program returns: it leaves every path."""
@@ -157,7 +198,7 @@ class Paired(Rerun):
             origin.measurement.output = i
             left, _ = _crossed(origin.place.path, ())
             if value.origin is not None:
-                places = [Place(path, origin.place.direction) for path in left or [()]]
+                places = [Place(path, origin.place.direction) for path in left or [Place().path]]
                 origin.measurement.returned.update(dict.fromkeys(places))
 
     # Bodies -----------------------------------------------------------------------------------------------------------
@@ -181,7 +222,7 @@ class Paired(Rerun):
 
     def into(self, values: Sequence[Value]) -> list[Value]:
         """What is measured in a body is known there alone."""
-        return [Value(v.arrays, v.origin and dataclasses.replace(v.origin)) for v in values]
+        return [Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in values]
 
     def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
         for value, atom in zip(values, atoms, strict=True):
@@ -191,6 +232,14 @@ class Paired(Rerun):
         if len(value.arrays) == len(like.arrays):
             return value
         return Value([value.arrays[0], reference(value)], value.origin)
+
+
+def _is_cheap(equation: Any) -> bool:
+    """Whether an equation may be computed again: it takes no time to speak of, and nothing notices."""
+    name = equation.primitive.name
+    is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
+    category = category_of(name)
+    return not (name in HANDLERS or is_half_dot or equation.effects or category in (None, "opaque", "control"))
 
 
 def reference(value: Value) -> Any:

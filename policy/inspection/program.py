@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -103,7 +104,7 @@ class Call:
             jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
         names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
         taken = self.differentiated() if shape[1] else []
-        inputs = input_paths(self.arguments)
+        inputs = input_paths(self.arguments, self.params is not None)
         gradients = [inputs[i] for i in taken]
         return Program(jaxpr, self.arguments, tuple(names), tuple(gradients), route)
 
@@ -115,9 +116,9 @@ class Call:
         return flat
 
     def _with_gradients(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        taken = self.differentiated()
-        assert self.loss_scale is not None
-        scale = self.loss_scale
+        taken, scale = self.differentiated(), self.loss_scale
+        if not taken:
+            raise TypeError("There is no floating array among the arguments to take gradients of.")
 
         def flat(*arrays: Any) -> Any:
             def loss(taken_arrays: list[Any]) -> tuple[Any, Any]:
@@ -153,11 +154,23 @@ def _loss(out: Any) -> Any:
     return loss
 
 
-def input_paths(arguments: Arguments) -> list[str]:
-    """The arrays as paths in the argument that holds them: ``params/Dense_0/kernel``; ``args[1]`` for an argument."""
+# flax.nnx hands in state: by the module, or the place of the argument that it is of; its numbers are their `value`.
+_OF_STATE = re.compile(r"(?:0|1/\d+)/(.+?)(?:/value)?")
+
+
+def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
+    """The arrays as paths in the argument that holds them: ``params/Dense_0/kernel``; ``args[1]`` for an argument.
+
+    Args:
+      arguments: of a call.
+      is_lowered: whether their first are the state of modules.
+    """
     tree = jax.tree.unflatten(arguments.treedef, list(arguments.is_array))
-    paths = [path for path, dynamic in jax.tree_util.tree_leaves_with_path(tree) if dynamic]
-    return [name_of(path[2:]) or name for path, name in zip(paths, arguments.names(), strict=True)]
+    keys = [path for path, dynamic in jax.tree_util.tree_leaves_with_path(tree) if dynamic]
+    paths = [name_of(path[2:]) or name for path, name in zip(keys, arguments.names(), strict=True)]
+    matches = [_OF_STATE.fullmatch(path) if is_lowered else None for path in paths]
+    short = [path if match is None else match[1] for path, match in zip(paths, matches, strict=True)]
+    return short if len(set(short)) == len(set(paths)) else paths
 
 
 def name_of(path: Any) -> str:

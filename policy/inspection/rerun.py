@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
+import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
@@ -19,6 +20,11 @@ from policy.programs import bind, opened, scan_arity, with_consts_as_arguments
 _REMAT = ("remat2", "checkpoint", "remat")
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
 Notes = dict[int, Any]  # what a run reports of its values, beside its outputs
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text: names of primitives."""
+    return frozenset(text.split())
 
 
 class Place(NamedTuple):
@@ -101,7 +107,10 @@ class Rerun:
         values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Value:
-            return Value([atom.val]) if isinstance(atom, jex_core.Literal) else values[atom]
+            if not isinstance(atom, jex_core.Literal):
+                return values[atom]
+            dtype = getattr(atom.aval, "dtype", None)
+            return Value([atom.val if dtype is None else np.asarray(atom.val, dtype)])
 
         last = _last_reads(jaxpr)
         for i, equation in enumerate(jaxpr.eqns):
@@ -229,18 +238,20 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 # Called once, where they stand. Nothing is differentiated any more, so derivative rules have had their say.
-INLINED = frozenset(
+INLINED = names(
     """
     jit pjit closed_call core_call call eval_jaxpr named_call jaxpr_call composite xla_metadata_call
     custom_jvp_call custom_vjp_call custom_vmap_call
-    """.split()
+    """
 )
 
 
 @_handles(*INLINED)
 def _call(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     params = equation.params
-    program = next(params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if params.get(name) is not None)
+    program = next(
+        params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if params.get(name) is not None
+    )
     body, consts = opened(program)
     return run.inside(equation).run(body, [Value([const]) for const in consts], values)
 
@@ -342,4 +353,4 @@ def _shard_map(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     )
     arrays, notes = mapped(*flat(values))
     run.notes.update(notes)
-    return filled(like, arrays)
+    return filled(body.outputs, arrays)

@@ -8,19 +8,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspection.rerun import HANDLERS
+from policy.inspection.rerun import HANDLERS, names
 from policy.inspection.widened import HOST, dtype_of, is_half
 from policy.programs import opened, programs_of, scan_arity
 
 # They give numbers that were given to them, or the sign of one: exact in any dtype.
-EXACT = frozenset(
+EXACT = names(
     """
-    abs all_gather all_gather_invariant all_to_all argmax argmin broadcast_in_dim broadcast_to clamp concatenate copy
-    cummax cummin dynamic_slice dynamic_update_slice eq eq_to gather ge gt is_finite le le_to lt lt_to max min ne
-    neg optimization_barrier pad pbroadcast ppermute pmax pmin pvary reduce_max reduce_min relayout reshape reshard rev
-    roll scatter select_n sharding_constraint sign slice sort split squeeze stack stop_gradient tile top_k transpose
-    unstack device_put name pin layout_constraint real imag conj reduced_vary_cast
-    """.split()
+    abs all_gather all_gather_invariant all_to_all argmax argmin broadcast_in_dim broadcast_to clamp concatenate
+    copy cummax cummin dynamic_slice dynamic_update_slice eq eq_to gather ge gt is_finite le le_to lt lt_to max
+    min ne neg optimization_barrier pad pbroadcast ppermute pmax pmin pvary reduce_max reduce_min relayout
+    reshape reshard rev roll scatter select_n sharding_constraint sign slice sort split squeeze stack
+    stop_gradient tile top_k transpose unstack device_put name pin layout_constraint real imag conj
+    reduced_vary_cast
+    """
 )
 
 
@@ -40,8 +41,8 @@ def rounds(equation: Any) -> bool:
 def _names_half(params: dict[str, Any]) -> bool:
     """Whether a matmul of float32 is told to multiply in half."""
     precision = params.get("precision")
-    names = str(precision) if precision is not None else ""
-    return "BF16" in names or "F16" in names or any(name in names for name in ("bfloat16", "float16"))
+    algorithm = "" if precision is None else str(precision).lower()
+    return "f16" in algorithm or "float16" in algorithm
 
 
 def _widens(source: Any, target: Any) -> bool:
@@ -58,7 +59,7 @@ def depends(equation: Any, given: Sequence[bool]) -> list[bool]:
     name, params = equation.primitive.name, equation.params
     if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
         return [True] * len(equation.outvars)  # what is stored later may depend on it
-    if name in HOST or calls_host(equation) and is_apart(equation, given):
+    if name in HOST or (calls_host(equation) and is_apart(equation, given)):
         return [False] * len(equation.outvars)
     if name not in HANDLERS:
         return [any(given) or rounds(equation)] * len(equation.outvars)

@@ -12,7 +12,7 @@ import numpy as np
 from policy.inspection.comparison import Comparison, Kind, Row
 from policy.inspection.paired import Log, Measurement
 from policy.inspection.program import Program
-from policy.inspection.rerun import Place
+from policy.inspection.rerun import Place, lost_prefixes
 from policy.inspection.statistics import NAMES, limit_of
 from policy.inspection.widened import is_half
 
@@ -45,11 +45,15 @@ class Findings:
     """All that was measured, in the order of the program."""
 
     def __init__(self, log: Log, notes: dict[int, Any]):
-        self.log = log
+        self.log = _with_whole_paths(log)
         self.numbers = [Numbers(m, np.asarray(notes[m.key], np.float64)) for m in log.measurements if m.key in notes]
         halves = {n.of.dtype for n in self.numbers if is_half(n.of.dtype)}
         # The error of one rounding: below it, nothing is told apart from its neighbours.
         self.floor = max((float(jnp.finfo(dtype).eps) for dtype in halves), default=float(jnp.finfo(np.float32).eps))
+
+    def places(self) -> Iterable[Place]:
+        """All of them, in order."""
+        return self.log.places
 
     def leaving(self, place: Place) -> list[Numbers]:
         """What leaves a place; the gradients of parameters only where nothing else does."""
@@ -95,6 +99,24 @@ class Findings:
         return place, step
 
 
+def _with_whole_paths(log: Log) -> Log:
+    """The log, with what JAX has cut of some paths."""
+    if not any(place.direction == "backward" for place in log.places):
+        return log
+    lost = lost_prefixes(place.path for place in log.places)
+    whole = lambda places: {p._replace(path=lost.get(p.path, p.path)): None for p in places}  # noqa: E731
+    measurements = [
+        dataclasses.replace(m, left=whole(m.left), entered=whole(m.entered), returned=whole(m.returned))
+        for m in log.measurements
+    ]
+    places = {Place(p.path[:n], p.direction): None for p in whole(log.places) for n in _lengths(p)}
+    return Log(places, measurements)
+
+
+def _lengths(place: Place) -> range:
+    return range(1 if place.path else 0, len(place.path) + 1)
+
+
 def _first(jumps: np.ndarray, place: Place) -> int:
     """The first of the outermost scan's steps; a backward pass goes through them from the last."""
     if not jumps.ndim:
@@ -131,7 +153,7 @@ def comparison_of(
 
 
 def _modules(findings: Findings) -> Iterable[Row]:
-    for place in findings.log.places:
+    for place in findings.places():
         leaving = findings.leaving(place)
         if leaving:
             kind = "gradient" if place.direction == "backward" else "activation"

@@ -60,6 +60,8 @@ class Search:
         """A set that meets the budget, and that does not without any one of its candidates, as far as runs last."""
         if self.meets(frozenset(), budget):
             return frozenset()
+        if len(self.costs) <= 2:
+            return self._of_two(budget)
         if not self.alone:
             self.survey()
         order = self.order()
@@ -77,6 +79,14 @@ class Search:
         if error is not None and error > budget:  # unknown, where no run was left: its confirmation tells
             return None
         return self._pruned(wide, budget)
+
+    def _of_two(self, budget: float) -> Wide | None:
+        """Of one or two candidates: all sets are as few runs as a survey would be."""
+        sets = [frozenset([i]) for i in sorted(self.every, key=lambda i: self.costs[i])]
+        found = next((wide for wide in sets if self.meets(wide, budget)), self.every)
+        self.alone = [self.known.get(self.every - {i}, math.nan) for i in sorted(self.every)]
+        error = self.error(found)
+        return None if error is not None and error > budget else found
 
     def _predicted(self, order: Sequence[int], budget: float) -> int:
         left = sum(self.alone[i] ** 2 for i in order)

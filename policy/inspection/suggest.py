@@ -115,7 +115,35 @@ def suggest(
     of: Literal["outputs", "gradients"] = "outputs",
     **kwargs: Any,
 ) -> Suggestion:
-    """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32."""
+    """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32.
+
+    One program computes the function in float32 and rounds each value as the policy would, except at the paths that
+    its flags name: it is compiled once. It measures each path alone in half precision, then sets of paths, with at most
+    two runs for each path. Then the rules are applied for real, in a second program, and what that returns is measured.
+    Where it misses the budget, a set is chosen for a smaller one, and confirmed again: each time is one more
+    compilation.
+
+    ```python
+    suggestion = suggest(model.apply, variables, batch, error=1e-2, policy="mixed_float16")
+    print(suggestion)             # code to paste, and the evidence
+    with use_policy("mixed_float16", suggestion.rules): ...
+    ```
+
+    Args:
+      fn, *args, **kwargs: as for `compare`.
+      error: how far the function may be off, relative to float32: norm of the difference / norm, of the output that is
+        off the most; or of all gradients together.
+      policy: what to run it under. None: as it is written, with its half dtypes in it.
+      of: whether it is the outputs' error, or that of the gradients of the loss that the function returns.
+
+    Returns:
+      The rules, and what was measured; see `Suggestion`. They are empty where the policy by itself meets the budget.
+
+    Raises:
+      TypeError: as `compare` does.
+      ValueError: `error` is not positive; nothing runs in half, or nothing stands at a path that a rule could name;
+        float32 itself is not finite; no rules meet the budget.
+    """
     budget, policy = _checked(error, of), checked_policy(policy)
     call = Call.of("suggest", fn, args, kwargs, 1.0 if of == "gradients" else None)
     modules: set[str] = set()
@@ -185,11 +213,11 @@ class _Trial:
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for rounding."""
-        pairs = list(zip(outputs, self.reference, strict=True))
+        sides = [[np.asarray(a, np.float64) for a in side] for side in (outputs, self.reference)]
+        pairs = list(zip(*sides, strict=True))
         if self.program.gradients:
-            flat = [np.concatenate([np.ravel(np.asarray(a, np.float64)) for a in side]) for side in zip(*pairs)]
-            return _relative(*flat)
-        return max(_relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+            return _relative(*(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True)))
+        return max(_relative(value, reference) for value, reference in pairs)
 
 
 def _relative(value: np.ndarray, reference: np.ndarray) -> float:
@@ -353,9 +381,7 @@ def _suggestion(
     confirmations: int,
 ) -> Suggestion:
     alone = search.alone or [math.nan] * len(trial.paths)
-    evidence = [
-        Evidence("/".join(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)
-    ]
+    evidence = [Evidence("/".join(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)]
     return Suggestion(
         rules,
         "" if policy is None else short_text(policy),

@@ -65,10 +65,10 @@ def test_the_statistics_of_two_arrays_are_what_numpy_says() -> None:
 def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_out() -> None:
     truth = RNG.normal(size=(64,))
     value = truth + 0.1 * RNG.normal(size=(64,))
-    masked = [np.append(array, np.finfo(np.float32).min).astype(np.float32) for array in (value, truth)]
-    found = np.asarray(statistics.measured(*map(jnp.asarray, masked)), np.float64)
+    masked = [jnp.asarray(np.append(array, np.finfo(np.float32).min), F32) for array in (value, truth)]
+    found = np.asarray(statistics.measured(masked[0], masked[1]), np.float64)
     cosine = value @ truth / np.linalg.norm(value) / np.linalg.norm(truth)
-    np.testing.assert_allclose(found[:2], [relative(value, truth), 1 - cosine], rtol=1e-5)
+    np.testing.assert_allclose(found[:2], np.array([relative(value, truth), float(1 - cosine)]), rtol=1e-5)
 
 
 def test_each_row_says_what_running_the_function_twice_says() -> None:
@@ -194,3 +194,289 @@ def test_underflow_and_cancellation_are_jumps_of_the_layers_that_make_them() -> 
     lost = compare(small, normal(32))
     assert lost.first_jump == "small" and lost["small"].underflow == 1.0 and lost["after"].is_jump is False
     assert compare(cancels, normal(32)).first_jump == "centred"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every kind of program
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _cond(x: Any, flag: Any) -> Any:
+    return lax.cond(flag[0] > 0, lambda x: jnp.sin(x), lambda x: jnp.cos(x) * 2, x)
+
+
+def _cond_on_half(x: Any, flag: Any) -> Any:
+    return lax.cond(jnp.sum(x.astype(F32)) > 0, lambda x: jnp.sin(x), lambda x: jnp.cos(x) * 2, x)
+
+
+def _while(x: Any, flag: Any) -> Any:
+    return lax.while_loop(lambda c: c[0] < flag.shape[0], lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
+
+
+def _while_on_half(x: Any, flag: Any) -> Any:
+    return lax.while_loop(lambda x: jnp.sum(jnp.abs(x.astype(F32))) > 1.0, lambda x: x * jnp.asarray(0.5, x.dtype), x)
+
+
+def _nested_scans(x: Any, flag: Any) -> Any:
+    inner = lambda x, _: (jnp.sin(x) + x, None)  # noqa: E731
+    outer = lambda x, _: (lax.scan(inner, x, None, length=2)[0], x)  # noqa: E731
+    x, ys = lax.scan(outer, x, None, length=3, reverse=True)
+    return x + ys[0]
+
+
+def _remat(x: Any, flag: Any) -> Any:
+    return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x)
+
+
+@jax.custom_vjp
+def _clipped(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+_clipped.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
+
+
+def _custom(x: Any, flag: Any) -> Any:
+    return jax.nn.relu(_clipped(x)) + jax.jit(jax.nn.silu)(x)
+
+
+def _scattered(x: Any, flag: Any) -> Any:
+    y = x.at[jnp.asarray([0, 0])].add(x[:2]).at[1].apply(jnp.sin)
+    return y + jnp.cumsum(x, 0) + lax.reduce_window(x, BF16(0), lax.add, (1, 3), (1, 1), "SAME")
+
+
+def _sorted(x: Any, flag: Any) -> Any:
+    values, order = lax.top_k(jnp.sin(x), 2)
+    return jnp.take_along_axis(x, order, -1) * values
+
+
+def _dropped(x: Any, flag: Any) -> Any:
+    keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+    return jnp.where(keep, jnp.sin(x), BF16(0)) + jax.random.normal(jax.random.key(1), x.shape, BF16)
+
+
+def _bits(x: Any, flag: Any) -> Any:
+    bits = lax.bitcast_convert_type(jnp.sin(x), jnp.uint16) & jnp.uint16(0xFFF0)
+    return lax.bitcast_convert_type(bits, BF16) + lax.reduce_precision(x, 8, 7) + lax.reduce_precision(x, 8, 3)
+
+
+def _platform(x: Any, flag: Any) -> Any:
+    return lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+
+def _linear(x: Any, flag: Any) -> Any:
+    y = jnp.einsum("ij,kj->ik", x, x, preferred_element_type=F32)
+    z = lax.dot_general(flag, flag, (((0,), (0,)), ((), ())), precision="BF16_BF16_F32")
+    return lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0] + (y[:, :1] + z).astype(BF16)
+
+
+PROGRAMS = {
+    f.__name__: f
+    for f in (
+        *(_cond, _cond_on_half, _while, _while_on_half, _nested_scans, _remat, _custom, _scattered, _sorted),
+        *(_dropped, _bits, _platform, _linear),
+    )
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_outputs_of_both_programs_are_those_of_running_each_by_itself(name: str) -> None:
+    """The float32 program is the same function with its half dtypes taken for float32."""
+    fn, flag = PROGRAMS[name], jnp.ones(3)
+
+    def of(dtype: Any) -> Any:
+        def named(x: Any, flag: Any) -> Any:
+            with jax.named_scope("named"):
+                return fn(jnp.tanh(x.astype(dtype)), flag).astype(F32)
+
+        return named
+
+    x = normal(4, 4)
+    comparison = compare(of(BF16), x, flag)
+    half = jax.jit(of(BF16), compiler_options={"xla_allow_excess_precision": False})(x, flag)
+    error = comparison["named"].error
+    assert 0 < error < 0.05 and comparison.error == error
+    if name in ("_bits", "_dropped", "_linear", "_scattered", "_while_on_half"):
+        return  # float32 draws other numbers, has other bits
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jax.jit(of(F32))(x, flag)
+    np.testing.assert_allclose(error, relative(half, wide), rtol=1e-2)
+
+
+def test_host_callbacks_fire_once_and_their_results_are_the_same_for_both() -> None:
+    seen: list[Any] = []
+
+    def host(x: Any) -> Any:
+        seen.append(np.asarray(x))
+        return np.asarray(x)
+
+    def fn(x: Any) -> Any:
+        with jax.named_scope("called"):
+            x = jnp.sin(x.astype(BF16))
+            jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
+            y = jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            step = lambda y, _: (jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y), None)  # noqa: E731
+            y = lax.cond(jnp.sum(x) > 0, lambda y: lax.scan(step, y, None, length=2)[0], lambda y: y, y)
+            return y.astype(F32)
+
+    comparison = compare(fn, jnp.abs(normal(4)))
+    jax.effects_barrier()
+    assert len(seen) == 4 and comparison.error == 0
+
+
+def test_statistics_inside_shard_map_are_those_of_the_whole_arrays() -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def block(x: Any) -> Any:
+        with jax.named_scope("block"):
+            y = jnp.sin(x.astype(BF16))
+        with jax.named_scope("sum"):
+            return lax.psum(jnp.cos(y), "d").astype(F32)
+
+    mapped = jax.shard_map(block, mesh=mesh, in_specs=P("d"), out_specs=P())
+    x = normal(4, 4)
+    comparison, plain = compare(mapped, x), compare(lambda x: jnp.cos(jnp.sin(x.astype(BF16))).astype(F32), x)
+    assert paths(comparison.activations) == ["block", "sum"] and 0 < comparison["block"].error < 0.01
+    np.testing.assert_allclose(comparison.error, plain.error, rtol=1e-5)
+    with_gradients = compare(lambda x: jnp.sum(mapped(x)), x, gradients=True)
+    assert paths(with_gradients.gradients) == ["sum", "block"] and with_gradients.parameters[0].error > 0
+
+
+def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, _: Any) -> Any:
+            with jax.named_scope("layer"):
+                return jnp.tanh(x @ w), None
+
+        with jax.named_scope("Net"):
+            x, _ = lax.scan(jax.checkpoint(layer), x, None, length=3)
+        return jnp.sum(x)
+
+    w, x = normal(4, 4), normal(2, 4)
+    comparison = compare(loss, w, x, policy="mixed_bfloat16", gradients=True)
+    assert paths(comparison.activations) == ["", "Net", "Net/layer"]
+    assert paths(comparison.gradients) == ["Net", "Net/layer"] and comparison.route == "autocast"
+    assert len(comparison["Net/layer"].steps) == 3 == len(comparison.gradients[1].steps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(2, name="head")(nn.gelu(nn.Dense(8, name="body")(x)))
+
+
+def test_layers_of_ours_obey_the_policy_and_boundary_casts_are_no_module() -> None:
+    model, x = Model(), normal(4, 8)
+    variables = model.init(jax.random.key(0), x)
+    comparison = compare(model.apply, variables, x, policy="mixed_bfloat16")
+    assert comparison.route == "scope" and comparison.policy == "mixed_bfloat16"
+    assert paths(comparison.activations) == ["Model", "Model/body", "Model/head"]
+    with policy.use_policy("mixed_bfloat16"):
+        fn = jax.jit(lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False})
+        half = fn(variables, x)
+    np.testing.assert_allclose(
+        comparison.error, relative(half, jax.jit(lambda v, x: apply(model, v, x))(variables, x)), rtol=0.02
+    )
+
+
+def test_flax_models_are_compared_under_autocast_or_as_they_are_written() -> None:
+    x = normal(4, 8)
+    for dtype, given, route in ((None, "mixed_float16", "autocast"), (BF16, None, "as written")):
+        model = flax_nn.Sequential([flax_nn.Dense(8, dtype=dtype), flax_nn.Dense(2, dtype=dtype)])
+        loss = lambda v, x, model=model: jnp.mean(jnp.square(apply(model, v, x).astype(F32)))  # noqa: E731
+        comparison = compare(loss, model.init(jax.random.key(0), x), x, policy=given, gradients=True)
+        assert comparison.route == route and {row.path for row in comparison.parameters} == {
+            f"params/layers_{i}/{name}" for i in (0, 1) for name in ("kernel", "bias")
+        }
+        assert paths(comparison.gradients) == ["Sequential", "Sequential/layers_1", "Sequential/layers_0"]
+        assert 0 < comparison["Sequential/layers_1"].error < 0.02
+
+
+def test_nnx_models_are_named_and_keep_their_state() -> None:
+    class Net(flax_nnx.Module):
+        def __init__(self, rngs: flax_nnx.Rngs):
+            self.layer, self.norm = flax_nnx.Linear(8, 8, rngs=rngs), flax_nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.norm(self.layer(x))
+
+    model, x = Net(flax_nnx.Rngs(0)), normal(4, 8)
+    before = np.asarray(model.norm.mean[...])
+    comparison = compare(model, x, policy="mixed_bfloat16")
+    assert {"Net", "Net/layer", "Net/norm"} <= set(paths(comparison.activations))
+    np.testing.assert_array_equal(before, np.asarray(model.norm.mean[...]))
+    loss = lambda model, x: jnp.mean(jnp.square(model(x)))  # noqa: E731
+    trained = compare(loss, model, x, policy="mixed_bfloat16", gradients=True)
+    assert {"layer/kernel", "layer/bias"} <= {row.path for row in trained.parameters}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said, and what is refused
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_is_text_json_a_drawing_and_a_picture(tmp_path: Any) -> None:
+    comparison = compare(half_model, normal(8, 8), normal(4, 8))
+    assert str(comparison).splitlines()[0] == "half_model (by its own dtypes) against float32"
+    found = json.loads(comparison.to_json())
+    assert [row["path"] for row in found["rows"]] == ["first", "second", ""] and found["first_jump"] is None
+    drawing = comparison.to_svg()
+    assert drawing.startswith("<svg") and drawing.endswith("</svg>") and ">first<" in drawing
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    comparison.plot(tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_infinite_errors_are_written_as_text_and_drawn_at_the_edge() -> None:
+    comparison = compare(lambda x: x.astype(F16) * F16(1e4), normal(4, scale=100.0))
+    assert json.loads(comparison.to_json())["rows"][0]["error"] == "inf" and "<svg" in comparison.to_svg()
+    assert comparison.first_jump == "" and "at (outside of any module)" in str(comparison)
+
+
+def test_without_matplotlib_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        compare(lambda x: x.astype(F16), normal(4)).plot("errors.png")
+
+
+def test_a_comparison_with_nothing_in_half_says_so_and_has_no_error() -> None:
+    comparison = compare(lambda x: jnp.sin(x), normal(4))
+    assert comparison.error == 0 and comparison.notes == (
+        "Nothing differs from float32: the policy changes nothing here.",
+    )
+
+
+def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
+    comparison = compare(lambda x: jnp.log(x.astype(F16)), jnp.asarray([1.0, jnp.nan, -1.0]))
+    assert comparison.notes[0] == "NaN in the inputs: args[0]. Nothing that depends on it can be compared."
+    assert "float32 itself is infinite or NaN in 1 rows, the first of them ''." in str(comparison)
+    assert comparison.outputs[0].undefined == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((None, 1.0), {}, TypeError, "compare takes a function, but got None of type NoneType."),
+        ((jnp.sin, 1.0), {}, TypeError, "was given none to call it with"),
+        ((jnp.sin, jax.ShapeDtypeStruct((2, 3), F32)), {}, TypeError, r"args\[0\] is a shape, float32\[2, 3\]"),
+        ((jnp.sin, np.ones(3)), {"policy": "int8"}, ValueError, "int8"),
+        ((jnp.sin, np.ones(3)), {"policy": 3}, TypeError, "3"),
+        ((jnp.sin, np.ones(3)), {"gradients": True}, TypeError, r"but the function returned float\d\d\[3\]. Return"),
+        ((lambda x: {"a": x}, np.ones(3)), {"gradients": True}, TypeError, "but the function returned dict"),
+        ((jnp.sum, np.arange(3)), {"gradients": True}, TypeError, "no floating array"),
+        ((jnp.sin, np.ones(3)), {"loss_scale": 0}, ValueError, "loss_scale should be a positive number, but got 0."),
+    ],
+)
+def test_what_can_not_be_compared_is_refused_by_name(arguments: Any, options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        compare(*arguments, **options)
+
+
+def test_a_row_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(KeyError, match=r"No row 'third'\. Rows: first, second"):
+        compare(half_model, normal(8, 8), normal(4, 8))["third"]

@@ -12,8 +12,6 @@ import pytest
 from flax import nnx as flax_nnx
 from jax import lax
 
-import mpmodules.nnx as mp_nnx
-import policy
 from mpmodules import linen as nn
 from policy import PolicyRules, autocast, use_policy
 from policy.inspection.suggest import suggest
@@ -176,3 +174,68 @@ def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their
     params = {"w": normal(3, 8, 8, scale=0.3), "scale": jnp.ones((4, 8))}
     found = suggest(loss, params, normal(4, 8), error=0.05, policy="mixed_bfloat16", of="gradients")
     assert found.of == "gradients" and found.paths == ("layers/block/offset",) and found.error <= 0.05
+
+
+def test_code_in_half_by_itself_is_confirmed_in_its_own_dtypes() -> None:
+    def model(w: Any, x: Any) -> Any:
+        with jax.named_scope("first"):
+            x = x.astype(F16) @ w.astype(F16)
+        with jax.named_scope("large"):
+            x = jnp.exp(x * F16(30)) / F16(1e3)
+        with jax.named_scope("last"):
+            return jnp.log1p(x.astype(F32))
+
+    w = jnp.eye(4)
+    found = suggest(model, w, jnp.asarray([[0.1, 0.2, 0.3, 0.5]]), error=0.1)
+    assert found.route == "as written" and found.policy == "" and found.paths == ("large",)
+    assert found.without == np.inf and found.error <= 0.1 and found.rules == PolicyRules([("large", "float32")])
+
+
+def test_a_pool_that_adds_up_in_half_is_seen_though_a_rounded_sum_would_not_show_it() -> None:
+    def model(x: Any) -> Any:
+        with jax.named_scope("scaled"):
+            x = x.astype(BF16) * BF16(2)
+        with jax.named_scope("pool"):
+            return lax.reduce_window(x, BF16(0), lax.add, (64, 64), (64, 64), "VALID").astype(F32)
+
+    found = suggest(model, jnp.ones((64, 64)), error=0.01)
+    assert found.paths == ("pool",) and found.without > 0.5 and found.error == 0
+
+
+def _in_half(x: Any) -> Any:
+    with jax.named_scope("log"):
+        return jnp.log(x.astype(F16))
+
+
+def _half_outside(x: Any) -> Any:
+    with jax.named_scope("cast"):
+        x = x.astype(F16)
+    return x * F16(0.1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "options", "error", "text"),
+    [
+        (jnp.sin, (np.ones(3),), {"error": 0.0}, ValueError, r"error should be a positive number.* but got 0\.0"),
+        (jnp.sin, (np.ones(3),), {"error": "1%"}, ValueError, "but got '1%'"),
+        (jnp.sin, (np.ones(3),), {"error": 1.0, "of": "loss"}, ValueError, "'outputs' or 'gradients', but got 'loss'"),
+        (jnp.sin, (np.ones(3),), {"error": 1.0, "policy": "f8"}, (ValueError, TypeError), "f8"),
+        (jnp.sin, (np.ones(3),), {"error": 1.0, "of": "gradients"}, TypeError, "Gradients are those of a loss"),
+        (jnp.sin, (np.ones(3),), {"error": 1.0}, ValueError, "Nothing of this call runs in half precision"),
+        (jnp.matmul, (F32(np.ones((3, 3))),) * 2, {"error": 1.0, "policy": "bf16"}, ValueError, "at a module path"),
+        (_in_half, (F32(np.array([np.nan])),), {"error": 1.0}, ValueError, r"There is NaN in args\[0\]: give"),
+        (_in_half, (F32(np.array([-1.0])),), {"error": 1.0}, ValueError, "Its inputs hold no NaN: give"),
+        (
+            _half_outside,
+            (F32(np.full(3, 0.3)),),
+            {"error": 1e-9},
+            ValueError,
+            "No rules meet an error of 1e-09: with",
+        ),
+    ],
+)
+def test_what_no_rules_can_be_found_for_is_refused_by_name(
+    fn: Any, arguments: Any, options: Any, error: Any, text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        suggest(fn, *arguments, **options)
