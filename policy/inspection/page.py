@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from policy.inspection.kinds import KINDS
-from policy.inspection.markup import Markup, escaped, join, tag
+from policy.inspection.markup import Markup, join, tag
+from policy.inspection.parts import OUTSIDE, Cell, bar, bytes_text, chip, chips, colour, count_text, link, pieces, table
 from policy.inspection.tree import Node, tree_of
 
 if TYPE_CHECKING:
     from policy.inspection.comparison import Comparison, Row
     from policy.inspection.report import Audit, Finding, Operation
 
-OUTSIDE = "(outside of any module)"
 _PLACES = 6  # how many places of one finding are shown at once
-_KNOWN = ("float64", "float32", "bfloat16", "float16")
 # Nothing is fetched, whatever a name in the program may hold: a browser refuses it.
 _NOTHING_FETCHED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
@@ -61,7 +59,7 @@ def _resource(name: str) -> str:
 
 def _sections(audit: Audit, tree: Node, comparison: Comparison | None) -> Iterable[Markup]:
     yield _section("findings", f"Findings ({len(audit.findings)})", _findings(audit.findings, tree))
-    shares = join((_bar("FLOPs", audit.flops_by_dtype, _count), _bar("Bytes", audit.bytes_by_dtype, _bytes)))
+    shares = join((bar("FLOPs", audit.flops_by_dtype, count_text), bar("Bytes", audit.bytes_by_dtype, bytes_text)))
     yield _section("shares", "Shares by dtype", shares)
     buttons = tag(
         "p",
@@ -87,7 +85,7 @@ def _summary(audit: Audit) -> Markup:
     found = len(audit.findings)
     parts = (
         f"{found} finding{'' if found == 1 else 's'}",
-        f"{_count(sum(audit.flops_by_dtype.values()))} FLOPs",
+        f"{count_text(sum(audit.flops_by_dtype.values()))} FLOPs",
         share,
     )
     return tag("p", " · ".join(parts), class_="summary")
@@ -127,7 +125,7 @@ def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str])
 def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
     finding = alike[0]
     direction = tag("span", "backward", class_="mark") if finding.is_backward else ""
-    what = join((tag("code", finding.primitive), " ", *_chips(finding.dtypes), direction))
+    what = join((tag("code", finding.primitive), " ", *chips(finding.dtypes), direction))
     places = [tag("li", _place(one, ids)) for one in alike]
     return tag(
         "li",
@@ -146,27 +144,6 @@ def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
     return join((tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path"), times))
 
 
-def _bar(what: str, shares: Mapping[str, int], form: object) -> Markup:
-    assert callable(form)
-    total = sum(shares.values())
-    if not total:
-        return tag("figure", tag("figcaption", f"{what}: none"))
-    parts = {dtype: amount / total for dtype, amount in shares.items() if amount}
-    pieces = [
-        tag("span", "", class_=f"piece {_colour(dtype)}", style=f"width:{share:.4%}") for dtype, share in parts.items()
-    ]
-    legend = [
-        tag("li", _chip(dtype), f" {share:.1%} ", tag("small", form(shares[dtype]))) for dtype, share in parts.items()
-    ]
-    said = ", ".join(f"{dtype} {share:.1%}" for dtype, share in parts.items())
-    return tag(
-        "figure",
-        tag("figcaption", f"{what}: {form(total)}"),
-        tag("div", *pieces, class_="bar", role="img", aria_label=f"{what} by dtype: {said}"),
-        tag("ul", *legend, class_="legend"),
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The tree
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +151,7 @@ def _bar(what: str, shares: Mapping[str, int], form: object) -> Markup:
 
 def _node(node: Node, total: int, *, depth: int) -> Markup:
     """A module with those below it, which `details` folds with a click or a key, scripts or not."""
-    summary = tag("summary", *_of_node(node, total), class_=_colour(node.dtype))
+    summary = tag("summary", *_of_node(node, total), class_=colour(node.dtype))
     children = [_node(child, total, depth=depth + 1) for child in node.children.values()]
     rows = f"{len(node.operations)} row{'' if len(node.operations) == 1 else 's'} {'here' if node.path else OUTSIDE}"
     shown = tag("button", f"Show {rows}", type="button", data_search=node.path or OUTSIDE)
@@ -186,15 +163,10 @@ def _node(node: Node, total: int, *, depth: int) -> Markup:
 def _of_node(node: Node, total: int) -> Iterable[Markup]:
     flops = sum(node.flops.values())
     yield tag("span", node.name or "all", class_="name")
-    yield join(_chip(dtype) for dtype in node.dtypes)
+    yield join(chip(dtype) for dtype in node.dtypes)
     if flops:
         yield tag("span", f"{flops / total:.1%} of FLOPs", class_="amount")
-        pieces = [
-            tag("span", "", class_=f"piece {_colour(dtype)}", style=f"width:{amount / flops:.4%}")
-            for dtype, amount in node.flops.most_common()
-            if amount
-        ]
-        yield tag("span", *pieces, class_="bar small", aria_hidden="true")
+        yield tag("span", *pieces(dict(node.flops.most_common())), class_="bar small", aria_hidden="true")
     if node.findings:
         yield tag("span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark")
 
@@ -203,70 +175,51 @@ def _of_node(node: Node, total: int) -> Iterable[Markup]:
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
 
-Cell = tuple[object, float | None]  # what is shown, and the number that it sorts by, or None: by its text
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
-    header = [tag("th", tag("button", name, type="button"), scope="col", aria_sort="none") for name in columns]
-    body = [
-        tag(
-            "tr",
-            *(
-                tag("td", shown, data_label=name, data_value=value, class_=None if value is None else "number")
-                for name, (shown, value) in zip(columns, row, strict=True)
-            ),
-        )
-        for row in rows
-    ]
-    return tag("table", tag("thead", tag("tr", *header)), tag("tbody", *body))
-
 
 def _operations(operations: Sequence[Operation], tree: Node) -> Markup:
     columns = ("path", "kind", "primitive", "operands", "accumulation", "result", "pass", "runs", "FLOPs", "bytes")
     ids = tree.ids()
-    return _table((*columns, "source"), (_operation(op, ids) for op in operations))
+    return table((*columns, "source"), (_operation(op, ids) for op in operations))
 
 
 def _operation(op: Operation, ids: Mapping[str, str]) -> Sequence[Cell]:
     return (
-        (_link(op.path, ids), None),
+        (link(op.path, ids), None),
         (op.kind, None),
         (tag("code", op.primitive), None),
-        (join(_chips(op.operands)), None),
-        (_chip(op.accumulation), None),
-        (_chip(op.result), None),
+        (join(chips(op.operands)), None),
+        (chip(op.accumulation), None),
+        (chip(op.result), None),
         ("backward" if op.is_backward else "forward", None),
         (f"{op.count:,}", op.count),
-        (_count(op.flops), op.flops),
-        (_bytes(op.bytes), op.bytes),
+        (count_text(op.flops), op.flops),
+        (bytes_text(op.bytes), op.bytes),
         (tag("span", op.source, class_="source"), None),
     )
-
-
-def _link(path: str, ids: Mapping[str, str]) -> Markup:
-    return tag("a", path or OUTSIDE, href=f"#{ids[path]}", class_="path") if path in ids else escaped(path or OUTSIDE)
 
 
 def _comparison(comparison: Comparison, tree: Node) -> Iterable[Markup]:
     ids = tree.ids()
     policy = f", under {comparison.policy}" if comparison.policy else ""
     jump = comparison.first_jump
-    told = "The error jumps nowhere." if jump is None else join(("The error jumps first at ", _link(jump, ids), "."))
+    told = "The error jumps nowhere." if jump is None else join(("The error jumps first at ", link(jump, ids), "."))
     step = f" In step {comparison.jump_step} of a scan." if comparison.jump_step is not None else ""
     yield tag("p", f"Worst error of what it returns{policy}: {comparison.error:.3g}. ", told, step)
     if comparison.notes:
         yield tag("ul", *(tag("li", note) for note in comparison.notes))
     yield tag("div", Markup(comparison.to_svg()), class_="drawing")
     columns = ("path", "values", "dtype", "error", "cosine", "underflow", "subnormal", "overflow", "of limit")
-    yield _table(columns, (_compared(row, ids) for row in comparison.rows))
+    yield table(columns, (_compared(row, ids) for row in comparison.rows))
 
 
 def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
     mark = tag("span", "jump", class_="mark") if row.is_jump else ""
+    of_module = row.kind in ("activation", "gradient")  # others are named, as the function's result is not
+    where = link(row.path, ids) if of_module else tag("code", row.path or "the result")
     return (
-        (join((_link(row.path, ids), " ", mark)), None),
+        (join((where, " ", mark)), None),
         (row.kind, None),
-        (_chip(row.dtype), None),
+        (chip(row.dtype), None),
         (f"{row.error:.2e}", row.error),
         (f"{row.cosine:.6f}", row.cosine),
         (f"{row.underflow:.2%}", row.underflow),
@@ -274,44 +227,3 @@ def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
         (f"{row.overflow:.2%}", row.overflow),
         (f"{row.headroom:.2%}", row.headroom),
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Small things
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _colour(dtype: str) -> str:
-    """The class that colours a dtype."""
-    if dtype in _KNOWN:
-        return dtype
-    if re.fullmatch(r"float[1-8]\w*", dtype):
-        return "float8"
-    return "other"
-
-
-def _chip(dtype: str) -> Markup:
-    return tag("span", dtype, class_=f"chip {_colour(dtype)}") if dtype else Markup("")
-
-
-def _chips(dtypes: Iterable[str]) -> Iterable[Markup]:
-    return map(_chip, dtypes)
-
-
-_THOUSANDS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
-_BINARY = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
-
-
-def _count(number: int) -> str:
-    return _in_units(number, _THOUSANDS, "").strip()
-
-
-def _bytes(number: int) -> str:
-    return _in_units(number, _BINARY, "B")
-
-
-def _in_units(number: int, units: Mapping[str, float], below: str) -> str:
-    """Three digits of a number, in the largest unit that it reaches."""
-    unit, size = next(((unit, size) for unit, size in units.items() if number >= size), (below, 1.0))
-    digits = number / size
-    return f"{digits:.0f} {unit}" if digits >= 100 else f"{digits:.3g} {unit}"

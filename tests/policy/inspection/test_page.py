@@ -146,12 +146,18 @@ def test_an_audit_of_nothing_is_a_page_too():
 
 def test_a_comparison_is_shown_beside_the_audit():
     row = Row("Net/layer_1", "activation", 0.25, 0.9, 0.5, 0.0, 0.125, 6e4, 65504.0, "float16", 6e4, is_jump=True)
-    rows = (row, Row("y", "output", float("inf"), 0.0, 0.0, 0.0, 1.0, 1.0, 65504.0, "float16", 1.0))
+    rows = (row, Row("", "output", float("inf"), 0.0, 0.0, 0.0, 1.0, 1.0, 65504.0, "float16", 1.0))
     compared = Comparison(rows, first_jump="Net/layer_1", jump_step=2, notes=(HOSTILE,), policy="mixed_float16")
     text = page(AUDIT, compared)
     elements = Elements(text)
     assert "Against float32" in elements.text and "The error jumps first at Net/layer_1. In step 2" in elements.text
-    assert "2.50e-01" in elements.text and "91.60%" in elements.text and "under mixed_float16" in elements.text
+    assert (
+        "2.50e-01" in elements.text
+        and "91.60%" in elements.text
+        and "under mixed_float16" in elements.text
+        and "the result" in elements.text
+    )
+    assert {"data-label": "error", "data-value": "Infinity", "class": "number"} in all_of(elements, "td")
     assert len(all_of(elements, "svg")) == 1 and len(all_of(elements, "script")) == 1
     assert "Against float32" not in page(AUDIT)
 
