@@ -42,6 +42,13 @@ def kind_of(name: str) -> str:
     return _kinds().get(name, "other")
 
 
+@functools.cache
+def is_steep(name: str) -> bool:
+    """Whether a function is an exponential, a logarithm or a power, or as sensitive as these: no activation."""
+    harmless = "integer_pow square reciprocal one_minus_square polynomial _copysign nextafter rsqrt erf_inv".split()
+    return name not in harmless and name in (*names_of("fp32", "transcendental"), *names_of("fp32", "special"))
+
+
 def sums(equation: Any) -> bool:
     """Whether an equation adds numbers up one by one: a sum, a scatter, a collective that sums."""
     name = equation.primitive.name
