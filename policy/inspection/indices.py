@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from policy.inspection.graph import Node, Value
@@ -33,10 +36,52 @@ def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
 
 
 def _known(value: Value) -> np.ndarray | None:
-    """The numbers of a constant; None where they are not known."""
-    while value.array is None and value.maker is not None and value.maker.name in ("reshape", "convert_element_type"):
-        value = value.maker.inputs[0]
-    return value.array if isinstance(value.array, np.ndarray) and value.array.ndim else None
+    """The numbers of an integer array that is computed from constants alone; None where they are not known."""
+    if value.array is not None:
+        is_small = not isinstance(value.array, jax.core.Tracer) and np.size(value.array) <= _LARGEST
+        return np.asarray(value.array) if is_small and value.dtype.startswith(("int", "uint", "bool")) else None
+    maker = value.maker
+    if maker is None or maker.name not in _COMPUTED or math.prod(value.shape) > _LARGEST:
+        return None
+    operands = [_known(operand) for operand in maker.inputs]
+    if any(operand is None for operand in operands):
+        return None
+    return np.asarray(_COMPUTED[maker.name](value, maker.params, *operands))
+
+
+_LARGEST = 4096
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "iota": lambda out, params: np.broadcast_to(
+        np.expand_dims(
+            np.arange(out.shape[params["dimension"]]),
+            [axis for axis in range(len(out.shape)) if axis != params["dimension"]],
+        ),
+        out.shape,
+    ),
+    "add": lambda out, _, x, y: x + y,
+    "sub": lambda out, _, x, y: x - y,
+    "mul": lambda out, _, x, y: x * y,
+    "rem": lambda out, _, x, y: np.fmod(x, np.where(y == 0, 1, y)),
+    "neg": lambda out, _, x: -x,
+    "lt": lambda out, _, x, y: x < y,
+    "ne": lambda out, _, x, y: x != y,
+    "and": lambda out, _, x, y: np.logical_and(x, y),
+    "select_n": lambda out, _, which, *cases: np.choose(which.astype(int), cases),
+    "reshape": lambda out, _, x: x.reshape(out.shape),
+    "convert_element_type": lambda out, _, x: x,
+    "squeeze": lambda out, _, x: x.reshape(out.shape),
+    "rev": lambda out, params, x: np.flip(x, params["dimensions"]),
+    "concatenate": lambda out, params, *parts: np.concatenate(parts, params["dimension"]),
+    "broadcast_in_dim": lambda out, params, x: np.broadcast_to(
+        x.reshape(
+            [
+                x.shape[params["broadcast_dimensions"].index(axis)] if axis in params["broadcast_dimensions"] else 1
+                for axis in range(len(out.shape))
+            ]
+        ),
+        out.shape,
+    ),
+}
 
 
 def _counting(value: Value, known: dict[int, Axes]) -> Axes:

@@ -19,6 +19,13 @@ _REDUCTIONS = (
     "reduce_sum reduce_prod reduce_window_sum cumsum cumprod cumlogsumexp select_and_scatter_add select_and_gather_add "
     "reduce reduce_window"
 )
+# Powers, what derivatives of bounded functions are made of, and what draws normal numbers; roots are another matter.
+_HARMLESS = frozenset(
+    (
+        *("integer_pow", "square", "reciprocal", "one_minus_square", "polynomial"),
+        *("_copysign", "nextafter", "rsqrt", "erf_inv"),
+    )
+)
 _SUMMING_COLLECTIVES = "collective-reduce"
 
 
@@ -40,6 +47,12 @@ def _kinds() -> dict[str, str]:
 def kind_of(name: str) -> str:
     """The kind of a primitive, by its name: one of `KINDS`."""
     return _kinds().get(name, "other")
+
+
+@functools.cache
+def is_steep(name: str) -> bool:
+    """Whether a function is an exponential, a logarithm or a power, or as sensitive as these: no activation."""
+    return name not in _HARMLESS and name in (*names_of("fp32", "transcendental"), *names_of("fp32", "special"))
 
 
 def sums(equation: Any) -> bool:

@@ -42,10 +42,19 @@ def author_of(equation: Any) -> tuple[str, str]:
     return next((frame for frame in _frames(equation) if not is_jax_file(frame[0])), ("", ""))
 
 
+def authors_of(equation: Any) -> Iterator[tuple[str, str]]:
+    """The files and functions of what is not JAX's own around an equation, from the innermost out."""
+    return (frame for frame in _frames(equation) if not is_jax_file(frame[0]))
+
+
 def is_by_layers(equation: Any) -> bool:
     """Whether a cast is one that a library makes at each use of a weight: this one's, or a ``promote_dtype``."""
-    file, function = author_of(equation)
-    return file.startswith((_OURS, _OUR_LAYERS)) or _promotes(function)
+    return is_ours(equation) or _promotes(author_of(equation)[1])
+
+
+def is_ours(equation: Any) -> bool:
+    """Whether this library wrote an equation."""
+    return author_of(equation)[0].startswith((_OURS, _OUR_LAYERS))
 
 
 def is_written(equation: Any) -> bool:

@@ -37,7 +37,7 @@ def _message(node: Node, of_loop: set[int]) -> str:
     carry, result = node.out, node.inputs[1]
     what = f"{shape_of(carry)} is handed from one turn of the {node.site.name} to the next"
     if _accumulates(result, carry, of_loop):
-        return f"{what}, and is added to in each: terms below its last digit are lost. Carry float32."
+        return f"{what}, and is added to or scaled in each: what is below its last digit is lost. Carry float32."
     maker = result.maker
     readers = list(users(carry))
     is_wide_inside = bool(readers) and all(widens(r) for r in readers)
@@ -46,36 +46,33 @@ def _message(node: Node, of_loop: set[int]) -> str:
     return ""
 
 
-def _accumulates(result: Value, carry: Value, of_loop: set[int]) -> bool:
-    """Whether what the body returns is its carry plus terms that do not depend on it, as a sum or an average has."""
-    scaled = False
-    value = result
-    added = False
+def _accumulates(result: Value, carry: Value, of_loop: set[int], scaled: bool = False) -> bool:
+    """Whether what the body returns is its carry plus terms that do not depend on it, as a sum or an average has, or
+    times such factors."""
+    value, changed = result, scaled
     while value is not carry:
         maker = value.maker
         if maker is None or is_joint(maker) or not maker.inputs:
             return False
+        mine = [v for v in maker.inputs if _depends(v, {id(carry)})]
+        others = [v for v in maker.inputs if v not in mine]
+        if maker.name == "select_n":  # a step that is skipped at times
+            cases = [v for v in maker.inputs[1:] if v is not carry]
+            return bool(cases) and all(_accumulates(v, carry, of_loop, scaled) for v in cases)
         if maker.name in _ADDS:
-            mine = [v for v in maker.inputs if _depends(v, {id(carry)})]
-            others = [v for v in maker.inputs if v not in mine]
             if len(mine) != 1 or any(_is_sparse(v) or v.is_literal for v in others):
                 return False
             if scaled and any(_depends(v, of_loop) for v in others):
                 return False
-            added, value = True, mine[0]
-        elif kind_of(maker.name) == "scatter-add":
-            added, value = True, maker.inputs[0]
         elif maker.name in _SCALES:
-            mine = [v for v in maker.inputs if _depends(v, {id(carry)})]
-            others = [v for v in maker.inputs if v not in mine]
             if len(mine) != 1 or any(_depends(v, of_loop) for v in others):
                 return False
-            scaled, value = True, mine[0]
-        elif maker.name in LAYOUT or is_cast(maker):
-            value = maker.inputs[0]
-        else:
+            scaled = True
+        elif kind_of(maker.name) != "scatter-add" and maker.name not in LAYOUT and not is_cast(maker):
             return False
-    return added
+        changed = changed or not (maker.name in LAYOUT or is_cast(maker))
+        value = maker.inputs[0] if len(mine) != 1 else mine[0]
+    return changed
 
 
 def _is_sparse(value: Value) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 
 from policy.inspection.flow import Flow, bits, is_cast, is_cotangent, is_returned, narrows, users
 from policy.inspection.graph import Branch, Node, Value
 from policy.inspection.kinds import REPEATED, ROUND_TRIP, finding, shape_of
-from policy.inspection.origins import author_of, is_by_layers, is_written
+from policy.inspection.origins import author_of, authors_of, is_by_layers, is_ours, is_written
 from policy.inspection.report import Finding
 
 _SHAPES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "pvary", "sharding_constraint"))
@@ -19,6 +20,7 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
 
     What one module narrows and the next one widens is no round trip: between them it is stored in half, as it should.
     """
+    functions = _Functions(flow)
     for node in flow.graph.nodes:
         if not is_cast(node) or is_cotangent(node) or node.site.is_placed or is_returned(node.out):
             continue
@@ -26,7 +28,7 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
         back = list(users(node.out))
         if not back or not all(is_cast(b) and b.out.dtype == first for b in back) or first == middle:
             continue
-        if any(b.site.is_placed or not _belong_together(node, b) for b in back):
+        if is_ours(node.site.equation) or any(b.site.is_placed or not functions.belong_together(node, b) for b in back):
             continue
         if not any(is_written(n.site.equation) for n in (node, *back)):  # two sums, each in float32 by itself
             continue
@@ -41,8 +43,23 @@ def _is_lossy(dtype: str, through: str) -> bool:
     return bits(through) < bits(dtype) or (bits(through) == bits(dtype) and through != dtype)
 
 
-def _belong_together(one: Node, other: Node) -> bool:
-    return one.site.path == other.site.path and author_of(one.site.equation) == author_of(other.site.equation)
+class _Functions:
+    """In which function of the author's each cast stands, helpers that do nothing but cast left out."""
+
+    def __init__(self, flow: Flow):
+        self.flow = flow
+
+    @functools.cached_property
+    def working(self) -> frozenset[tuple[str, str]]:
+        """The functions that do anything but cast."""
+        return frozenset(author_of(node.site.equation) for node in self.flow.graph.nodes if not is_cast(node))
+
+    def belong_together(self, one: Node, other: Node) -> bool:
+        return one.site.path == other.site.path and self._of(one) == self._of(other)
+
+    def _of(self, node: Node) -> tuple[str, str]:
+        authors = list(authors_of(node.site.equation))
+        return next((author for author in authors if author in self.working), authors[0] if authors else ("", ""))
 
 
 def repeated_casts(flow: Flow) -> Iterator[Finding]:

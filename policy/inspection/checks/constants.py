@@ -28,7 +28,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-_DIVIDES = frozenset(("rsqrt", "log", "div", "sqrt"))
+_DIVIDES = frozenset(("rsqrt", "log"))
 
 
 def constants_out_of_range(flow: Flow) -> Iterator[Finding]:

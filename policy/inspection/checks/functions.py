@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policy.amp.categories import names_of
-from policy.inspection.flow import LAYOUT, Flow, is_cast, is_cotangent, is_matmul, is_narrow, made_of, users
+from policy.inspection.flow import LAYOUT, Flow, is_cotangent, is_matmul, is_narrow, made_of
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.kinds import FUNCTION, finding
-from policy.inspection.operations import kind_of, sums
+from policy.inspection.operations import is_steep, kind_of, sums
 from policy.inspection.report import Finding
 
-_POWERS = frozenset(("integer_pow", "square", "reciprocal", "one_minus_square", "polynomial", "_copysign", "nextafter"))
-_STEEP = frozenset((*names_of("fp32", "transcendental"), *names_of("fp32", "special"))) - _POWERS - {"rsqrt"}
 _PERIODIC = frozenset(names_of("fp32", "trig"))
-_SHIFTS = frozenset(("add", "sub", "max", "abs", "convert_element_type", "mul", "div"))
+_SHIFTS = frozenset(("add", "sub", "max", "abs", "convert_element_type", "mul", "div", "select_n"))
 
 
 def low_precision_functions(flow: Flow) -> Iterator[Finding]:
@@ -32,7 +30,7 @@ def _reason(node: Node) -> str:
     name, dtype = node.name, node.inputs[0].dtype
     if node.inputs[0].is_literal:
         return ""
-    if name in _STEEP and _matters(node):
+    if is_steep(name) and _matters(node):
         return (
             "the error of an exponential or logarithm is that of its argument, a hundredth and more, and it is summed, "
             "divided by or returned. Widen the argument to float32."
@@ -42,7 +40,9 @@ def _reason(node: Node) -> str:
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
         limit = "overflows above 65504" if dtype == "float16" else "has 8 significant bits"
         return f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and narrow what they normalise."
-    if _squares(node) and any(_is_sum(user) for user in users(node.out)):
+    if name == "div" and _is_statistic(node.inputs[1], through_root=True):
+        return f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and narrow the result."
+    if _squares(node) and _is_summed(node.out):
         limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
         return f"squares in {dtype} {limit}, and these are summed. Widen to float32 before squaring."
     return ""
@@ -55,26 +55,37 @@ def _squares(node: Node) -> bool:
     return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
 
 
-def _is_sum(node: Node) -> bool:
-    """Whether a node sums, be it after a cast."""
-    if is_cast(node):
-        return any(_is_sum(user) for user in users(node.out))
-    return not is_joint(node) and sums(node.site.equation)
-
-
-def _is_statistic(value: Value) -> bool:
-    """Whether a value is a sum, shifted and scaled."""
+def _is_summed(value: Value) -> bool:
+    """Whether a value is summed, be it cast, scaled or selected from before."""
     waiting, seen = [value], {id(value)}
     while waiting:
-        maker = waiting.pop().maker
+        for reader in waiting.pop().readers:
+            if not is_joint(reader) and sums(reader.site.equation):
+                return True
+            if not is_cotangent(reader) and _passes(reader, adds=False):
+                fresh = [out for out in reader.outputs if id(out) not in seen]
+                seen.update(map(id, fresh))
+                waiting.extend(fresh)
+    return False
+
+
+def _is_statistic(value: Value, through_root: bool = False) -> bool:
+    """Whether a value is a sum, shifted and scaled; `through_root`: the square root of one."""
+    waiting, seen = [(value, False)], {id(value)}
+    while waiting:
+        value, has_root = waiting.pop()
+        maker = value.maker
         if maker is None:
             continue
         if not is_joint(maker) and kind_of(maker.name) == "reduction":
-            return True
-        for operand in maker.inputs if maker.name in LAYOUT or maker.name in _SHIFTS else ():
+            if has_root or not through_root:
+                return True
+            continue
+        is_root = through_root and maker.name == "sqrt"
+        for operand in maker.inputs if is_root or maker.name in LAYOUT or maker.name in _SHIFTS else ():
             if id(operand) not in seen:
                 seen.add(id(operand))
-                waiting.append(operand)
+                waiting.append((operand, has_root or is_root))
     return False
 
 
@@ -96,7 +107,7 @@ def _matters(node: Node) -> bool:
                 continue
             if not is_joint(reader) and sums(reader.site.equation):
                 return True
-            if reader.name in _STEEP or (reader.name == "div" and reader.inputs[1] is value):
+            if is_steep(reader.name) or (reader.name == "div" and reader.inputs[1] is value):
                 return True
             if is_joint(reader) or _passes(reader, is_logarithm):
                 fresh = [out for out in reader.outputs if id(out) not in seen]

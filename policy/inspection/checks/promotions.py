@@ -23,6 +23,8 @@ from policy.inspection.kinds import LEAK, MATMUL, MIXED, PROMOTION, at, finding,
 from policy.inspection.origins import is_promotion
 from policy.inspection.report import Finding
 
+_FAR = 64  # values that are looked at behind a matmul
+
 
 def silent_promotions(flow: Flow) -> Iterator[Finding]:
     """Half values that met float32 where nobody cast, if the float32 is not narrowed before it goes on.
@@ -74,19 +76,35 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
     total = sum(_flops(node) for node in flow.matmuls)
     for node in flow.matmuls:
         wide = [value for value in operands(node)[:2] if is_wide(value.dtype)]
-        if len(wide) < 2 or node.site.in_island:
+        if not wide or node.site.in_island:
             continue
         sources = [origin for value in wide if (origin := flow.widening(value)) is not None]
         if _is_no_work(node, any(map(_was_computed, sources))):
             continue
+        multiplies_half = flow.multiplies_in_half or len(wide) < 2
         leaks = [origin for origin in sources if _has_leaked(node, origin)]
-        if flow.multiplies_in_half or (leaks and any(map(_was_computed, sources))):
+        if multiplies_half or any(map(_was_computed, sources)) or any(_is_normalised(value) for value in wide):
             yield from (_leak(node, origin) for origin in leaks)
-        if flow.multiplies_in_half:
+        if flow.multiplies_in_half and len(wide) == 2:
             share = _flops(node) / total if total else 0.0
             why = f" Its operand was widened at {at(sources[0])}." if sources else ""
             message = f"{node.name} multiplies float32, with {share:.1%} of the FLOPs of all matmuls.{why}"
             yield finding(MATMUL, node, message)
+
+
+def _is_normalised(value: Value) -> bool:
+    """Whether a wide value was made by arithmetic with an inverse root, as a normalisation's result is."""
+    waiting, seen = [value], {id(value)}
+    while waiting and len(seen) < _FAR:
+        maker = waiting.pop().maker
+        if maker is None or is_joint(maker) or is_matmul(maker):
+            continue
+        if maker.name in ("rsqrt", "sqrt"):
+            return True
+        fresh = [v for v in maker.inputs if is_wide(v.dtype) and id(v) not in seen]
+        seen.update(map(id, fresh))
+        waiting.extend(fresh)
+    return False
 
 
 def _leak(node: Node, origin: Node) -> Finding:

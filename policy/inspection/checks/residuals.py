@@ -9,11 +9,10 @@ from policy.inspection.costs import array_bytes
 from policy.inspection.flow import LAYOUT, Flow, is_cast, is_cotangent, is_matmul, is_wide
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.kinds import RESIDUAL, finding
-from policy.inspection.operations import kind_of, sums
+from policy.inspection.operations import is_steep, kind_of, sums
 from policy.inspection.report import Finding
 from policy.paths import Path
 
-_BOUNDED = frozenset(("tanh", "logistic", "erf", "erfc"))
 _POWERS = frozenset(("integer_pow", "square"))
 _ADDS = frozenset(("add", "sub", "add_any"))
 
@@ -84,8 +83,8 @@ class _Regions:
         if node.name in _POWERS:  # float16 has no range for them
             origin = self.flow.widening(node.inputs[0])
             return origin is not None and origin.inputs[0].dtype == "float16"
-        kind = kind_of(node.name)
-        return sums(node.site.equation) or kind == "opaque" or (kind == "transcendental" and node.name not in _BOUNDED)
+        is_root = node.name in ("rsqrt", "sqrt")
+        return sums(node.site.equation) or is_root or is_steep(node.name) or kind_of(node.name) == "opaque"
 
     def _root(self, node: _Key) -> _Key:
         root = node
