@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from policy.inspection.checks.sums import terms_of
 from policy.inspection.differentiating import with_gradients
 from policy.inspection.findings import findings_of
-from policy.inspection.graph import Graph
+from policy.inspection.graph import Graph, Node, is_joint
 from policy.inspection.kept_dtypes import origin_of, parameters_of
 from policy.inspection.kinds import MIXED, PROMOTION
 from policy.inspection.operations import HALVES, accumulation_of, is_inexact, kind_of, operands_of, result_of, sums
 from policy.inspection.report import Finding
 from policy.inspection.same_program import first_difference
-from policy.inspection.walk import Site, walk
+from policy.inspection.walk import Site
 from policy.policy import dtype_to_names, parse_dtype
 from policy.tracing import trace
 from policy.ulps import what_is_off
@@ -40,8 +41,8 @@ def assert_reductions_in(
     """Asserts that every sum of floating numbers runs in `dtype`.
 
     Sums are: reductions by addition or multiplication, cumulative and windowed ones, scatter-adds (the gradient of an
-    embedding), and collectives that sum. Sums of one number, and scatters that say that no index stands twice, round
-    nothing and are left out; so are maxima.
+    embedding), and collectives that sum. What rounds nothing is left
+    out, as in an audit: sums of one number, scatters whose indices differ, and maxima.
 
     Args:
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules.
@@ -57,7 +58,8 @@ def assert_reductions_in(
       ValueError: a pattern in `allow` matches no path.
     """
     accepted = _names(dtype)
-    sites = [site for site in _allowed(list(walk(_jaxpr(fn, args, kwargs, backward))), allow) if _rounds(site)]
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward)), allow)
+    sites = [node.site for node in nodes if _rounds(node)]
     _require_any(sites, "sum of floating numbers", allow)
     wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
     _require_none(wrong, f"should be summed in {_listed(accepted)}")
@@ -85,7 +87,8 @@ def assert_dots_in(
       AssertionError, ValueError: as `assert_reductions_in`.
     """
     accepted = _names(dtype)
-    sites = [site for site in _allowed(list(walk(_jaxpr(fn, args, kwargs, backward))), allow) if _multiplies(site)]
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward)), allow)
+    sites = [node.site for node in nodes if _multiplies(node.site)]
     _require_any(sites, "matmul or convolution of floating numbers", allow)
     wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
     _require_none(wrong, f"should multiply {_listed(accepted)}")
@@ -117,7 +120,7 @@ def assert_no_silent_promotion(
       ValueError: a pattern in `allow` matches no path.
     """
     jaxpr = _jaxpr(fn, args, kwargs, backward)
-    sites = _allowed(list(walk(jaxpr)), allow)
+    sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
     _require_any([s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}], "half value", allow)
     paths = {"/".join(site.path) for site in sites}
     findings = [f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths]
@@ -246,34 +249,37 @@ def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backw
     return with_gradients(fn, tuple(args), kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
 
 
-def _rounds(site: Site) -> bool:
-    equation = site.equation
-    if not sums(equation) or not any(map(is_inexact, operands_of(equation))) or equation.params.get("unique_indices"):
-        return False
-    shape: Any = getattr(equation.invars[0].aval, "shape", ())
-    axes = equation.params.get("axes") if site.name.startswith("reduce_") else None
-    return not (axes is not None and all(isinstance(axis, int) and shape[axis] == 1 for axis in axes))
+def _nodes(jaxpr: Any) -> list[Node]:
+    """What a program runs, without what no result depends on."""
+    return [node for node in Graph(jaxpr).nodes if not is_joint(node)]
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a node is a sum of more than one floating number: what an audit looks at."""
+    equation = node.site.equation
+    return sums(equation) and any(map(is_inexact, operands_of(equation))) and bool(terms_of(node))
 
 
 def _multiplies(site: Site) -> bool:
     return kind_of(site.name) in ("dot", "convolution") and any(map(is_inexact, operands_of(site.equation)))
 
 
-def _allowed(sites: list[Site], allow: Collection[str]) -> list[Site]:
-    """The sites that no pattern leaves out."""
+def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
+    """The nodes that no pattern leaves out."""
     if isinstance(allow, str):
         raise TypeError(f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself.")
     patterns = {pattern: re.compile(pattern) for pattern in allow}
-    known = {site.path: list(_names_of(site.path)) for site in sites} if patterns else {}
+    paths = {node.site.path for node in nodes} if patterns else set()
+    known = {path: list(_names_of(path)) for path in paths}
     matched = {
         path: {pattern for pattern, regex in patterns.items() if any(map(regex.fullmatch, names))}
         for path, names in known.items()
     }
     unmatched = sorted(set(patterns).difference(*matched.values()))
     if unmatched:
-        paths = ", ".join(sorted({"/".join(path) for path in known if path})) or "none"
-        raise ValueError(f"allow: '{unmatched[0]}' matches no path. Paths: {paths}.")
-    return [site for site in sites if not matched.get(site.path)]
+        listed = ", ".join(sorted({"/".join(path) for path in known if path})) or "none"
+        raise ValueError(f"allow: '{unmatched[0]}' matches no path. Paths: {listed}.")
+    return [node for node in nodes if not matched.get(node.site.path)]
 
 
 def _names_of(path: Sequence[str]) -> Iterator[str]:

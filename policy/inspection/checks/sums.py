@@ -23,7 +23,7 @@ def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
     for node in flow.graph.nodes:
         if not node.inputs or not node.outputs or not sums(node.site.equation) or is_joint(node):
             continue
-        if is_narrow(node.out.dtype) and (terms := _terms(node)):
+        if is_narrow(node.out.dtype) and (terms := terms_of(node)):
             yield finding(REDUCTION, node, _message(node, terms))
 
 
@@ -36,7 +36,7 @@ def _message(node: Node, terms: str) -> str:
     )
 
 
-def _terms(node: Node) -> str:
+def terms_of(node: Node) -> str:
     """What goes into each number of a sum, in words; "" where it is one number alone."""
     count = 0
     shape = node.inputs[0].shape
