@@ -27,7 +27,7 @@ _COMBINES = frozenset(
         *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
     )
 )
-_ON_DEVICES = frozenset(("shard_map", "xla_pmap"))
+_ON_DEVICES = frozenset(("shard_map",))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Site:
         and so does what is in either branch of a `cond`.
       inside: the names of the primitives whose programs it stands in, outermost first.
       devices: on how many devices it runs as it stands: those of the `shard_map`s around it.
+      axes: the sizes of the mesh axes that the `shard_map`s around it name.
       is_recomputed: whether it repeats, in the backward pass, what a checkpoint did not save.
       is_placed: whether this library put it there: a cast at a boundary, or one of autocast's.
       in_island: whether it stands in what `full_precision` keeps in float32.
@@ -55,6 +56,7 @@ class Site:
     count: int = 1
     inside: tuple[str, ...] = ()
     devices: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
     is_recomputed: bool = False
     is_placed: bool = False
     in_island: bool = False
@@ -109,7 +111,7 @@ def site_of(equation: Any, around: Site | None) -> Site:
     """Where an equation stands. `around`: what `entered` gave for the body that it stands in; None at the top."""
     place = _place(str(equation.source_info.name_stack), () if around is None else around.path)
     if around is None:
-        return Site(equation, place.path, place.is_backward, 1, (), 1, *place.marks)
+        return Site(equation, place.path, place.is_backward, 1, (), 1, (), *place.marks)
     return Site(
         equation,
         place.path,
@@ -117,6 +119,7 @@ def site_of(equation: Any, around: Site | None) -> Site:
         around.count,
         around.inside,
         around.devices,
+        around.axes,
         place.marks[0] or around.is_recomputed,
         place.marks[1] or around.is_placed,
         place.marks[2] or around.in_island,
@@ -148,6 +151,7 @@ def entered(site: Site, body: Body) -> Site:
         count=site.count * body.count,
         inside=(*site.inside, site.name),
         devices=site.devices * body.devices,
+        axes=(*site.axes, *_axes(site.equation)) if site.name in _ON_DEVICES else site.axes,
     )
 
 
@@ -163,7 +167,7 @@ def bodies_of(equation: Any) -> Iterator[Body]:
     if name in _COMBINES or name in kernels():
         return
     count = equation.params.get("length", 1) if name == "scan" else 1
-    devices = _devices(equation) if name in _ON_DEVICES else 1
+    devices = math.prod(size for _, size in _axes(equation)) if name in _ON_DEVICES else 1
     for parameter, value in equation.params.items():
         for program in _programs(value):
             yield Body(program, parameter, int(count) if isinstance(count, int) else 1, devices)
@@ -175,13 +179,12 @@ def _programs(value: Any) -> Iterator[Any]:
             yield program
 
 
-def _devices(equation: Any) -> int:
-    """How many devices run the body of a `shard_map` each for itself."""
-    mesh, manual = equation.params.get("mesh"), equation.params.get("manual_axes", equation.params.get("axis_names"))
-    sizes = dict(getattr(mesh, "shape", {}) or {})
-    if not sizes:
-        return int(equation.params.get("global_axis_size", 1))
-    return math.prod(size for axis, size in sizes.items() if not manual or axis in manual)
+def _axes(equation: Any) -> tuple[tuple[str, int], ...]:
+    """The axes along which a `shard_map` runs its body on each device for itself, and their sizes."""
+    params = equation.params
+    manual = params.get("manual_axes", params.get("axis_names"))
+    sizes = dict(getattr(params.get("mesh"), "shape", {}) or {})
+    return tuple((axis, int(size)) for axis, size in sizes.items() if not manual or axis in manual)
 
 
 _SUMMARY = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)", re.DOTALL)
