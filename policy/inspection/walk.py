@@ -27,6 +27,7 @@ _COMBINES = frozenset(
         *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
     )
 )
+_CHECKPOINTS = frozenset(("remat2", "checkpoint"))
 _ON_DEVICES = frozenset(("shard_map",))
 
 
@@ -109,7 +110,10 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
 
 def site_of(equation: Any, around: Site | None) -> Site:
     """Where an equation stands. `around`: what `entered` gave for the body that it stands in; None at the top."""
-    place = _place(str(equation.source_info.name_stack), () if around is None else around.path)
+    stack = str(equation.source_info.name_stack)
+    if around is not None and around.is_backward and equation.primitive.name in _CHECKPOINTS:
+        stack = _once(stack)
+    place = _place(stack, () if around is None else around.path)
     if around is None:
         return Site(equation, place.path, place.is_backward, 1, (), 1, (), *place.marks)
     return Site(
@@ -125,6 +129,13 @@ def site_of(equation: Any, around: Site | None) -> Site:
         place.marks[2] or around.in_island,
         around.call,
     )
+
+
+def _once(stack: str) -> str:
+    """A name stack that JAX wrote twice over: that of a checkpoint in the backward pass of a scan."""
+    names = stack.split("/")
+    half = len(names) // 2
+    return "/".join(names[:half]) if half and names[:half] == names[half:] else stack
 
 
 class _Place(NamedTuple):
