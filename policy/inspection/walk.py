@@ -49,6 +49,7 @@ class Site:
       in_island: whether it stands in what `full_precision` keeps in float32.
       call: the equation that called the function of JAX's own that it stands in; None where it stands in none. JAX
         traces such a function once, and its equations point to the line of the first call.
+      around: the place of the equation whose program it stands in; None at the top.
     """
 
     equation: Any
@@ -62,6 +63,7 @@ class Site:
     is_placed: bool = False
     in_island: bool = False
     call: Any = None
+    around: Site | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -71,7 +73,9 @@ class Site:
     @property
     def source(self) -> str:
         """The line of the user's code, as ``model.py:12 (__call__)``; "" where JAX knows none."""
-        return source_of(self.equation if self.call is None else self.call)
+        if self.call is not None:
+            return source_of(self.call)
+        return source_of(self.equation) or ("" if self.around is None else self.around.source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ def site_of(equation: Any, around: Site | None) -> Site:
         place.marks[1] or around.is_placed,
         place.marks[2] or around.in_island,
         around.call,
+        around,
     )
 
 
