@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -111,7 +112,13 @@ def _traced(jaxpr: Any) -> Iterator[Collective]:
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:
     """The HLO module after partitioning, "" for a program of one device; and a mesh that it was made for, or None."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_pass_re": "spmd-partitioning",
+            "xla_dump_hlo_as_text": True,
+            # Part of the key of JAX's compilation cache, out of which a program writes nothing; does nothing else.
+            "xla_debug_buffer_assignment_show_max": random.SystemRandom().randrange(16, 2**31),
+        }
         compiled = lowered.compile(compiler_options=options)
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         mesh = next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1), None)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+from collections.abc import Iterator
+from typing import Any
+
+from policy.programs import programs_of
 
 Path = tuple[str, ...]
 
@@ -53,6 +58,31 @@ def _restarts(part: str, root: str) -> bool:
     while match := _WRAPPED.fullmatch(part):
         part = match.group(2)
     return part.split("/")[0].split(".")[0] == root
+
+
+def scanned_path(body: Any, above: Path) -> Path:
+    """The path of the module that a loop's body is: what the paths of its equations have in common.
+
+    Args:
+      body: an open jaxpr.
+      above: the path of the loop's equation.
+    """
+    common: Path | None = None
+    for path in _paths(body, above):
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common, path, strict=False)) if common else ()
+        common = path if common is None else tuple(name for name, _ in shared)
+    return above if common is None else common
+
+
+def _paths(body: Any, above: Path) -> Iterator[Path]:
+    """Of the equations that stand below a path."""
+    for equation in body.eqns:
+        path = path_of(str(equation.source_info.name_stack), above)
+        if len(path) > len(above):
+            yield path
+        else:
+            for program in programs_of(equation):
+                yield from _paths(program, path)
 
 
 def _parts(name_stack: str) -> list[str]:

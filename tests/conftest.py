@@ -1,5 +1,16 @@
 """The whole suite runs with strict dtype promotion, without rank promotion, and with warnings as errors."""
 
+import os
+import tempfile
+
+# One folder of compiled programs for a run, for all its workers and the processes that tests start: compiling is the
+# slow part of the suite, and most of its programs are the same few operations. Set before JAX is imported.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import jax
 import numpy as np
 import pytest

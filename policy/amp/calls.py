@@ -13,7 +13,8 @@ from jax import lax
 
 from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, opaque_kind
 from policy.amp.settings import UnknownPrimitiveError
-from policy.amp.values import Value, cast, float_dtype
+from policy.amp.values import F32, Value, cast, float_dtype
+from policy.paths import scanned_path
 from policy.programs import bind, opened, scan_arity, with_consts_as_arguments
 
 
@@ -100,13 +101,18 @@ def _remat(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Val
 
 @_handles("scan")
 def _scan(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-    """What is carried keeps its dtype: a narrowed accumulator of 4096 steps is 76% off."""
+    """What is carried keeps its dtype: a narrowed accumulator of 4096 steps is 76% off.
+
+    But for layers that are scanned over, where a rule for their path has a half output_dtype: that is what each layer
+    hands to the next.
+    """
     params, (consts, carried) = equation.params, scan_arity(equation)
     carry = values[consts : consts + carried]
     others = evaluator.entering(equation, [*values[:consts], *values[consts + carried :]])
     fixed, xs = others[:consts], others[consts:]
     init = as_traced(equation.invars[consts : consts + carried], carry)
-    out = _dtypes(equation.outvars[:carried])
+    out = _handed_on(evaluator, equation, fixed, init, xs)
+    init = [a if dtype is None else cast(a, dtype) for a, dtype in zip(init, out, strict=True)]
     inputs = [*fixed, *map(Value, init), *xs]
     body = Body(evaluator.inside(equation), params["jaxpr"], inputs)
 
@@ -125,6 +131,33 @@ def _scan(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
         _split_transpose=params.get("_split_transpose", False),
     )
     return [*map(Value, after), *body.results([*after, *ys])[carried:]]
+
+
+def _handed_on(evaluator: Evaluator, equation: Any, fixed: list[Value], init: list[Any], xs: list[Value]) -> list[Any]:
+    """The dtype of each carry: half where a rule says so, and a step that gets half returns half by itself."""
+    carried = len(init)
+    traced = _dtypes(equation.outvars[:carried])
+    body, _ = opened(equation.params["jaxpr"])
+    above = evaluator.path_of(equation)
+    layer = scanned_path(body, above)
+    half = evaluator.places.output_of(layer) if layer != above else None
+    if half is None or not equation.params["length"]:
+        return traced
+    inside = evaluator.inside(equation, reports=False)
+    out = [half if dtype == F32 and np.ndim(array) else dtype for dtype, array in zip(traced, init, strict=True)]
+
+    def step(fixed_arrays: list[Any], init: list[Any], xs_arrays: list[Any]) -> list[Any]:
+        carry = [a if dtype is None else cast(a, dtype) for a, dtype in zip(init, out, strict=True)]
+        rows = [lax.index_in_dim(array, 0, keepdims=False) for array in xs_arrays]
+        like = [*fixed, *map(Value, carry), *(Value(row, x.yields) for row, x in zip(rows, xs, strict=True))]
+        return Body(inside, equation.params["jaxpr"], like)(*fixed_arrays, *carry, *rows)[:carried]
+
+    while True:
+        found = jax.eval_shape(step, _arrays(fixed), init, _arrays(xs))
+        stable = [t if d == half != o.dtype else d for d, o, t in zip(out, found, traced, strict=True)]
+        if stable == out:
+            return out
+        out = stable
 
 
 @_handles("while")

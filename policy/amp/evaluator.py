@@ -24,6 +24,8 @@ from policy.amp.values import (
     float_dtype,
     has_range_of_float32,
     is_floating,
+    saturated,
+    saturates,
 )
 from policy.inspection.walk import walk
 from policy.paths import Path, path_of
@@ -62,13 +64,13 @@ class Evaluator:
     def __init__(self, settings: Settings, places: Places, path: Path = (), report: Report | None = None):
         self.settings, self.places, self.path, self.report = settings, places, path, report
 
-    def inside(self, equation: Any) -> Evaluator:
+    def inside(self, equation: Any, *, reports: bool = True) -> Evaluator:
         """The evaluator for the body of `equation`."""
-        return Evaluator(self.settings, self.places, self._path_of(equation), self.report)
+        return Evaluator(self.settings, self.places, self.path_of(equation), self.report if reports else None)
 
     def entering(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         """The operands of an equation that saves them for its derivative: half, where its body would narrow them."""
-        place = self.places[self._path_of(equation)]
+        place = self.places[self.path_of(equation)]
         return list(values) if place.normalises else [self._narrowed(value, "control", place) for value in values]
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
@@ -94,7 +96,7 @@ class Evaluator:
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _path_of(self, equation: Any) -> Path:
+    def path_of(self, equation: Any) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path)
 
     def _category(self, equation: Any, readers: dict[Any, set[str]]) -> str:
@@ -116,7 +118,7 @@ class Evaluator:
         name = equation.primitive.name
         if category == "control" and name in HANDLERS:
             return HANDLERS[name](self, equation, values)
-        path = self._path_of(equation)
+        path = self.path_of(equation)
         place = self.places[path]
         if not place.normalises and name != "add_any":
             values = [self._narrowed(value, category, place) for value in values]
@@ -175,6 +177,9 @@ class Evaluator:
             looked_up = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
             return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
+        if equation.primitive.name == "transpose" and values[0].yields and values[0].constant is None:
+            axes = tuple(equation.params["permutation"])
+            return "as it comes", [Value(outputs[0].array, yields=True, transposed=(values[0], axes))]
         if len(values) == len(outputs) or len([v for v in values if is_floating(v.dtype)]) == 1:
             sources = values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
             keeps = equation.primitive.name in _KEEPS_CONSTANT
@@ -190,7 +195,8 @@ class Evaluator:
         floats = [value for value in values if is_floating(value.dtype)]
         if _holds_program(equation) or not floats:
             return "as traced", _as_traced(equation, values)
-        dtype = common_dtype(floats, place.compute)
+        selects = equation.primitive.name == "select_n"
+        dtype = common_dtype(floats, place.compute, selects=selects)
         if all(value.yields for value in floats):
             big = not all(_fits(value, place.compute) for value in floats)
             outputs = _as_traced(equation, values)
@@ -227,6 +233,8 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
     array = value.array
     if not is_floating(array.dtype) or array.dtype == dtype:
         return array
+    if value.constant is not None and saturates(value.constant, dtype):
+        return saturated(array, dtype)
     if shape is not None and array.ndim and array.shape != shape:
         sharding = getattr(equation.outvars[0].aval, "sharding", None)
         is_explicit = sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
@@ -288,7 +296,7 @@ def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str
         return "author's algorithm", _as_traced(equation, values)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    arrays = [cast(value.array, dtype) if is_floating(value.dtype) else value.array for value in values]
+    arrays = [as_dtype(value, dtype) if is_floating(value.dtype) else value.array for value in values]
     return str(dtype), [Value(output) for output in bind(equation, arrays, params)]
 
 

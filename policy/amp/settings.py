@@ -99,6 +99,15 @@ class Places:
         normalises = settings.narrows and policy is None and any(_NORMALISES.fullmatch(name) for name in path)
         return Place(compute, normalises and compute != F32)
 
+    def output_of(self, path: Path) -> np.dtype | None:
+        """The half dtype in which the module of this very path hands on its result, where a rule says so."""
+        self[path]  # known, for the check of the rules
+        for name in _names(_named(path)) if self.settings.rules and path else ():
+            policy = self.settings.rules.match(name)
+            if policy is not None:
+                return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
+        return None
+
     def check_rules(self) -> None:
         """Refuses rules that matched no path."""
         if self.settings.rules:

@@ -22,7 +22,7 @@ from policy.amp.values import Value, cast, is_floating
 from policy.policy import Policy, get_policy
 from policy.programs import opened
 from policy.rules import PolicyRules
-from policy.scope import RulesLike, current_policy, require_usable
+from policy.scope import RulesLike, current_scope, require_usable
 from policy.tracing import Arguments, lowered
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
@@ -32,13 +32,17 @@ _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of s
 class _Options:
     policy: Policy | None
     params: Any
-    settings: Settings | None
+    settings: Settings
 
     def resolved(self) -> Settings | None:
         """The settings in force, or None where there is no policy."""
-        assert self.settings is not None
-        policy = self.policy if self.policy is not None else current_policy()
-        return None if policy is None else dataclasses.replace(self.settings, policy=require_usable(policy))
+        if self.policy is not None:
+            return dataclasses.replace(self.settings, policy=require_usable(self.policy))
+        scope = current_scope()
+        if scope.policy is None:
+            return None
+        rules = scope.rules if self.settings.rules is None else self.settings.rules
+        return dataclasses.replace(self.settings, policy=require_usable(scope.policy), rules=rules)
 
 
 def autocast(
@@ -64,11 +68,14 @@ def autocast(
 
     Args:
       fn: any function of arrays. Left out (or with the policy in its place), a decorator is returned.
-      policy: a Policy or its text form; its compute_dtype is what matmuls run in. None is the one in force at the call.
+      policy: a Policy or its text form; its compute_dtype is what matmuls run in. None is the one in force at the call,
+        and its rules.
       params: which arguments are parameters, whose float32 yields to half activations: positions, names of arguments,
         or a predicate on leaves. None: the `params` collection of a mapping that has one, else the first positional
         argument if it is a container. Other arguments and closed-over arrays keep float32 what they are mixed with.
-      rules: policies by module path, as everywhere: ``{"decoder/layer_3/.*": "f32"}``.
+      rules: policies by module path, as everywhere: ``{"decoder/layer_3/.*": "f32"}``. One for layers that are scanned
+        over, with a half output_dtype, narrows what each hands to the next: ``{"layers": "bf16"}``. Other loops, and
+        that one without a rule, carry what they carried.
       preset: "memory" keeps activations in half between matmuls; "conservative" is PyTorch's promotion, where params
         and normalisations make them float32 again.
       allow, deny, opaque: names of primitives to run in compute_dtype, in float32, or as they were traced.
@@ -224,7 +231,8 @@ class _Autocast:
             places = Places(settings)
             body, consts = opened(jaxpr)
             outputs = Evaluator(settings, places, report=report).run(body, [Value(c) for c in consts], values)
-            places.check_rules()
+            if self.options.settings.rules is not None:
+                places.check_rules()  # those of a scope may be meant for other code
             leaves, structure = jax.tree.flatten(shape)
             results = [_like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)]
             return jax.tree.unflatten(structure, results)

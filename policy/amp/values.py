@@ -28,6 +28,7 @@ class Value:
       narrows: whether it was computed in float32 by a normalisation, and is half where another module reads it.
       narrowed: the half value that other modules read, once one has.
       widened: the same number in float32, once an operation has asked for it.
+      transposed: the value that this one is a transposition of, and its axes.
     """
 
     array: Any
@@ -36,6 +37,7 @@ class Value:
     narrows: bool = False
     narrowed: Value | None = None
     widened: Any = None
+    transposed: tuple[Value, tuple[int, ...]] | None = None
 
     @property
     def dtype(self) -> Any:
@@ -63,7 +65,14 @@ def cast(array: Any, dtype: Any) -> Any:
 def as_dtype(value: Value, dtype: Any) -> Any:
     """`value` in `dtype`. A half value is widened once for all who ask: its cotangents are then summed in float32 and
     rounded once. A float32 one is narrowed at each use, for the same reason."""
-    if value.array.dtype == dtype or value.array.dtype.itemsize >= dtype.itemsize:
+    if value.array.dtype == dtype:
+        return value.array
+    if value.array.dtype.itemsize >= dtype.itemsize:
+        if value.transposed is not None:
+            # Cast, then transposed, as an author writes it: XLA folds a transposition that stands beside a matmul into
+            # it, also the one of the gradient. Past a cast it can't, and XLA:CPU then multiplies in another order.
+            source, axes = value.transposed
+            return lax.transpose(as_dtype(source, dtype), axes)
         return cast(value.array, dtype)
     if value.widened is None or value.widened.dtype != dtype:
         value.widened = cast(value.array, dtype)
@@ -79,22 +88,36 @@ def fits(constant: Any, dtype: Any) -> bool:
     return not (overflows or vanishes)
 
 
+def saturates(constant: Any, dtype: Any) -> bool:
+    """Whether a number overflows in `dtype` by its rounding alone: float32's lowest becomes -inf in bfloat16."""
+    finite = bool(np.isfinite(constant)) and has_range_of_float32(dtype)
+    return finite and abs(float(constant)) > float(jnp.finfo(dtype).max)
+
+
+def saturated(array: Any, dtype: Any) -> Any:
+    """`array` in `dtype`, what is beyond its range at its limits."""
+    limits = jnp.finfo(dtype)
+    return cast(lax.clamp(array.dtype.type(limits.min), array, array.dtype.type(limits.max)), dtype)
+
+
 def has_range_of_float32(dtype: Any) -> bool:
     return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(F32).maxexp)
 
 
-def common_dtype(values: Sequence[Value], half: Any) -> np.dtype:
+def common_dtype(values: Sequence[Value], half: Any, *, selects: bool = False) -> np.dtype:
     """The dtype in which float32 values of the trace are mixed: `half`, or float32.
 
     Half where one of them is half already, and every other yields: params and constants always, scalars where `half`
-    has float32's range. A constant that overflows or vanishes in `half` keeps the operation in float32.
+    has float32's range. A constant that overflows or vanishes in `half` keeps the operation in float32; but for what
+    `selects`, where a mask's `finfo(float32).min` does as well as the lowest number of `half`.
     """
     if not any(value.dtype == half for value in values):
         return F32
     for value in values:
         if value.dtype == half:
             continue
-        if value.constant is not None and not fits(value.constant, half):
+        is_lost = value.constant is not None and not fits(value.constant, half)
+        if is_lost and not (selects and saturates(value.constant, half)):
             return F32
         is_scalar = value.array.ndim == 0 and has_range_of_float32(half)
         if not (value.yields or is_scalar):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from policy.inspection.operations import is_inexact, kind_of
+from policy.inspection.operations import dtype_of, is_inexact, kind_of
 
 # Moves numbers, or says something about them: nothing is computed.
 _FREE = frozenset(
@@ -43,7 +43,7 @@ def flops_of(equation: Any) -> int:
     """
     name = equation.primitive.name
     kind = kind_of(name)
-    numbers = [atom.aval for atom in equation.invars if is_inexact(str(getattr(atom.aval, "dtype", "")))]
+    numbers = [atom.aval for atom in equation.invars if is_inexact(dtype_of(atom))]
     if not numbers or kind in ("opaque", "cast") or name in _FREE or not equation.outvars:
         return 0
     result = size(getattr(equation.outvars[0].aval, "shape", ()))

@@ -8,6 +8,7 @@ from typing import Any
 import jax.extend.core as jex_core
 import numpy as np
 
+from policy.inspection.operations import name_of
 from policy.inspection.walk import Body, Site, bodies_of, entered, site_of
 from policy.programs import opened, scan_arity
 
@@ -30,8 +31,7 @@ class Value:
 
     def __init__(self, aval: Any, maker: Node | None = None, array: Any = None):
         self.aval, self.maker, self.array, self.is_output = aval, maker, array, False
-        dtype = getattr(aval, "dtype", None)
-        self.dtype = "" if dtype is None else str(dtype)
+        self.dtype = name_of(getattr(aval, "dtype", None))
         self.readers: list[Node] = []
 
     @property

@@ -63,7 +63,12 @@ def sums(equation: Any) -> bool:
 
 def dtype_of(atom: Any) -> str:
     """The name of a variable's or literal's dtype; "" for what has none."""
-    dtype = getattr(getattr(atom, "aval", None), "dtype", None)
+    return name_of(getattr(getattr(atom, "aval", None), "dtype", None))
+
+
+@functools.lru_cache(maxsize=256)
+def name_of(dtype: Any) -> str:
+    """The name of a dtype, a key's included; "" of None."""
     return "" if dtype is None else str(dtype)
 
 

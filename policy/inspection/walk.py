@@ -27,7 +27,8 @@ _COMBINES = frozenset(
         *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
     )
 )
-_ON_DEVICES = frozenset(("shard_map", "xla_pmap"))
+_CHECKPOINTS = frozenset(("remat2", "checkpoint"))
+_ON_DEVICES = frozenset(("shard_map",))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,11 +43,13 @@ class Site:
         and so does what is in either branch of a `cond`.
       inside: the names of the primitives whose programs it stands in, outermost first.
       devices: on how many devices it runs as it stands: those of the `shard_map`s around it.
+      axes: the sizes of the mesh axes that the `shard_map`s around it name.
       is_recomputed: whether it repeats, in the backward pass, what a checkpoint did not save.
       is_placed: whether this library put it there: a cast at a boundary, or one of autocast's.
       in_island: whether it stands in what `full_precision` keeps in float32.
       call: the equation that called the function of JAX's own that it stands in; None where it stands in none. JAX
         traces such a function once, and its equations point to the line of the first call.
+      around: the place of the equation whose program it stands in; None at the top.
     """
 
     equation: Any
@@ -55,10 +58,12 @@ class Site:
     count: int = 1
     inside: tuple[str, ...] = ()
     devices: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
     is_recomputed: bool = False
     is_placed: bool = False
     in_island: bool = False
     call: Any = None
+    around: Site | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -68,7 +73,9 @@ class Site:
     @property
     def source(self) -> str:
         """The line of the user's code, as ``model.py:12 (__call__)``; "" where JAX knows none."""
-        return source_of(self.equation if self.call is None else self.call)
+        if self.call is not None:
+            return source_of(self.call)
+        return source_of(self.equation) or ("" if self.around is None else self.around.source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,9 +114,12 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
 
 def site_of(equation: Any, around: Site | None) -> Site:
     """Where an equation stands. `around`: what `entered` gave for the body that it stands in; None at the top."""
-    place = _place(str(equation.source_info.name_stack), () if around is None else around.path)
+    stack = str(equation.source_info.name_stack)
+    if around is not None and around.is_backward and equation.primitive.name in _CHECKPOINTS:
+        stack = _once(stack)
+    place = _place(stack, () if around is None else around.path)
     if around is None:
-        return Site(equation, place.path, place.is_backward, 1, (), 1, *place.marks)
+        return Site(equation, place.path, place.is_backward, 1, (), 1, (), *place.marks)
     return Site(
         equation,
         place.path,
@@ -117,11 +127,20 @@ def site_of(equation: Any, around: Site | None) -> Site:
         around.count,
         around.inside,
         around.devices,
+        around.axes,
         place.marks[0] or around.is_recomputed,
         place.marks[1] or around.is_placed,
         place.marks[2] or around.in_island,
         around.call,
+        around,
     )
+
+
+def _once(stack: str) -> str:
+    """A name stack that JAX wrote twice over: that of a checkpoint in the backward pass of a scan."""
+    names = stack.split("/")
+    half = len(names) // 2
+    return "/".join(names[:half]) if half and names[:half] == names[half:] else stack
 
 
 class _Place(NamedTuple):
@@ -148,6 +167,7 @@ def entered(site: Site, body: Body) -> Site:
         count=site.count * body.count,
         inside=(*site.inside, site.name),
         devices=site.devices * body.devices,
+        axes=(*site.axes, *_axes(site.equation)) if site.name in _ON_DEVICES else site.axes,
     )
 
 
@@ -163,7 +183,7 @@ def bodies_of(equation: Any) -> Iterator[Body]:
     if name in _COMBINES or name in kernels():
         return
     count = equation.params.get("length", 1) if name == "scan" else 1
-    devices = _devices(equation) if name in _ON_DEVICES else 1
+    devices = math.prod(size for _, size in _axes(equation)) if name in _ON_DEVICES else 1
     for parameter, value in equation.params.items():
         for program in _programs(value):
             yield Body(program, parameter, int(count) if isinstance(count, int) else 1, devices)
@@ -175,13 +195,12 @@ def _programs(value: Any) -> Iterator[Any]:
             yield program
 
 
-def _devices(equation: Any) -> int:
-    """How many devices run the body of a `shard_map` each for itself."""
-    mesh, manual = equation.params.get("mesh"), equation.params.get("manual_axes", equation.params.get("axis_names"))
-    sizes = dict(getattr(mesh, "shape", {}) or {})
-    if not sizes:
-        return int(equation.params.get("global_axis_size", 1))
-    return math.prod(size for axis, size in sizes.items() if not manual or axis in manual)
+def _axes(equation: Any) -> tuple[tuple[str, int], ...]:
+    """The axes along which a `shard_map` runs its body on each device for itself, and their sizes."""
+    params = equation.params
+    manual = params.get("manual_axes", params.get("axis_names"))
+    sizes = dict(getattr(params.get("mesh"), "shape", {}) or {})
+    return tuple((axis, int(size)) for axis, size in sizes.items() if not manual or axis in manual)
 
 
 _SUMMARY = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)", re.DOTALL)

@@ -72,6 +72,12 @@ def test_under_shard_map_gradients_cross_once_a_step_in_the_dtype_that_is_asked(
     np.testing.assert_allclose(losses, curve(plain_step(tx, loss_fn), *args)[0], rtol=0.01)
 
 
+def test_a_program_that_is_in_jaxs_compilation_cache_can_still_be_read():
+    assert jax.config.jax_compilation_cache_dir, "the suite has a folder of compiled programs"
+    found = [collectives_of(jax.jit(lambda x: x.sum()), placed(jnp.ones(8), SPLIT)) for _ in range(2)]
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_under_jit_gradients_cross_in_the_dtype_of_the_weight_gradients_dot(dtype):
     tx = mixed_precision(optax.adam(1e-2), "mixed_bfloat16")

@@ -39,10 +39,8 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
         saved = sum(array_bytes(v.aval) * m.site.count * m.site.devices for v, m in zip(values, makers, strict=True))
         origin = flow.widening(values[0])
         half = "half" if origin is None else origin.inputs[0].dtype
-        message = (
-            f"{saved:,} bytes in {len(values)} float32 arrays are kept for the backward pass, made of {half} values by "
-            f"elementwise operations: in {half} they would take half of that."
-        )
+        arrays = f"{len(values)} {values[0].dtype} {'arrays are' if len(values) > 1 else 'array is'}"
+        message = f"{saved:,} bytes in {arrays} kept for the backward pass, made of {half} by elementwise operations: {half} would take half of that."
         yield finding(RESIDUAL, makers[0], message, (half, values[0].dtype))
 
 

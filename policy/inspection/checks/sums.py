@@ -56,8 +56,16 @@ def terms_of(node: Node) -> str:
     elif kind_of(node.name) == "scatter-add":
         return _collisions(node)
     elif kind_of(node.name) == "collective":
-        return "the shards"
+        return _shards(node)
     return f"{count} terms each" if not isinstance(count, int) or count > 1 else ""
+
+
+def _shards(node: Node) -> str:
+    """What a collective sums, in words; "" over axes of one device."""
+    axes = node.params.get("axes", node.params.get("axis_name", ()))
+    sizes, shape = dict(node.site.axes), node.inputs[0].shape
+    each = [sizes.get(a) if isinstance(a, str) else shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))]
+    return "" if each and all(size == 1 for size in each) else "the shards"
 
 
 def _adds(node: Node) -> bool:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from policy import use_policy
 from policy.amp import autocast, full_precision
 from policy.inspection.walk import walk
 from policy.paths import path_of
+from policy.programs import opened, programs_of
 from tests.policy.amp.models import KEY, SEQUENCE, SQUARE, normal
 from tests.programs import operations
 
@@ -183,3 +185,99 @@ def test_scopes_of_plain_functions_are_paths_too(rule):
 )
 def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
     assert path_of(name_stack, above) == path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a scan over layers carries
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def carried(fn: Any, *args: Any) -> set[str]:
+    """The dtypes of the matrices that the scans of a program carry."""
+
+    def found(jaxpr: Any) -> set[str]:
+        dtypes: set[str] = set()
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan":
+                body, _ = opened(equation.params["jaxpr"])
+                pairs = zip(equation.outvars, body.outvars, strict=True)
+                dtypes |= {o.aval.dtype.name for o, i in pairs if o.aval.ndim == i.aval.ndim == 2}
+            dtypes = dtypes.union(*map(found, programs_of(equation)))
+        return dtypes
+
+    return found(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+LAYERS = {"layers": "bfloat16"}
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_a_rule_for_scanned_layers_narrows_what_each_hands_to_the_next(remat: bool):
+    net = Net(remat, scan=True)
+    variables = jax.eval_shape(net.init, KEY, SQUARE)
+    assert carried(autocast(net.apply, BF16), variables, SQUARE) == {"float32"}
+    assert carried(autocast(net.apply, BF16, rules={"layers": BF16}), variables, SQUARE) == {"float32"}
+    assert carried(autocast(net.apply, BF16, rules={"layers/up": "bf16"}), variables, SQUARE) == {"float32"}
+    for name, program in programs(net.apply, rules=LAYERS).items():
+        assert "bfloat16" in carried(program, variables, SQUARE), name
+    assert carried(autocast(net.apply, BF16, rules=LAYERS), variables, SQUARE) == {"bfloat16"}
+
+
+def test_gradients_through_narrowed_layers_are_close_to_float32():
+    net = Net(remat=True, scan=True)
+    x = normal(8, 8)
+    variables = jax.jit(net.init)(KEY, x)
+
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(net.apply(variables, x)))
+
+    wide = jax.grad(loss)(variables, x)
+    narrow = jax.grad(autocast(loss, BF16, rules=LAYERS))(variables, x)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(narrow):
+        truth = wide
+        for key in path:
+            truth = truth[key.key]
+        assert gradient.dtype == jnp.float32
+        assert jnp.linalg.norm(gradient - truth) < 3e-2 * jnp.linalg.norm(truth), path
+
+
+def test_a_running_sum_beside_narrowed_layers_keeps_float32():
+    class Summed(nn.Module):
+        @nn.compact
+        def __call__(self, carry: Any, _: Any) -> Any:
+            x, total = carry
+            x = x + nn.Dense(8)(x)
+            return (x, total + jnp.exp(x)), None
+
+    class Holder(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            layers = nn.scan(Summed, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return layers(name="layers")((x, jnp.zeros_like(x)), None)[0]
+
+    holder = Holder()
+    variables = jax.eval_shape(holder.init, KEY, SQUARE)
+    program = autocast(holder.apply, BF16, rules=LAYERS)
+    assert carried(program, variables, SQUARE) == {"bfloat16", "float32"}
+
+
+def test_a_rule_for_a_module_leaves_its_own_loops_alone():
+    class Sums(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            y = nn.Dense(8)(x)
+            return lax.scan(lambda total, _: (total + y, None), jnp.zeros_like(y), None, length=3)[0]
+
+    model = Sums()
+    variables = jax.eval_shape(model.init, KEY, SQUARE)
+    assert carried(autocast(model.apply, BF16, rules={"Sums": "bfloat16"}), variables, SQUARE) == {"float32"}
+
+
+def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
+    net = Net(remat=False, scan=False)
+    variables = jax.eval_shape(net.init, KEY, SQUARE)
+    program = autocast(net.apply)
+    with use_policy(BF16, {"layers_.*": "float32", "elsewhere": "float16"}):
+        assert matmuls(program, variables, SQUARE) == {("block", "float32"): 4, ("head", "bfloat16"): 1}
+    with use_policy(BF16, {"head": "float32"}):
+        assert matmuls(program, variables, SQUARE) == {("block", "bfloat16"): 4, ("head", "float32"): 1}
