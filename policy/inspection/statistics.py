@@ -88,13 +88,16 @@ def _named(sums: Any, largest: Any) -> Any:
     difference, kept, own, underflow, subnormal, overflow, undefined, size = sums
     size = jnp.maximum(size, 1)
     error = jnp.where(difference == 0, 0, jnp.sqrt(difference / kept))
+    # Squares of what is below 1e-22 are zero: then the largest elements stand for all.
+    is_tiny = (kept == 0) & (largest[1] > 0) & (largest[1] < 1e-18)
+    error = jnp.where(is_tiny, jnp.abs(largest[0] - largest[1]) / largest[1], error)
     error = jnp.where((overflow > 0) | jnp.isnan(error), jnp.inf, error)
     # Of the law of cosines: the cosine itself would be a difference of nearly equal numbers.
     norms, lengths = jnp.sqrt(kept * own), jnp.sqrt(kept) - jnp.sqrt(own)
     distance = jnp.where(norms == 0, (kept != own).astype(jnp.float32), (difference - lengths**2) / (2 * norms))
     distance = jnp.where(overflow > 0, 1, jnp.clip(distance, 0, 2))
     shares = [count / size for count in (underflow, subnormal, overflow)]
-    own_largest = jnp.where(overflow > 0, jnp.inf, largest[0])
+    own_largest = jnp.where((overflow > 0) | jnp.isnan(largest[0]), jnp.inf, largest[0])
     return jnp.stack([error, distance, *shares, own_largest, largest[1], undefined / size])
 
 

@@ -73,6 +73,13 @@ def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_o
     np.testing.assert_allclose(found[:2], np.array([relative(value, truth), float(1 - cosine)]), rtol=1e-5)
 
 
+def test_numbers_whose_squares_float32_does_not_hold_have_an_error_too() -> None:
+    for scale in (1e-28, 1e25):
+        reference = jnp.asarray([1.0, 2.0, -3.0], F32) * F32(scale)
+        found = np.asarray(statistics.measured(jnp.zeros(3), reference))
+        assert found[0] == (1.0 if scale < 1 else 0.0) and found[2] == 1.0, "what is beyond 1e18 has no norm"
+
+
 def test_each_row_says_what_running_the_function_twice_says() -> None:
     w, x = normal(8, 8), normal(4, 8)
     comparison = compare(half_model, w, x)
