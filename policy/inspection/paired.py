@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -299,8 +300,6 @@ def _is_measurable(dtype: Any) -> bool:
 
 def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:
     """The paths that a value leaves, deepest first, and those that it enters, outermost first."""
-    common = 0
-    while common < min(len(origin), len(reader)) and origin[common] == reader[common]:
-        common += 1
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(origin, reader, strict=False)))
     left = [origin[:length] for length in range(len(origin), common, -1)]
     return left, [reader[:length] for length in range(common + 1, len(reader) + 1)]
