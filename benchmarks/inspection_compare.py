@@ -122,6 +122,13 @@ def needed(compiled: Any) -> float:
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / MIB
 
 
+def gigaflops(compiled: Any) -> float:
+    costs = compiled.cost_analysis()
+    if costs is None:
+        raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+    return costs["flops"] / 1e9
+
+
 def layer_memory(case: Case) -> float:
     """MiB of one layer in float32: its parameters, what it needs, and what it returns."""
     x = jax.ShapeDtypeStruct((case.batch, case.length, case.width), jnp.float32)
@@ -145,10 +152,8 @@ def step(case: Case, times: int) -> Iterator[Row]:
     arguments = case.arguments()
     float32 = jax.jit(jax.value_and_grad(case.loss)).lower(*arguments).compile()
     ours, arrays = comparison(case.loss, arguments, gradients=True)
-    flops = [compiled.cost_analysis()["flops"] / 1e9 for compiled in (ours, float32)]
-    yield Row("flops", case.name, *flops, FLOPS)
-    memory = [needed(ours), needed(float32)]
-    yield Row("memory", f"{case.name}, with gradients", *memory, GRADIENTS)
+    yield Row("flops", case.name, gigaflops(ours), gigaflops(float32), FLOPS)
+    yield Row("memory", f"{case.name}, with gradients", needed(ours), needed(float32), GRADIENTS)
     seconds = _seconds({"ours": (ours, arrays), "float32": (float32, arguments)}, times)
     yield Row("time", case.name, seconds["ours"], seconds["float32"], TIME)
 

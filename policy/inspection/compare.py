@@ -82,7 +82,7 @@ def paired(program: Program, log: Log) -> Any:
     def run(*arrays: Any) -> tuple[dict[int, Any], list[Any]]:
         log.places.clear()
         log.measurements.clear()
-        both = Paired(log)
+        both = Paired(log, bool(program.gradients))
         outputs = both.run(body, [Value([const]) for const in consts], [Value([array]) for array in arrays])
         both.returned(outputs, body.outvars)
         return both.notes, [_has_nan(array) for array in arrays]

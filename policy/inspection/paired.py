@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from policy.amp.categories import MATMULS, category_of
 from policy.inspection.rerun import HANDLERS, INLINED, Place, Rerun, Value
 from policy.inspection.rounding import depends, is_apart
 from policy.inspection.statistics import largest_alone, measured
 from policy.inspection.walk import source_of
-from policy.inspection.widened import Wide, dtype_of, is_half, widen
+from policy.inspection.widened import F32, Wide, dtype_of, is_half, widen
 from policy.paths import Path
-from policy.programs import bind
+from policy.programs import bind, scan_arity
 
 _LARGE = 1024  # elements
+_CODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # what a scan stacks as 16 bits
+_IS_ZERO = np.uint16(0x7FC1)  # of a difference: a NaN that no arithmetic returns
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +55,8 @@ class Measurement:
 class Origin:
     """Where a value was computed, and its measurement once it was read elsewhere.
 
-    `made` is the equation, its operands, and which of its results it is, where it may be computed again.
+    `made` is the equation, its operands, and which of its results it is, where it may be computed again. `coded` is
+    the dtype of the first array, where that is not itself there: see `_coded`.
     """
 
     place: Place
@@ -59,6 +64,7 @@ class Origin:
     source: str = ""
     measurement: Measurement | None = None
     made: tuple[Any, list[Value], int] | None = None
+    coded: Any = None
 
 
 @dataclasses.dataclass
@@ -72,13 +78,13 @@ class Log:
 class Paired(Rerun):
     """Each value is one array where half precision has no part in it, else two: the program's own, and float32's."""
 
-    def __init__(self, log: Log):
+    def __init__(self, log: Log, has_gradients: bool = False):
         super().__init__()
-        self.log = log
+        self.log, self.has_gradients = log, has_gradients
         self.again: dict[int, tuple[Value, Any]] = {}
 
     def copied(self) -> Paired:
-        return Paired(self.log)
+        return Paired(self.log, self.has_gradients)
 
     def inside(self, equation: Any) -> Paired:
         inner = super().inside(equation)
@@ -92,6 +98,8 @@ class Paired(Rerun):
         place = self.place_of(equation)
         self._met(place)
         if equation.primitive.name not in INLINED:
+            stacked = sum(scan_arity(equation)) if equation.primitive.name == "scan" else len(values)
+            values = [*map(_decoded, values[:stacked]), *values[stacked:]]
             for value, atom in zip(values, equation.invars, strict=True):
                 self._read(value, place, dtype_of(atom))
             if place.direction == "backward":
@@ -165,9 +173,9 @@ class Paired(Rerun):
         returned; what is computed of that elsewhere is computed again.
         """
         origin = value.origin
-        if origin is None or origin.place.direction != "forward" or len(value.arrays) == 1:
+        if origin is None or origin.place.direction == "backward" or len(value.arrays) == 1:
             return value
-        if value.arrays[0].size < _LARGE:
+        if value.arrays[0].size < _LARGE or origin.coded is not None:
             return value
         return Value([self._once_more(value), *value.arrays[1:]], origin)
 
@@ -187,7 +195,7 @@ class Paired(Rerun):
 
     def returned(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
         """Measures what the program returns: it leaves every path."""
-        for i, (value, atom) in enumerate(zip(values, atoms, strict=True)):
+        for i, (value, atom) in enumerate(zip(map(_decoded, values), atoms, strict=True)):
             dtype = dtype_of(atom)
             if not _is_measurable(dtype):
                 continue
@@ -206,8 +214,15 @@ class Paired(Rerun):
     def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values])
         place = self.place_of(equation)
-        origin = lambda: Origin(place, equation.primitive.name, source_of(equation))  # noqa: E731
-        return [Value([None] * (1 + pair), origin()) for pair in pairs]
+        origin = Origin(place, equation.primitive.name, source_of(equation))
+        stacked = sum(scan_arity(equation)[1:]) if equation.primitive.name == "scan" else len(pairs)
+        kinds = [Value([None] * (1 + pair), dataclasses.replace(origin)) for pair in pairs]
+        for kind, variable in zip(kinds[stacked:], equation.outvars[stacked:], strict=True):
+            is_saved = self.has_gradients and variable.aval.size >= _LARGE
+            dtype = dtype_of(variable)
+            if is_saved and len(kind.arrays) > 1 and dtype in _CODED:
+                kind.origin.coded = dtype
+        return kinds
 
     def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
         like = self.kinds(equation, values)
@@ -216,7 +231,9 @@ class Paired(Rerun):
     def entering(self, values: Sequence[Value]) -> list[Value]:
         places = [value.origin.place if value.origin else self.place for value in values]
         return [
-            Value(value.arrays, Origin(Place(self.place.path, place.direction)))
+            Value(
+                value.arrays, Origin(Place(self.place.path, place.direction), coded=value.origin and value.origin.coded)
+            )
             for value, place in zip(values, places, strict=True)
         ]
 
@@ -225,13 +242,14 @@ class Paired(Rerun):
         return [Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in values]
 
     def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
-        for value, atom in zip(values, atoms, strict=True):
+        for value, atom in zip(map(_decoded, values), atoms, strict=True):
             self._read(value, self.place, dtype_of(atom))
 
     def settled(self, value: Value, like: Value) -> Value:
-        if len(value.arrays) == len(like.arrays):
-            return value
-        return Value([value.arrays[0], reference(value)], value.origin)
+        value = _decoded(value)
+        if len(value.arrays) != len(like.arrays):
+            value = Value([value.arrays[0], reference(value)], value.origin)
+        return Value([_coded(*value.arrays), value.arrays[1]], like.origin) if _is_coded(like) else value
 
 
 def _is_cheap(equation: Any) -> bool:
@@ -240,6 +258,35 @@ def _is_cheap(equation: Any) -> bool:
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
     category = category_of(name)
     return not (name in HANDLERS or is_half_dot or equation.effects or category in (None, "opaque", "control"))
+
+
+def _coded(array: Any, wide: Any) -> Any:
+    """What a scan stacks of an array where there are gradients, beside float32's own: 16 bits a number.
+
+    A float32 array is kept as its difference to float32's own in bfloat16. That is exact to one part in 256, which is
+    how exactly the errors of what depends on it are then known; zeros are exact. Half arrays are kept as their bits: as
+    numbers, XLA would widen them for all steps at once, on a backend that computes in float32.
+    """
+    if is_half(array.dtype):
+        return lax.bitcast_convert_type(array, jnp.uint16)
+    difference = jnp.where(array == wide, jnp.zeros((), wide.dtype), array - wide).astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(difference, jnp.uint16)
+    return jnp.where((array == 0) & (wide != 0), _IS_ZERO, bits)
+
+
+def _decoded(value: Value) -> Value:
+    if not _is_coded(value):
+        return value
+    (bits, wide), dtype = value.arrays, value.origin.coded
+    array = lax.bitcast_convert_type(bits, dtype if is_half(dtype) else jnp.bfloat16)
+    if not is_half(dtype):
+        array = jnp.where(array == 0, wide, wide + array.astype(wide.dtype))
+        array = jnp.where(bits == _IS_ZERO, jnp.zeros((), wide.dtype), array)
+    return Value([array, wide], dataclasses.replace(value.origin, coded=None))
+
+
+def _is_coded(value: Value) -> bool:
+    return value.origin is not None and value.origin.coded is not None
 
 
 def reference(value: Value) -> Any:
@@ -253,8 +300,6 @@ def _is_measurable(dtype: Any) -> bool:
 
 def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:
     """The paths that a value leaves, deepest first, and those that it enters, outermost first."""
-    common = 0
-    while common < min(len(origin), len(reader)) and origin[common] == reader[common]:
-        common += 1
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(origin, reader, strict=False)))
     left = [origin[:length] for length in range(len(origin), common, -1)]
     return left, [reader[:length] for length in range(common + 1, len(reader) + 1)]

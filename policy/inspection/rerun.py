@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -142,11 +143,21 @@ class Rerun:
 def module_path(path: Path, is_backward: bool) -> Path:
     """A path without scopes that are no modules.
 
-    The transposition of a checkpoint writes the path of its equations twice: Net/Net, for Net.
+    The transposition of checkpoints and derivative rules writes part of the path of their equations twice: Net/Net for
+    Net, layers/norm/layers/norm for layers/norm.
     """
     path = tuple(name for name in path if name not in _SCOPES)
-    half = len(path) // 2
-    return path[:half] if is_backward and path and path[:half] == path[half:] else path
+    return _once(path) if is_backward else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _once(path: Path) -> Path:
+    for length in range(len(path) // 2, 0, -1):
+        for start in range(len(path) - 2 * length + 1):
+            middle, end = start + length, start + 2 * length
+            if path[start:middle] == path[middle:end] and not all(map(str.isdigit, path[start:middle])):
+                return _once((*path[:middle], *path[end:]))
+    return path
 
 
 def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
@@ -278,14 +289,16 @@ def _scan(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     inside = [*fixed, *inner.entering([*init, *xs])]
     like = run.kinds(equation, values)
     body = Body(inner, params["jaxpr"], inside, like)
-    width = len(flat(init))
+    width, given = len(flat(init)), flat(xs)
+    scanned = [array for array in given if array.ndim]  # what stands beside a value, a number for all of it, is not
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
-        outputs, notes = body(*flat(fixed), *carry, *xs)
+        steps = iter(xs)
+        outputs, notes = body(*flat(fixed), *carry, *(next(steps) if array.ndim else array for array in given))
         return outputs[:width], (outputs[width:], notes)
 
     options = {"reverse": params["reverse"], "unroll": params["unroll"], "length": params["length"]}
-    after, (ys, notes) = lax.scan(step, flat(init), flat(xs), **options)
+    after, (ys, notes) = lax.scan(step, flat(init), scanned, **options)
     run.notes.update(notes)
     return filled(like, [*after, *ys])
 
@@ -341,7 +354,8 @@ def _shard_map(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     inner.axes = (*run.axes, *axes)
     like = run.kinds(equation, values)
     body = Body(inner, params["jaxpr"], values, like)
-    in_specs = [spec for value, spec in zip(values, params["in_specs"], strict=True) for _ in value.arrays]
+    specs = zip(values, params["in_specs"], strict=True)
+    in_specs = [spec if array.ndim else PartitionSpec() for value, spec in specs for array in value.arrays]
     out_specs = [spec for value, spec in zip(like, params["out_specs"], strict=True) for _ in value.arrays]
     mapped = jax.shard_map(
         body,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,11 +15,15 @@ from policy.inspection.paired import Log, Measurement
 from policy.inspection.program import Program
 from policy.inspection.rerun import Place, lost_prefixes
 from policy.inspection.statistics import NAMES, limit_of
-from policy.inspection.widened import is_half
+from policy.inspection.widened import dtypes_of, is_half
+from policy.programs import opened
 
 # How many times what comes in an error has to be, to be called the module's own.
 JUMP = 8.0
-_ERROR, _DISTANCE, _LARGEST = NAMES.index("error"), NAMES.index("distance"), NAMES.index("largest")
+# What is this much smaller than what it is a sum of is what rounding in float32 leaves of zero.
+_ZERO = 1e-5
+_ERROR, _UNDERFLOW = NAMES.index("error"), NAMES.index("underflow")
+_LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +49,16 @@ class Numbers:
 class Findings:
     """All that was measured, in the order of the program."""
 
-    def __init__(self, log: Log, notes: dict[int, Any]):
+    def __init__(self, log: Log, notes: dict[int, Any], program: Program):
         self.log = _with_whole_paths(log)
         self.numbers = [Numbers(m, np.asarray(notes[m.key], np.float64)) for m in log.measurements if m.key in notes]
-        halves = {n.of.dtype for n in self.numbers if is_half(n.of.dtype)}
+        halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
         # The error of one rounding: below it, nothing is told apart from its neighbours.
         self.floor = max((float(jnp.finfo(dtype).eps) for dtype in halves), default=float(jnp.finfo(np.float32).eps))
+
+    @functools.cached_property
+    def _entered(self) -> dict[Place, list[Numbers]]:
+        return {place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places}
 
     def places(self) -> Iterable[Place]:
         """All of them, in order."""
@@ -61,13 +70,13 @@ class Findings:
         is_all = place.direction != "backward" or not found
         return found + [n for n in self.numbers if is_all and place in n.of.returned and n not in found]
 
-    def entering(self, place: Place, numbers: Numbers) -> np.ndarray:
+    def entering(self, place: Place, numbers: Numbers, what: int = _ERROR) -> np.ndarray:
         """The worst error of what had entered a place before a value was computed; in each step, if it is in a scan."""
         worst = np.zeros(numbers.errors.shape)
-        for other in self.numbers:
-            if other.of.key < numbers.of.key and self._enters(other, place):
-                errors = other.errors if other.errors.shape == worst.shape else other.errors.max(initial=0)
-                worst = np.maximum(worst, errors)
+        for other in self._entered.get(place, ()):
+            if other.of.key < numbers.of.key:
+                found = other.array[..., what]
+                worst = np.maximum(worst, found if found.shape == worst.shape else found.max(initial=0))
         return worst
 
     def _enters(self, numbers: Numbers, place: Place) -> bool:
@@ -78,8 +87,16 @@ class Findings:
         )
 
     def jumps(self, place: Place, numbers: Numbers) -> np.ndarray:
-        """In which steps a value's error is the place's own."""
-        return numbers.errors > JUMP * np.maximum(self.entering(place, numbers), self.floor)
+        """In which steps a value's error is the place's own.
+
+        A gradient that is zero but for rounding, as that of a bias before a normalisation, has no error to speak of.
+        """
+        jumps = numbers.errors > JUMP * np.maximum(self.entering(place, numbers), self.floor)
+        if place.direction == "backward":
+            reference = numbers.array[..., _REFERENCE]
+            is_zero = reference < _ZERO * self.entering(place, numbers, _REFERENCE)
+            jumps &= ~is_zero | ~np.isfinite(numbers.errors) | (numbers.array[..., _UNDERFLOW] > 0.5)
+        return jumps
 
     def first_jump(self) -> tuple[Place, int | None] | None:
         """The first place, the innermost where one is in another, and the step of the scan that it is in."""
@@ -138,7 +155,7 @@ def comparison_of(
     program: Program, log: Log, notes: dict[int, Any], has_nan: Sequence[Any], name: str, policy: str
 ) -> Comparison:
     """The comparison, from the numbers that its program returned."""
-    findings = Findings(log, notes)
+    findings = Findings(log, notes, program)
     jump = findings.first_jump()
     rows = [*_modules(findings), *_returned(program, findings)]
     return Comparison(
@@ -209,5 +226,10 @@ def _notes(program: Program, rows: Sequence[Row], has_nan: Sequence[Any]) -> Ite
     undefined = [row.path for row in rows if row.undefined and row.kind == "activation"]
     if undefined:
         yield f"float32 itself is infinite or NaN in {len(undefined)} rows, the first of them {undefined[0]!r}."
+    gradients = [row for row in rows if row.kind == "parameter"]
+    largest = max((row.reference_largest for row in gradients), default=0.0)
+    zero = [row.path for row in gradients if row.error > 1 and row.reference_largest < _ZERO * largest]
+    if zero:
+        yield f"Zero but for rounding in float32 too, so that their errors say nothing: {', '.join(zero)}."
     if not any(row.error for row in rows):
         yield "Nothing differs from float32: the policy changes nothing here."

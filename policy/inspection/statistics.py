@@ -43,14 +43,14 @@ def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
     """Sums and maxima, all of them in one pass: one reduction of several operands, which XLA fuses with what they are
     computed from. Each by itself would write its operand out, and be compiled by itself."""
     magnitude, size = jnp.abs(x), jnp.abs(reference)
-    is_finite, was_finite = jnp.isfinite(x), jnp.isfinite(reference)
-    counts = is_finite & (size < _FILL) & (magnitude < _FILL)
+    is_finite, was_finite = magnitude < jnp.inf, size < jnp.inf
+    counts = (size < _FILL) & (magnitude < _FILL)
     zero = jnp.zeros((), reference.dtype)
     difference = jnp.where(counts, x - reference, zero)
     x_kept, kept = jnp.where(counts, x, zero), jnp.where(counts, reference, zero)
     masks = ((x == 0) & (reference != 0), (x != 0) & (magnitude < tiny), was_finite & ~is_finite, ~was_finite)
     added = [difference * difference, kept * kept, x_kept * x_kept, *(mask.astype(reference.dtype) for mask in masks)]
-    compared = [jnp.where(is_finite, magnitude, jnp.inf), jnp.where(was_finite, size, zero)]
+    compared = [magnitude, jnp.where(was_finite, size, zero)]
     found = _variadic(added, compared)
     count = jnp.full((), math.prod(x.shape), jnp.float32)
     n = len(added)
@@ -88,13 +88,17 @@ def _named(sums: Any, largest: Any) -> Any:
     difference, kept, own, underflow, subnormal, overflow, undefined, size = sums
     size = jnp.maximum(size, 1)
     error = jnp.where(difference == 0, 0, jnp.sqrt(difference / kept))
+    # Squares of what is below 1e-22 are zero: then the largest elements stand for all.
+    is_tiny = (kept == 0) & (largest[1] > 0) & (largest[1] < 1e-18)
+    error = jnp.where(is_tiny, jnp.abs(largest[0] - largest[1]) / largest[1], error)
     error = jnp.where((overflow > 0) | jnp.isnan(error), jnp.inf, error)
     # Of the law of cosines: the cosine itself would be a difference of nearly equal numbers.
     norms, lengths = jnp.sqrt(kept * own), jnp.sqrt(kept) - jnp.sqrt(own)
     distance = jnp.where(norms == 0, (kept != own).astype(jnp.float32), (difference - lengths**2) / (2 * norms))
     distance = jnp.where(overflow > 0, 1, jnp.clip(distance, 0, 2))
     shares = [count / size for count in (underflow, subnormal, overflow)]
-    return jnp.stack([error, distance, *shares, largest[0], largest[1], undefined / size])
+    own_largest = jnp.where((overflow > 0) | jnp.isnan(largest[0]), jnp.inf, largest[0])
+    return jnp.stack([error, distance, *shares, own_largest, largest[1], undefined / size])
 
 
 def limit_of(dtype: Any) -> float:

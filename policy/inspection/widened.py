@@ -128,7 +128,7 @@ def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
 def wide_program(program: Any) -> Any:
     """A jaxpr with every half float widened, open or closed as it was."""
     body, consts = opened(program)
-    if not any(is_half(dtype) for dtype in _dtypes(body)):
+    if not any(is_half(dtype) for dtype in dtypes_of(body)):
         return program
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype)) for v in body.invars]
 
@@ -140,7 +140,8 @@ def wide_program(program: Any) -> Any:
     return closed if hasattr(program, "consts") else closed.jaxpr
 
 
-def _dtypes(jaxpr: Any) -> list[Any]:
+def dtypes_of(jaxpr: Any) -> list[Any]:
+    """The dtypes in an open jaxpr, and in the programs inside it."""
     variables = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.outvars)]
     own = [dtype for dtype in map(dtype_of, variables) if dtype is not None]
-    return own + [dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in _dtypes(program)]
+    return own + [dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)]

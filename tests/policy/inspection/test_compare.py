@@ -20,6 +20,8 @@ import policy
 from mpmodules import linen as nn
 from policy.inspection import statistics
 from policy.inspection.compare import compare
+from policy.inspection.paired import Origin, _coded, _decoded
+from policy.inspection.rerun import Place, Value
 from tests.programs import apply
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -69,6 +71,13 @@ def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_o
     found = np.asarray(statistics.measured(masked[0], masked[1]), np.float64)
     cosine = value @ truth / np.linalg.norm(value) / np.linalg.norm(truth)
     np.testing.assert_allclose(found[:2], np.array([relative(value, truth), float(1 - cosine)]), rtol=1e-5)
+
+
+def test_numbers_whose_squares_float32_does_not_hold_have_an_error_too() -> None:
+    for scale in (1e-28, 1e25):
+        reference = jnp.asarray([1.0, 2.0, -3.0], F32) * F32(scale)
+        found = np.asarray(statistics.measured(jnp.zeros(3), reference))
+        assert found[0] == (1.0 if scale < 1 else 0.0) and found[2] == 1.0, "what is beyond 1e18 has no norm"
 
 
 def test_each_row_says_what_running_the_function_twice_says() -> None:
@@ -357,6 +366,31 @@ def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
     assert paths(comparison.activations) == ["", "Net", "Net/layer"]
     assert paths(comparison.gradients) == ["Net", "Net/layer"] and comparison.route == "autocast"
     assert len(comparison["Net/layer"].steps) == 3 == len(comparison.gradients[1].steps)
+
+
+def test_what_a_scan_stacks_in_16_bits_is_what_it_was_but_for_one_part_in_256_of_its_difference() -> None:
+    wide = jnp.asarray(RNG.normal(size=64), F32).at[:6].set(jnp.asarray([1e-9, 2.0, -jnp.inf, 3.0, 4.0, 0.0]))
+    array = (wide * F32(1.01)).at[:6].set(jnp.asarray([0.0, jnp.inf, -jnp.inf, jnp.nan, 4.0, 0.0]))
+    value = Value([_coded(array, wide), wide], Origin(Place(), coded=np.dtype(F32)))
+    found = np.asarray(_decoded(value).arrays[0])
+    np.testing.assert_array_equal(found[:6], np.asarray(array)[:6])
+    assert value.arrays[0].dtype == jnp.uint16
+    found, array, wide = (np.asarray(a)[6:] for a in (found, array, wide))
+    off = np.abs(found - array) / np.abs(array - wide)
+    assert 0 < off.max() < 2**-8 + 1e-4, "the sum is rounded once more, to float32"
+
+
+def test_a_scan_whose_gradients_underflow_says_so() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            with jax.named_scope("layer"):
+                return jnp.tanh(x.astype(F16) @ w.astype(F16)).astype(F32), None
+
+        with jax.named_scope("Net"):
+            return 1e-9 * jnp.sum(lax.scan(layer, x, w)[0])
+
+    comparison = compare(loss, normal(2, 32, 32), normal(2, 32), gradients=True)
+    assert comparison.parameters[0].underflow > 0.9 and comparison.parameters[0].error > 0.9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
