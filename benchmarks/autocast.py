@@ -43,6 +43,7 @@ from benchmarks.models import saved_bytes as models_saved
 from benchmarks.models import tracing as models_tracing
 from benchmarks.table import Row, run
 from policy.amp import autocast
+from policy.inspection.walk import walk
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 POLICY = "mixed_bfloat16"
@@ -201,16 +202,10 @@ def _relative(gradient: Any, truth: Any) -> float:
 
 
 def _casts(jaxpr: Any, shape: tuple[int, ...], within: str) -> int:
-    """How many casts of float32 arrays of that shape stand directly in a program, or in a loop's body."""
-    count = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "convert_element_type" and not within:
-            operand = equation.invars[0].aval
-            count += operand.shape == shape and operand.dtype == F32
-        for inside in equation.params.values():
-            if hasattr(body := getattr(inside, "jaxpr", inside), "eqns"):
-                count += _casts(body, shape, "" if equation.primitive.name == within else within)
-    return count
+    """How many casts of float32 arrays of that shape stand in a program, or in the body of one primitive in it."""
+    casts = [s for s in walk(jaxpr) if s.name == "convert_element_type" and (not within or within in s.inside)]
+    operands = [site.equation.invars[0].aval for site in casts]
+    return sum(operand.shape == shape and operand.dtype == F32 for operand in operands)
 
 
 def casts(case: Case, shape: tuple[int, ...], within: str = "") -> Row:

@@ -14,6 +14,7 @@ from policy.devices import vary as vary
 from policy.gradients import ScaledGradients as ScaledGradients
 from policy.gradients import grad as grad
 from policy.gradients import value_and_grad as value_and_grad
+from policy.inspection.audit import audit as audit
 from policy.loss_scale import DynamicLossScale as DynamicLossScale
 from policy.loss_scale import LossScale as LossScale
 from policy.loss_scale import NoOpLossScale as NoOpLossScale

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from policy.inspection.walk import walk
 from policy.policy import parse_dtype
 
 
@@ -76,7 +77,7 @@ def collectives_of(
       RuntimeError: the partitioned program can't be read: this backend writes none.
     """
     if stage == "traced":
-        return list(_traced(jax.make_jaxpr(fn)(*args).jaxpr, ""))
+        return list(_traced(jax.make_jaxpr(fn)(*args)))
     if stage != "partitioned":
         raise ValueError(f"stage should be 'partitioned' or 'traced', but got {stage!r}.")
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
@@ -97,23 +98,15 @@ _TRACED = {
 }
 
 
-def _traced(jaxpr: Any, above: str) -> Iterator[Collective]:
-    for equation in jaxpr.eqns:
-        scope = "/".join(part for part in (above, str(equation.source_info.name_stack)) if part)
-        primitive, params = equation.primitive.name, equation.params
-        if primitive in _TRACED:
-            axes = params.get("axes", params.get("axis_name"))
-            axes = tuple(
-                str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int)
-            )
-            name = f"{scope}/{primitive}" if scope else primitive
-            for x in equation.outvars if axes else ():
-                yield Collective(_TRACED[primitive], x.aval.dtype.name, tuple(x.aval.shape), axes, name)
-        for value in params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _traced(inner, scope)
+def _traced(jaxpr: Any) -> Iterator[Collective]:
+    for site in walk(jaxpr):
+        if site.name not in _TRACED:
+            continue
+        axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
+        axes = tuple(str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int))
+        for x in site.equation.outvars if axes else ():
+            name = "/".join((*site.path, site.name))
+            yield Collective(_TRACED[site.name], x.aval.dtype.name, tuple(x.aval.shape), axes, name)
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:

@@ -18,6 +18,7 @@ _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
 _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
 # Names that are no module's.
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
+AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
 
 
 @functools.lru_cache(maxsize=4096)
@@ -34,13 +35,14 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
         while match := _WRAPPED.fullmatch(part):
             wrapper, part = match.groups()
             if wrapper in _RESTARTING:
-                path, restarted = [], True
+                if not path or _restarts(part, path[0]):  # else it is a module that takes a derivative itself
+                    path, restarted = [], True
             elif wrapper in _FUNCTIONS:
                 part = ""
         for name in _parts(part):
             module, _, method = name.partition(".")  # flax.linen writes Net.encode for a method's scope, within Net's
             is_name = name.isdigit() or all(map(str.isidentifier, name.split(".")))  # a layer of a list is a number
-            if is_name and name not in _OF_JAX:
+            if is_name and name not in _OF_JAX and name != AUTOCAST:
                 path += [] if method and path[-1:] == [module] else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)
@@ -49,6 +51,13 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
     if path and path[0] == above[-1]:
         path = path[1:]
     return (*above, *path)
+
+
+def _restarts(part: str, root: str) -> bool:
+    """Whether the names in what a derivative wraps start again at the root."""
+    while match := _WRAPPED.fullmatch(part):
+        part = match.group(2)
+    return part.split("/")[0].split(".")[0] == root
 
 
 def scanned_path(body: Any, above: Path) -> Path:

@@ -181,6 +181,13 @@ class Policy:
     def __repr__(self) -> str:
         return f"Policy('{self}')"
 
+    @property
+    def short(self) -> str:
+        """The short text form, ``p=f32,c=bf16,o=f32``: what tables show, and `get_policy` takes."""
+        names = {long: short for long, short, *_ in dtype_to_names.values()}
+        parts = (part.split("=") for part in str(self).split(","))
+        return ",".join(f"{key if key == 'inputs' else key[0]}={names.get(value, value)}" for key, value in parts)
+
     def __reduce__(self):
         return get_policy, (str(self),)
 

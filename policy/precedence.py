@@ -11,6 +11,7 @@ import numpy as np
 
 from policy.policy import Policy
 from policy.scope import require_usable
+from policy.sources import NO_SOURCE, Source
 
 
 class DtypePolicyWarning(UserWarning):
@@ -24,18 +25,23 @@ class Effective:
     Attributes:
       policy: what holds, with explicit dtype arguments put in field by field; None where no policy holds.
       base: the same before the explicit arguments: what decides whether the call is a boundary.
-      own: whether the module itself carries it (an argument or a rule), rather than inheriting it.
+      source: where it comes from.
       dtype: the computation dtype that was given explicitly, where a policy can't hold it (complex); else None.
     """
 
     policy: Policy | None
     base: Policy | None
-    own: bool
+    source: Source
     dtype: np.dtype | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether the module itself carries the policy (an argument or a rule), rather than inheriting it."""
+        return self.source.own
 
 
 def with_explicit_dtypes(
-    base: Policy | None, *, own: bool, dtype: Any = None, param_dtype: Any = None, what: str, where: str
+    base: Policy | None, *, source: Source, dtype: Any = None, param_dtype: Any = None, what: str, where: str
 ) -> Effective:
     """Forms the effective policy of a layer, field by field.
 
@@ -45,7 +51,7 @@ def with_explicit_dtypes(
 
     Args:
       base: the policy that holds without the arguments, or None.
-      own: whether the layer itself carries `base`.
+      source: where `base` comes from.
       dtype, param_dtype: the layer's own dtype arguments; None where they were not given.
       what: the layer's class, for messages.
       where: the layer's path, for messages.
@@ -54,7 +60,7 @@ def with_explicit_dtypes(
       ValueError: under a policy, an argument is a dtype that no layer can compute in.
     """
     if base is None:
-        return Effective(None, None, own)
+        return Effective(None, None, NO_SOURCE)
     require_usable(base)
     changes: dict[str, Any] = {}
     kept = None
@@ -65,7 +71,7 @@ def with_explicit_dtypes(
         else:
             _require_honourable(explicit, "dtype", what, where)
             changes["compute_dtype"] = explicit
-            if not own:
+            if not source.own:
                 changes["output_dtype"] = explicit
     if param_dtype is not None and not jnp.issubdtype(jnp.dtype(param_dtype), jnp.complexfloating):
         _require_honourable(jnp.dtype(param_dtype), "param_dtype", what, where)
@@ -84,7 +90,9 @@ def with_explicit_dtypes(
             f"{what} at '{where}' obeys its own {' and '.join(defeated)} against the policy in force, '{base}'. "
             "Delete the argument to let the policy decide, or give the layer a dtype_policy."
         )
-    return Effective(policy, base, own, kept)
+    if defeated:
+        source = dataclasses.replace(source, dtypes=", ".join(defeated))
+    return Effective(policy, base, source, kept)
 
 
 def _require_honourable(dtype: np.dtype, argument: str, what: str, where: str) -> None:

@@ -20,7 +20,8 @@ def layer_class(cls: type) -> type:
     return cls.__dict__.get("_upstream_class", cls)
 
 
-def _name(pattern: Pattern) -> str:
+def name_of(pattern: Pattern) -> str:
+    """How messages and summaries name a rule's pattern."""
     return f"'{pattern}'" if isinstance(pattern, str) else pattern.__name__
 
 
@@ -70,7 +71,7 @@ class PolicyRules:
         seen: set[Pattern] = set()
         for pattern, _ in checked:
             if pattern in seen:
-                raise ValueError(f"Rule {_name(pattern)} stands twice; only the first could ever match.")
+                raise ValueError(f"Rule {name_of(pattern)} stands twice; only the first could ever match.")
             seen.add(pattern)
         object.__setattr__(self, "rules", checked)
         object.__setattr__(self, "strict", bool(strict))
@@ -95,7 +96,7 @@ class PolicyRules:
         return self._hash
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"({_name(pattern)}, '{policy}')" for pattern, policy in self.rules)
+        pairs = ", ".join(f"({name_of(pattern)}, '{policy}')" for pattern, policy in self.rules)
         return f"PolicyRules([{pairs}]{'' if self.strict else ', strict=False'})"
 
     def __reduce__(self):
@@ -113,10 +114,12 @@ class PolicyRules:
           path: the module's path, its names joined by ``/``; None where no path is known, which no pattern matches.
           cls: the module's class, where there is one.
         """
-        for pattern, policy in self.rules:
-            if _matches(pattern, path, cls):
-                return policy
-        return None
+        rule = self.rule_for(path, cls)
+        return None if rule is None else rule[1]
+
+    def rule_for(self, path: str | None, cls: type | None = None) -> tuple[Pattern, Policy] | None:
+        """The first rule that matches, as `match` has it: its pattern and its policy."""
+        return next((rule for rule in self.rules if _matches(rule[0], path, cls)), None)
 
     def check(self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None]) -> None:
         """Refuses rules that match none of the modules given.
@@ -133,7 +136,7 @@ class PolicyRules:
         seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
         classes = {cls for group in seen.values() for cls in group}
         unmatched = [
-            _name(pattern)
+            name_of(pattern)
             for pattern, _ in self.rules
             if not (
                 any(_matches(pattern, path, None) for path in seen)
@@ -178,4 +181,4 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
     try:
         return pattern, get_policy(policy)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"Rule {_name(pattern)}: {error}") from None
+        raise type(error)(f"Rule {name_of(pattern)}: {error}") from None

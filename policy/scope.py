@@ -14,6 +14,7 @@ from policy._compat import set_global
 from policy.casting import require_available
 from policy.policy import Policy, get_policy
 from policy.rules import Pattern, PolicyRules
+from policy.sources import Source, coming_from, source_in_force
 
 RulesLike = PolicyRules | Mapping[Pattern, Policy | str] | Iterable[tuple[Pattern, Policy | str]]
 
@@ -48,13 +49,18 @@ def current_policy() -> Policy | None:
 
 
 @contextlib.contextmanager
-def enter(scope: Scope):
-    """Makes `scope` the one in force. A scope equal to the one in force is not entered again."""
-    if scope == _context.value:
-        yield
-    else:
-        with _context(scope):  # a fresh context object for each entry: one object can't be entered twice
+def enter(scope: Scope, source: Source | None = None):
+    """Makes `scope` the one in force. A scope equal to the one in force is not entered again.
+
+    Args:
+      source: what gave its policy, for summaries; None where that is what gave the policy in force already.
+    """
+    with coming_from(source_in_force() if source is None else source):
+        if scope == _context.value:
             yield
+        else:
+            with _context(scope):  # a fresh context object for each entry: one object can't be entered twice
+                yield
 
 
 def _checked(policy: Policy | str | None, rules: RulesLike | None) -> tuple[Policy | None, PolicyRules | None]:
@@ -100,7 +106,7 @@ class use_policy(contextlib.ContextDecorator):
     def __enter__(self) -> Policy | None:
         outer = current_scope()
         rules = outer.rules if self._rules is None else self._rules
-        entered = enter(dataclasses.replace(outer, policy=self._policy, rules=rules))
+        entered = enter(dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope"))
         entered.__enter__()
         self._entered.__dict__.setdefault("stack", []).append(entered)
         return self._policy

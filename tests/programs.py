@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from policy.inspection.operations import dtype_of
+from policy.inspection.walk import Site, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,17 +20,19 @@ class Operation:
     Attributes:
       name: the primitive's.
       inputs, outputs: dtype names; "" for what has none.
-      scope: the name stack, its names joined by ``/``.
+      path: the module path, its names joined by ``/``.
       within: the primitives whose bodies it stands in, outermost first.
       terms: how many numbers go into each number of a plain reduction (`reduce_sum` and its like); else None.
+      is_placed: whether it is a cast that a boundary, or autocast, put in.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    scope: str
+    path: str
     within: tuple[str, ...]
     terms: int | None = None
+    is_placed: bool = False
 
 
 def operations(fn: Callable[..., Any], *args: Any) -> list[Operation]:
@@ -37,19 +42,13 @@ def operations(fn: Callable[..., Any], *args: Any) -> list[Operation]:
 
 def operations_of(jaxpr: Any) -> list[Operation]:
     """`operations` of what `jax.make_jaxpr` returned."""
-    return list(_walk(jaxpr.jaxpr, (), ""))
+    return list(map(_operation, walk(jaxpr)))
 
 
-def _walk(jaxpr: Any, within: tuple[str, ...], above: str) -> Iterator[Operation]:
-    for eqn in jaxpr.eqns:
-        scope = "/".join(part for part in (above, str(eqn.source_info.name_stack)) if part)
-        inputs, outputs = (tuple(_dtype(v) for v in vs) for vs in (eqn.invars, eqn.outvars))
-        yield Operation(eqn.primitive.name, inputs, outputs, scope, within, _terms(eqn))
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _walk(inner, (*within, eqn.primitive.name), scope)
+def _operation(site: Site) -> Operation:
+    equation = site.equation
+    inputs, outputs = (tuple(map(dtype_of, variables)) for variables in (equation.invars, equation.outvars))
+    return Operation(site.name, inputs, outputs, "/".join(site.path), site.inside, _terms(equation), site.is_placed)
 
 
 def _terms(eqn: Any) -> int | None:
@@ -60,11 +59,6 @@ def _terms(eqn: Any) -> int | None:
     return math.prod(int(shape[axis]) for axis in axes)
 
 
-def _dtype(variable: Any) -> str:
-    dtype = getattr(variable.aval, "dtype", None)
-    return "" if dtype is None else dtype.name
-
-
 def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`model.apply`, without the union that Flax's annotations make of what it returns."""
     return model.apply(*args, **kwargs)
@@ -72,7 +66,7 @@ def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def boundary_casts(ops: list[Operation]) -> list[Operation]:
     """The casts that boundaries put in, inputs and outputs alike."""
-    return [op for op in ops if op.name == "convert_element_type" and "policy_boundary" in op.scope]
+    return [op for op in ops if op.name == "convert_element_type" and op.is_placed]
 
 
 def named(ops: list[Operation], *names: str) -> list[Operation]:

@@ -7,13 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from policy.ulps import spacing
+
 FLOOR = 2.0**-6  # the share of a row's root mean square below which an ulp gets no smaller
-
-
-def spacing(size: np.ndarray, dtype: Any) -> np.ndarray:
-    """The distance between neighbours in `dtype` at `size` (float64, not negative)."""
-    info = jnp.finfo(dtype)
-    return np.exp2(np.floor(np.log2(np.maximum(size, float(info.tiny))))) * float(info.eps)
 
 
 def rounded(y: Any, dtype: Any) -> np.ndarray:

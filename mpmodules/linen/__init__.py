@@ -47,6 +47,7 @@ from mpmodules.linen._recurrent import OptimizedLSTMCell as OptimizedLSTMCell
 from mpmodules.linen._recurrent import RNNCellBase as RNNCellBase
 from mpmodules.linen._recurrent import SimpleCell as SimpleCell
 from mpmodules.linen._stochastic import Dropout as Dropout
+from mpmodules.linen._summary import tabulate as tabulate
 from mpmodules.linen._weight_norms import SpectralNorm as SpectralNorm
 from mpmodules.linen._weight_norms import WeightNorm as WeightNorm
 from mpmodules.pooling import avg_pool as avg_pool

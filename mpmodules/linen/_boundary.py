@@ -13,7 +13,7 @@ import flax.linen as flax_nn
 
 from mpmodules import _carries as carries
 from mpmodules.linen._calls import call_under_way, calls
-from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields
+from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
 from policy import boundary
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -95,7 +95,8 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
     scope = current_scope()
     effective = effective_policy(module, scope)
     if not getattr(type(module), "_is_layer", False):
-        with enter(_scope_inside(scope, effective, boundary.module_crosses(scope, effective.base))):
+        inner = _scope_inside(scope, effective, boundary.module_crosses(scope, effective.base))
+        with enter(inner, effective.source.for_those_inside(where(module))):
             return setup()
     with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
         return setup()
@@ -127,6 +128,7 @@ def run_method(
     """
     scope = current_scope()
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
+    calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
         is_layer = getattr(type(module), "_is_layer", False)
         if is_layer:
@@ -136,7 +138,8 @@ def run_method(
         if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
-        with enter(inner), _scan_carries_explained(module, crosses, effective.policy):
+        source = effective.source.for_those_inside(where(module))
+        with enter(inner, source), _scan_carries_explained(module, crosses, effective.policy):
             if not getattr(type(module), "_dtype_fields", False) or lifted:
                 outputs = method(module, *args, **kwargs)
             elif own_body:

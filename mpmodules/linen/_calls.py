@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from policy.policy import Policy
+from policy.precedence import Effective
 from policy.scope import Scope
 
 
@@ -21,6 +22,49 @@ class _Calls(threading.local):
         self.crossed: dict[str, Policy] = {}  # the boundaries below the outermost call, by path
         self.seen: dict[str, set[type]] | None = None
         self.innermost: flax_nn.Module | None = None
+        self.recorded: Recorded | None = None
+
+    def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
+        """Notes what a module obeys in a call, where a summary listens."""
+        if self.recorded is not None:
+            self.recorded.note(module, effective)
+
+
+class Recorded:
+    """The calls of Flax's modules and ours, in order, with what ours obey in them.
+
+    Flax's machinery is around our boundary in each call: its interceptor says that a call began, `note` what holds.
+    """
+
+    def __init__(self) -> None:
+        self.obeyed: dict[tuple[tuple[str, ...], str], list[Effective | None]] = {}
+        self._open: list[tuple[tuple[str, ...], str]] = []
+
+    def intercept(self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+        if context.method_name == "setup":
+            return next_fun(*args, **kwargs)
+        call = context.module.path, context.method_name
+        self.obeyed.setdefault(call, []).append(None)
+        self._open.append(call)
+        try:
+            return next_fun(*args, **kwargs)
+        finally:
+            self._open.pop()
+
+    def note(self, module: flax_nn.Module, effective: Effective) -> None:
+        if self._open and self._open[-1][0] == path_of(module) and self.obeyed[self._open[-1]][-1] is None:
+            self.obeyed[self._open[-1]][-1] = effective
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorded]:
+    """Records what the modules called in a block obey."""
+    outer, calls.recorded = calls.recorded, Recorded()
+    try:
+        with flax_nn.intercept_methods(calls.recorded.intercept):
+            yield calls.recorded
+    finally:
+        calls.recorded = outer
 
 
 calls = _Calls()

@@ -12,6 +12,7 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
 from mpmodules.linen._boundary import install_boundaries
+from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
 DtypePolicy = Policy | str | None
@@ -89,6 +90,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 raise type(error)(f"{type(self).__name__}(dtype_policy={policy!r}): {error}") from None
             object.__setattr__(self, "dtype_policy", policy)
         super().__post_init__()
+
+    if not TYPE_CHECKING:  # type checkers see Flax's, which takes the same but for `policy_columns`
+        tabulate = flax_nn.nowrap(tabulate_method)
 
 
 Module.__annotations__["dtype_policy"] = DtypePolicy  # Flax copies it into subclasses, where the name means nothing

@@ -16,9 +16,11 @@ from mpmodules.functional import is_half
 from mpmodules.linen._boundary import NOT_BOUNDARIES, is_upstream, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
 from mpmodules.linen._module import LAYER_OF, obeys_policies
+from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike, Scope, current_scope, enter, require_usable
+from policy.sources import Source
 
 M = TypeVar("M", bound=flax_nn.Module)
 
@@ -192,7 +194,7 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
                 return method(self, *args, **kwargs)
             _entered.classes.append(cls)
             try:
-                with enter(scope), flax_nn.intercept_methods(interceptor):
+                with enter(scope, Source("argument", "apply_policy")), flax_nn.intercept_methods(interceptor):
                     if lifted and self.scope is not None:  # no interceptor sees it: the boundary is outside of it
                         return run_method(self, method, args, kwargs, lifted=True)
                     return method(self, *args, **kwargs)
@@ -235,6 +237,7 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
         "_ported_from": base,
         "_ported_policy": policy,
         "apply": taking_names(base.apply),
+        "tabulate": tabulate_method,
         "init_with_output": taking_names(base.init_with_output),
     }
     return type(base)(base.__name__, (base,), namespace)

@@ -13,46 +13,63 @@ import jax.numpy as jnp
 from mpmodules.linen._calls import calls, path_of
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
+from policy.rules import name_of
 from policy.scope import Scope
+from policy.sources import NO_SOURCE, Source, source_in_force
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:
     """What `module` obeys, were one of its methods called now under `scope`."""
     path = path_of(module)
-    own = getattr(module, "dtype_policy", None)
-    if own is None and scope.rules and path is not None:
-        own = scope.rules.match("/".join(path), type(module))
-    base = own if own is not None else _inherited(module, path, scope)
+    base, source = _carried(module, path, scope) or _inherited(module, path, scope)
     if not getattr(type(module), "_dtype_fields", False):
-        return Effective(base, base, own is not None)
+        return Effective(base, base, NO_SOURCE if base is None else source)
     declared = declared_dtypes(module)
     return with_explicit_dtypes(
         base,
-        own=own is not None,
+        source=source,
         dtype=declared.get("dtype"),
         param_dtype=declared.get("param_dtype"),
         what=type(module).__name__,
-        where="/".join(path or ()) or type(module).__name__,
+        where=where(module),
     )
 
 
-def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> Policy | None:
+def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy, Source] | None:
+    """The policy that a module carries itself, by an argument or a rule, and where it comes from."""
+    own = getattr(module, "dtype_policy", None)
+    if own is not None:
+        ported = getattr(type(module), "_ported_policy", None)
+        return own, Source("argument", "dtype_policy" if ported is None else "apply_policy", own=True)
+    rule = scope.rules.rule_for("/".join(path), type(module)) if scope.rules and path is not None else None
+    return None if rule is None else (rule[1], Source("rule", name_of(rule[0]), own=True))
+
+
+def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy | None, Source]:
     """The caller's policy; above a module that nobody of ours is calling, what its ancestors would obey."""
+    in_force = scope.policy, source_in_force()
     if not path or (not scope.rules and calls.paths):
-        return scope.policy
+        return in_force
     ancestor = module.parent
     for length in range(len(path) - 1, -1, -1):
         above = path[:length]
         if above in calls.paths:
-            return scope.policy
+            return in_force
         ancestor = ancestor if isinstance(ancestor, flax_nn.Module) and ancestor.path == above else None
         policy = getattr(ancestor, "dtype_policy", None) if not calls.paths else None
-        if policy is None and scope.rules:
-            policy = scope.rules.match("/".join(above), None if ancestor is None else type(ancestor))
         if policy is not None:
-            return policy
+            return policy, Source("enclosing module", where(ancestor))
+        cls = None if ancestor is None else type(ancestor)
+        rule = scope.rules.rule_for("/".join(above), cls) if scope.rules else None
+        if rule is not None:
+            return rule[1], Source("rule", name_of(rule[0]))
         ancestor = None if ancestor is None else ancestor.parent
-    return scope.policy
+    return in_force
+
+
+def where(module: Any) -> str:
+    """A module's path for people to read; a root's is its class's name."""
+    return "/".join(path_of(module) or ()) or type(module).__name__
 
 
 def declared_dtypes(module: Any) -> Mapping[str, Any]:

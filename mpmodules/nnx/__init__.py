@@ -44,6 +44,7 @@ from mpmodules.nnx._recurrent import OptimizedLSTMCell as OptimizedLSTMCell
 from mpmodules.nnx._recurrent import RNNCellBase as RNNCellBase
 from mpmodules.nnx._recurrent import SimpleCell as SimpleCell
 from mpmodules.nnx._stochastic import Dropout as Dropout
+from mpmodules.nnx._summary import tabulate as tabulate
 from mpmodules.nnx._weight_norms import SpectralNorm as SpectralNorm
 from mpmodules.nnx._weight_norms import WeightNorm as WeightNorm
 from mpmodules.pooling import avg_pool as avg_pool

@@ -20,6 +20,7 @@ from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
 from policy.policy import Policy
 from policy.scope import current_policy
+from policy.sources import Source
 
 
 def dot_product_attention_weights(
@@ -170,17 +171,17 @@ class MultiHeadAttention(Module, flax_nnx.MultiHeadAttention):
     def _construct(
         self,
         policy: Policy | None,
-        source: str | None,
+        source: Source,
         upstream_init: Callable[..., None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
+        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
         if kwargs.get("attention_fn") in (None, flax_nnx.dot_product_attention):
             kwargs["attention_fn"] = dot_product_attention
         upstream_init(self, *args, **kwargs)
-        self._capture(policy, source)
-        adopt_children(self, policy)
+        self._capture(effective.policy, effective.source)
+        adopt_children(self, effective.policy)
 
     __call__ = _decoding(flax_nnx.MultiHeadAttention.__call__)
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from mpmodules.functional import HalfSafe, complex_input, is_half
 from mpmodules.nnx._module import Module
 from policy.policy import Policy
-from policy.precedence import with_explicit_dtypes
+from policy.precedence import Effective, with_explicit_dtypes
+from policy.sources import Source
 
 
 class Layer(Module):
@@ -27,15 +28,15 @@ class Layer(Module):
     def _construct(
         self,
         policy: Policy | None,
-        source: str | None,
+        source: Source,
         upstream_init: Callable[..., None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         """Runs Flax's constructor with the policy's dtypes in its arguments, and captures the policy."""
-        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
+        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
         upstream_init(self, *args, **kwargs)
-        self._capture(policy, source)
+        self._capture(effective.policy, effective.source)
 
     def _call_layer(
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -50,9 +51,9 @@ class Layer(Module):
 
 
 def constructor_dtypes(
-    layer: Any, upstream_init: Callable[..., None], policy: Policy | None, own: bool, kwargs: dict[str, Any]
-) -> tuple[Policy | None, dict[str, Any]]:
-    """A layer's effective policy, and its keyword arguments with the policy's dtypes put in.
+    layer: Any, upstream_init: Callable[..., None], policy: Policy | None, source: Source, kwargs: dict[str, Any]
+) -> tuple[Effective, dict[str, Any]]:
+    """What a layer obeys, and its keyword arguments with the policy's dtypes put in.
 
     What was given explicitly is noted on the layer: only here can it be told from what the policy says.
 
@@ -66,7 +67,12 @@ def constructor_dtypes(
     if param_dtype is None:
         kwargs.pop("param_dtype", None)
     effective = with_explicit_dtypes(
-        policy, own=own, dtype=dtype, param_dtype=param_dtype, what=type(layer).__name__, where=type(layer).__name__
+        policy,
+        source=source,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        what=type(layer).__name__,
+        where=type(layer).__name__,
     )
     if dtype is not None:
         layer._explicit_dtype = jnp.dtype(dtype)
@@ -82,7 +88,7 @@ def constructor_dtypes(
             name: init for name, init in kwargs.items() if _is_initialiser(name) and callable(init)
         }
         kwargs |= {name: HalfSafe(init) for name, init in given.items()}
-    return effective.policy, kwargs
+    return effective, kwargs
 
 
 def _is_initialiser(name: str) -> bool:

@@ -17,6 +17,7 @@ from mpmodules.nnx._linear import Linear, Matmul
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import with_explicit_dtypes
+from policy.sources import Source
 
 
 class LoRA(Layer, flax_nnx.LoRA):
@@ -54,7 +55,7 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
     def _construct(
         self,
         policy: Policy | None,
-        source: str | None,
+        source: Source,
         upstream_init: Callable[..., None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -75,10 +76,15 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
         if type(self.lora) is flax_nnx.LoRA:
             dtype, param_dtype = kwargs.get("lora_dtype"), kwargs.get("lora_param_dtype")
             low_rank = with_explicit_dtypes(
-                policy, own=False, dtype=dtype, param_dtype=param_dtype, what="LoRA", where="lora"
+                policy,
+                source=source.for_those_inside(type(self).__name__),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                what="LoRA",
+                where="lora",
             )
             object.__setattr__(self.lora, "__class__", LoRA)
-            self.lora._capture(low_rank.policy, None)  # type: ignore[attr-defined]
+            self.lora._capture(low_rank.policy, low_rank.source)  # type: ignore[attr-defined]
 
     def _call_layer(
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -18,7 +18,9 @@ from mpmodules._references import is_reference
 from policy import boundary
 from policy.policy import Policy, get_policy
 from policy.precedence import warn_once
+from policy.rules import name_of
 from policy.scope import Scope, current_scope, enter, require_usable
+from policy.sources import NO_SOURCE, Source, source_in_force
 
 # Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
 NOT_BOUNDARIES = frozenset({"initialize_carry", "init_cache", "set_view", "train", "eval"})
@@ -30,9 +32,9 @@ LAYER_OF: dict[type, type] = {}
 
 @dataclasses.dataclass
 class _Frame:
-    """One construction: whether an argument or a rule gave a policy, or nothing, and whether it is captured yet."""
+    """One construction: what gave its policy, and whether it is captured yet."""
 
-    source: str | None
+    source: Source
     captured: bool = False
 
 
@@ -54,7 +56,7 @@ class ModuleMeta(type(flax_nnx.Module)):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         own, kwargs = _own_policy(cls, args, kwargs)
         scope = current_scope()
-        source = "argument" if own is not None else None
+        source = source_in_force() if own is None else Source("argument", "dtype_policy", own=True)
         if scope.rules:
             if scope.rules.has_paths:
                 raise ValueError(
@@ -63,21 +65,23 @@ class ModuleMeta(type(flax_nnx.Module)):
                     "mpmodules.nnx.apply_policy(model, policy, rules); class rules work in a scope."
                 )
             if own is None:
-                own = scope.rules.match(None, cls)
-                source = None if own is None else "rule"
+                rule = scope.rules.rule_for(None, cls)
+                if rule is not None:
+                    own, source = rule[1], Source("rule", name_of(rule[0]), own=True)
         policy = own if own is not None else scope.policy
         if policy is not None:
             require_usable(policy)
         frame = _Frame(source)
         _building.frames.append(frame)
         try:
-            with enter(scope if policy is None else dataclasses.replace(scope, policy=policy)):
+            inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
+            with enter(inner, source.for_those_inside(cls.__name__)):
                 module = super().__call__(*args, **kwargs)
         finally:
             _building.frames.pop()
         if not frame.captured:
             module._capture(policy, source)
-        if policy is not None and source == "argument":
+        if policy is not None and source.own and source.kind == "argument":
             _refuse_children_from_outside(module, policy, (args, kwargs))
         return module
 
@@ -146,7 +150,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
 
-    _policy_source = None  # "argument" or "rule" where the module carries a policy itself, None where it inherits
+    _policy_source = NO_SOURCE  # where the policy came from
     _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
     _explicit_param_dtype = None
     _is_layer = False  # a bare layer is a boundary only by a policy of its own
@@ -163,12 +167,11 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
         install_boundaries(cls)
 
-    def _capture(self, policy: Policy | None, source: str | None) -> None:
+    def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""
         if policy is not None or self.dtype_policy is not None:  # an __init__ may have stored its own argument there
             self.dtype_policy = policy
-        if source is not None:
-            self._policy_source = source
+            self._policy_source = NO_SOURCE if policy is None else source
 
 
 def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., None]:
@@ -176,7 +179,7 @@ def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., Non
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        frame = _building.frames[-1] if _building.frames else _Frame(None)
+        frame = _building.frames[-1] if _building.frames else _Frame(source_in_force())
         self._construct(current_scope().policy, frame.source, upstream_init, args, kwargs)
         frame.captured = True
 
@@ -210,7 +213,7 @@ def _refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -
 def _follows(child: Any, policy: Policy) -> bool:
     """Whether a built module obeys `policy`, its own dtype arguments aside, or carries one of its own."""
     captured = getattr(child, "dtype_policy", None)
-    if captured is None or child._policy_source is not None:
+    if captured is None or child._policy_source.own:
         return captured is not None
     return _captured_from(child, policy)
 
@@ -295,7 +298,7 @@ def run_method(
     if _calls.depth == 0:
         _warn_of_scope(module, scope)
     if cls._is_layer:
-        crosses = boundary.layer_crosses(scope, policy, module._policy_source is not None)
+        crosses = boundary.layer_crosses(scope, policy, module._policy_source.own)
     else:
         crosses = boundary.module_crosses(scope, policy)
     is_step, is_loop = _is_step(module, name), _is_loop(module, name)
@@ -317,7 +320,8 @@ def run_method(
             explained = carries.scan_explained(_calls.crossed)
     _calls.depth += 1
     try:
-        with explained, enter(boundary.inside(scope, policy) if crosses else scope):
+        inner = boundary.inside(scope, policy) if crosses else scope
+        with explained, enter(inner, module._policy_source.for_those_inside(cls.__name__) if crosses else None):
             if is_upstream and cls._is_layer:
                 outputs = module._call_layer(crosses, method, name, args, kwargs)
             else:

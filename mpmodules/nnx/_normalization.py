@@ -18,6 +18,7 @@ from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.remembering import keeping_inputs
+from policy.sources import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Normalization(Layer):
     def _construct(
         self,
         policy: Policy | None,
-        source: str | None,
+        source: Source,
         upstream_init: Callable[..., None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -172,7 +173,7 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
         mean = updates["mean"]
         return updates | {"mean": mean + (1 - self.momentum) * shift.reshape(mean.shape)}
 
-    def _capture(self, policy: Policy | None, source: str | None) -> None:
+    def _capture(self, policy: Policy | None, source: Source) -> None:
         super()._capture(policy, source)
         if policy is not None and functional.is_wider(policy.reduction_dtype, jnp.float32):
             self.mean.set_value(self.mean[...].astype(policy.reduction_dtype))

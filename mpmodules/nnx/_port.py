@@ -12,9 +12,10 @@ from flax import nnx as flax_nnx
 from mpmodules.nnx._module import LAYER_OF, Module, obeys_policies
 from policy.casting import cast_floating
 from policy.policy import Policy, get_policy
-from policy.precedence import with_explicit_dtypes
-from policy.rules import PolicyRules
+from policy.precedence import Effective, with_explicit_dtypes
+from policy.rules import Pattern, PolicyRules, name_of
 from policy.scope import RulesLike, current_scope, require_usable
+from policy.sources import NO_SOURCE, Source
 
 M = TypeVar("M", bound=flax_nnx.Module)
 
@@ -49,22 +50,20 @@ def _unpickled(cls: type, ours: type) -> Any:
     return object.__new__(_combined(cls, ours))
 
 
-def _effective(
-    module: Any, policy: Policy | None, source: str | None, *, keep_explicit: bool, where: str
-) -> Policy | None:
-    """The policy of a module, its own dtype put in where that is kept."""
+def _effective(module: Any, policy: Policy | None, source: Source, *, keep_explicit: bool, where: str) -> Effective:
+    """What a module is to obey, its own dtype put in where that is kept."""
     if policy is None or not _has_dtypes(module):
-        return policy
+        return Effective(policy, policy, source)
     return with_explicit_dtypes(
         policy,
-        own=source is not None,
+        source=source,
         dtype=_explicit_dtype(module) if keep_explicit else None,
         what=type(module).__name__,
         where=where,
-    ).policy
+    )
 
 
-def _adopt(module: Any, policy: Policy | None, source: str | None, *, composites: bool) -> None:
+def _adopt(module: Any, policy: Policy | None, source: Source, *, composites: bool) -> None:
     """Makes one built module obey `policy`: its class, its dtype attributes and its own variables."""
     ours = adopting_class(type(module), composites=composites)
     if ours is not None:
@@ -86,8 +85,7 @@ def _adopt(module: Any, policy: Policy | None, source: str | None, *, composites
                 variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
     if policy is not None or module.dtype_policy is not None:
         module.dtype_policy = policy
-    if module._policy_source != source:
-        module._policy_source = source
+        module._policy_source = NO_SOURCE if policy is None else source
 
 
 def _has_dtypes(module: Any) -> bool:
@@ -118,8 +116,9 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
     rules = current_scope().rules
     for path, child in flax_nnx.iter_modules(module):
         if path and not obeys_policies(child):
-            own = rules.match(None, type(child)) if rules else None
-            _adopt(child, policy if own is None else own, None if own is None else "rule", composites=False)
+            rule = rules.rule_for(None, type(child)) if rules else None
+            inherited = policy, module._policy_source.for_those_inside(type(module).__name__)
+            _adopt(child, *(inherited if rule is None else _of_rule(rule)), composites=False)
             cast(Any, child)._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
 
 
@@ -184,23 +183,32 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
         require_usable(rule_policy)
     paths = _paths(model)
     rules.check({"/".join(path): type(module) for path, module in paths.items()})
-    holding: dict[tuple[str, ...], Policy] = {}
-    plan: dict[int, tuple[Any, Policy | None, str | None]] = {}
+    holding: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # what the modules below each inherit
+    plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
-        above = next((holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding), policy)
-        source = getattr(module, "_policy_source", None) if path else None
-        if source == "argument":
-            own = getattr(module, "dtype_policy", None)
-        else:
-            own = rules.match("/".join(path), type(module))
-            source = None if own is None else "rule"
-        if not path and own is None:
-            source = "argument"
-        holding[path] = above if own is None else own
-        if id(module) not in plan or (source == "rule" and plan[id(module)][2] is None):
-            where = "/".join(path) or type(module).__name__
-            effective = _effective(module, holding[path], source, keep_explicit=keep_explicit, where=where)
-            plan[id(module)] = module, effective, source
-    for module, effective, source in plan.values():
-        _adopt(module, effective, source, composites=True)
+        where = "/".join(path) or type(module).__name__
+        held, source = _carried(module, path, rules) or (
+            next(holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding)
+            if path
+            else (policy, Source("argument", "apply_policy", own=True))
+        )
+        holding[path] = held, source.for_those_inside(where)
+        planned = plan.get(id(module))
+        if planned is None or (source.own and source.kind == "rule" and not planned[1].own):
+            plan[id(module)] = module, _effective(module, held, source, keep_explicit=keep_explicit, where=where)
+    for module, effective in plan.values():
+        _adopt(module, effective.policy, effective.source, composites=True)
     return model
+
+
+def _carried(module: Any, path: tuple[str, ...], rules: PolicyRules) -> tuple[Any, Source] | None:
+    """What holds at a module below the root by its own `dtype_policy=`, or else by a rule, and where it comes from."""
+    source: Source = getattr(module, "_policy_source", NO_SOURCE)
+    if path and source.own and source.kind == "argument":
+        return module.dtype_policy, source
+    rule = rules.rule_for("/".join(path), type(module))
+    return None if rule is None else _of_rule(rule)
+
+
+def _of_rule(rule: tuple[Pattern, Policy]) -> tuple[Policy, Source]:
+    return rule[1], Source("rule", name_of(rule[0]), own=True)

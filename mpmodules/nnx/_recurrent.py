@@ -19,6 +19,7 @@ from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
 from policy.casting import cast_floating
 from policy.policy import Policy
+from policy.sources import Source
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
@@ -43,17 +44,17 @@ class Cell(Layer):
     def _construct(
         self,
         policy: Policy | None,
-        source: str | None,
+        source: Source,
         upstream_init: Callable[..., None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
+        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
         if is_half(kwargs.get("param_dtype", jnp.float32)):
             kwargs |= _half_safe_inits(upstream_init, kwargs)
         upstream_init(self, *args, **kwargs)
-        self._capture(policy, source)
-        adopt_children(self, policy)
+        self._capture(effective.policy, effective.source)
+        adopt_children(self, effective.policy)
 
     def _call_layer(
         self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -22,18 +22,22 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
     Every `nnx.Param` of theirs is a parameter, and what the call changes of their state is put in place.
     """
     module, method = _holder(fn)
-    node = (module, args, kwargs)
     is_node = lambda leaf: isinstance(leaf, _NODES)  # noqa: E731
-    if not any(map(is_node, jax.tree.leaves(node, is_leaf=is_node))):
+    leaves, treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_node)
+    places = tuple(map(is_node, leaves))
+    if not any(places):
         return None
-    graph, params, rest = flax_nnx.split(node, flax_nnx.Param, ...)
+    nodes = tuple(leaf for leaf, is_one in zip(leaves, places, strict=True) if is_one)
+    others = [leaf for leaf, is_one in zip(leaves, places, strict=True) if not is_one]  # shapes will do for arrays
+    graph, params, rest = flax_nnx.split(nodes, flax_nnx.Param, ...)
 
     def finish(returned: tuple[Any, Any]) -> Any:
         out, state = returned
-        flax_nnx.update(node, state)
+        flax_nnx.update(nodes, state)
         return out
 
-    return Lowered(graph, functools.partial(_pure, method, graph), (params, rest), finish=finish)
+    pure = functools.partial(_pure, method, graph, treedef, places)
+    return Lowered((graph, treedef, places), pure, (params, rest, others), finish=finish)
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
@@ -46,12 +50,16 @@ def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
     return None, lambda _, *args, **kwargs: fn(*args, **kwargs)
 
 
-def _pure(method: Callable[..., Any], graph: Any, params: Any, rest: Any) -> Any:
-    node = flax_nnx.merge(graph, params, rest, copy=True)
-    module, args, kwargs = node
-    with named_modules(node):
+def _pure(
+    method: Callable[..., Any], graph: Any, treedef: Any, places: tuple[bool, ...], params: Any, rest: Any, others: Any
+) -> Any:
+    nodes = flax_nnx.merge(graph, params, rest, copy=True)
+    merged, given = iter(nodes), iter(others)
+    leaves = [next(merged) if is_node else next(given) for is_node in places]
+    module, args, kwargs = jax.tree.unflatten(treedef, leaves)
+    with named_modules(nodes):
         out = method(module, *args, **kwargs)
-    return out, flax_nnx.state(node, flax_nnx.Variable)
+    return out, flax_nnx.state(nodes, flax_nnx.Variable)
 
 
 LOWERINGS.append(lowered)
@@ -71,6 +79,7 @@ class _Naming(threading.local):
 
 
 _naming = _Naming()
+_PATH = "_policy_path"
 _patched: dict[type, list[Any]] = {}  # the class's own `__call__`, or None, and how many namings want it wrapped
 _lock = threading.Lock()
 
@@ -80,11 +89,14 @@ def named_modules(node: Any) -> Iterator[None]:
     """While modules of `node` are called in this thread, their paths stand on JAX's name stack, below a root's class.
 
     Their classes' `__call__` are wrapped for that long; a call of another instance, or in another thread, names none.
+    nnx's transformations call copies of them: each carries its path in a static attribute, so `node` must be a copy.
     """
     modules = [(path, module) for root in _roots(node) for path, module in _below(root)]
     classes = {type(module) for _, module in modules if callable(module)}
     outer, outer_here = _naming.paths, _naming.here
     _naming.paths = outer | {id(module): path for path, module in modules}
+    for path, module in modules:
+        object.__setattr__(module, _PATH, "/".join(path))
     for cls in classes:
         _wrap(cls)
     try:
@@ -93,6 +105,15 @@ def named_modules(node: Any) -> Iterator[None]:
         _naming.paths, _naming.here = outer, outer_here
         for cls in classes:
             _unwrap(cls)
+
+
+def _path_of(module: Any) -> tuple[str, ...] | None:
+    """A module's path, where it is one of those that are being named, or a copy of one."""
+    path = _naming.paths.get(id(module))
+    if path is not None or not _naming.paths:
+        return path
+    written = vars(module).get(_PATH)
+    return None if written is None else tuple(written.split("/"))
 
 
 def _roots(node: Any) -> list[Any]:
@@ -117,7 +138,7 @@ def _wrap(cls: type) -> None:
 
         @functools.wraps(call)
         def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            path = _naming.paths.get(id(self))
+            path = _path_of(self)
             if path is None or path == _naming.here:
                 return call(self, *args, **kwargs)
             here = _naming.here

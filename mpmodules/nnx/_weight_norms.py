@@ -16,6 +16,7 @@ from mpmodules.nnx._module import Module
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.reductions import reduction_dtype
+from policy.sources import Source
 
 
 class ReparameterizedWeights(Module):
@@ -34,14 +35,14 @@ class ReparameterizedWeights(Module):
     def _construct(
         self,
         policy: Policy | None,
-        source: str | None,
+        source: Source,
         upstream_init: Callable[..., None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        policy, kwargs = constructor_dtypes(self, upstream_init, policy, source is not None, kwargs)
+        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
         upstream_init(self, *args, **kwargs)
-        self._capture(policy, source)
+        self._capture(effective.policy, effective.source)
 
     def _run(self, upstream_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Flax's call, after which the weights are as they are stored."""
@@ -86,7 +87,7 @@ def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
 class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
     """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
 
-    def _capture(self, policy: Policy | None, source: str | None) -> None:
+    def _capture(self, policy: Policy | None, source: Source) -> None:
         super()._capture(policy, source)
         if policy is not None and self.scales:
             for path, scale in self.scales.items():
@@ -117,7 +118,7 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
     Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
     """
 
-    def _capture(self, policy: Policy | None, source: str | None) -> None:
+    def _capture(self, policy: Policy | None, source: Source) -> None:
         super()._capture(policy, source)
         for statistic in self.batch_stats.values():
             self._widen_statistic(statistic)

@@ -6,6 +6,7 @@ Dispatch is on names, because the objects behind them move and split between JAX
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 _TABLE: dict[str, dict[str, str]] = {
@@ -167,6 +168,17 @@ CATEGORY_OF: dict[str, str] = {
 }
 # What compute_dtype is for, beside what the table says: reported where it stays in float32.
 MATMULS = frozenset(_TABLE["compute"]["matmul"].split() + _TABLE["compute"]["conv"].split())
+
+
+def names_of(category: str, kind: str) -> tuple[str, ...]:
+    """The primitives of one kind in a category."""
+    return tuple(_TABLE[category][kind].split())
+
+
+@functools.cache
+def kernels() -> frozenset[str]:
+    """Primitives whose programs are of another machine's language: what they hold is no part of a jaxpr's own."""
+    return frozenset((*names_of("opaque", "kernel"), *names_of("opaque", "kernel-internal")))
 
 
 def category_of(name: str) -> str | None:

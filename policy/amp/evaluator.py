@@ -27,6 +27,7 @@ from policy.amp.values import (
     saturated,
     saturates,
 )
+from policy.inspection.walk import walk
 from policy.paths import Path, path_of
 from policy.programs import bind, programs_of
 
@@ -280,7 +281,7 @@ def opaque_kind(equation: Any) -> str:
 
 
 def _has_matmul(program: Any) -> bool:
-    return any(e.primitive.name in MATMULS or any(map(_has_matmul, programs_of(e))) for e in program.eqns)
+    return any(site.name in MATMULS for site in walk(program))
 
 
 def _holds_program(equation: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpmodules import functional
+from policy.inspection.walk import walk
 
 RNG = np.random.default_rng(0)
 HALVES = ("bfloat16", "float16")
@@ -21,19 +22,9 @@ def matmul(lhs, rhs, **kwargs):
 
 def dots(fn, *args):
     """(operand dtypes, result dtype) of every matmul in `fn`'s jaxpr."""
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                found.append((tuple(v.aval.dtype.name for v in eqn.invars), eqn.outvars[0].aval.dtype.name))
-            for value in eqn.params.values():
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return found
+    sites = walk(jax.make_jaxpr(fn)(*args))
+    equations = [site.equation for site in sites if site.name in ("dot_general", "conv_general_dilated")]
+    return [(tuple(v.aval.dtype.name for v in e.invars), e.outvars[0].aval.dtype.name) for e in equations]
 
 
 def test_half_and_wider():

@@ -14,6 +14,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
 from policy import use_policy
+from policy.testing import assert_close_in_ulps
 
 HALVES = ["bfloat16", "float16"]
 RNG = np.random.default_rng(0)
@@ -33,10 +34,10 @@ def exact(x: Any, axes: tuple[int, ...], epsilon: float, groups: int | None = No
     return ((x - mean) / np.sqrt(var + epsilon)).reshape(shape)
 
 
-def ulps(found: Any, truth: np.ndarray, half: str) -> float:
-    """The largest error in units of the last place of values from 2^-5 on; smaller ones count as that large."""
-    spacing = float(jnp.finfo(half).eps) * 2.0 ** np.floor(np.log2(np.maximum(np.abs(truth), 2.0**-5)))
-    return float((np.abs(np.asarray(found, np.float64) - truth) / spacing).max())
+def assert_close(found: Any, truth: np.ndarray, half: str, ulps: int) -> None:
+    """In units in the last place of values from 2^-5 on; smaller ones count as that large."""
+    assert found.dtype == half
+    assert_close_in_ulps(found, truth, ulps, floor=2.0**-5)
 
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -68,7 +69,7 @@ def test_offset_channels_are_within_one_ulp(wing, name, half):
     options, truth = CASES[name]
     x = images(half)
     y, _ = normalise(wing, name, x, half, **options)
-    assert y.dtype == half and ulps(y, truth(x), half) <= 1
+    assert_close(y, truth(x), half, 1)
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -93,7 +94,7 @@ def test_an_axis_of_devices_normalises_over_all_of_them(wing):
     else:
         graphdef, state = flax_nnx.split(nnx.BatchNorm(8, axis_name="devices", rngs=nnx.Rngs(0), dtype_policy="f16"))
         y = jax.vmap(lambda x: flax_nnx.merge(graphdef, state, copy=True)(x), axis_name="devices")(x[:, None])
-    assert ulps(y[:, 0], exact(x, (0, 1, 2), 1e-5), "float16") <= 8  # two passes over data that is not shifted
+    assert_close(y[:, 0], exact(x, (0, 1, 2), 1e-5), "float16", 8)  # two passes over data that is not shifted
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])

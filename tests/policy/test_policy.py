@@ -163,3 +163,8 @@ def test_a_text_that_means_nothing_is_refused(text, message):
 def test_what_is_neither_policy_nor_text_is_refused(value):
     with pytest.raises(TypeError, match=r"A policy should be a Policy or its text form such as 'mixed_bfloat16'"):
         get_policy(value)
+
+
+@pytest.mark.parametrize("text", ["p=f32,c=bf16,o=f32", "p=f16,c=f64,o=bf16,r=f32", "p=f32,c=f16,o=f16,inputs=keep"])
+def test_the_short_text_form_round_trips(text):
+    assert get_policy(text).short == text

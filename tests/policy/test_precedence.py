@@ -7,12 +7,13 @@ import pytest
 
 from policy import DtypePolicyWarning, Policy, get_policy
 from policy.precedence import warn_once, with_explicit_dtypes
+from policy.sources import Source
 
 MIXED = get_policy("mixed_bfloat16")
 
 
 def _form(base: Policy | None = MIXED, own=False, **dtypes):
-    return with_explicit_dtypes(base, own=own, what="Dense", where="head", **dtypes)
+    return with_explicit_dtypes(base, source=Source("scope", own=own), what="Dense", where="head", **dtypes)
 
 
 def test_without_arguments_the_policy_holds_as_it_is():

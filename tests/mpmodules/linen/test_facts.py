@@ -15,6 +15,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import get_policy, use_policy
+from policy.testing import assert_close_in_ulps
 from tests.programs import apply, named, operations
 
 KEY = jax.random.key(0)
@@ -33,14 +34,12 @@ def repaired(upstream_is_right: bool) -> None:
         pytest.skip("this Flax repairs it")
 
 
-def ulps(values: Any, exact: Any, dtype: Any) -> float:
-    """The largest error, in units of `dtype`'s last place at the exact value, or at 1/2 where that is smaller.
+def assert_close(values: Any, exact: Any, dtype: Any) -> None:
+    """Within one unit of `dtype`'s last place at the exact value, or at 1/2 where that is smaller.
 
     A normalised output is of the order of one; next to zero, float32's own last place at 1000 is what limits it.
     """
-    exact = np.asarray(exact, np.float64)
-    spacing = float(jnp.finfo(dtype).eps) * 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), 0.5)))
-    return float((np.abs(np.asarray(values, np.float64) - exact) / spacing).max())
+    assert_close_in_ulps(values, exact, 1, dtype, floor=0.5)
 
 
 # --- Embed: the gradient of a token that is seen often --------------------------------------------------------------
@@ -255,7 +254,7 @@ def test_our_norms_are_within_one_ulp_of_the_output_dtype_at_a_large_offset(name
     x = offset_rows()
     out = normalise(our_nn, name, x, f"p=f32,c={half},o={half}")
     assert out.dtype == half
-    assert ulps(out, exact_norm(name, x), half) <= 1
+    assert_close(out, exact_norm(name, x), half)
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -265,7 +264,7 @@ def test_our_norms_are_within_one_ulp_of_a_half_input(name, half):
     x = jnp.asarray(offset_rows(100.0), half)
     out = normalise(our_nn, name, x, half)
     assert out.dtype == half
-    assert ulps(out, exact_norm(name, x), half) <= 1
+    assert_close(out, exact_norm(name, x), half)
 
 
 def test_the_float32_preset_repairs_the_variance_too():
@@ -333,7 +332,7 @@ def test_batch_norm_in_float16_with_a_large_variance_is_exact(training):
         variables = {**variables, "batch_stats": statistics}
         out, updated = apply(layer, variables, x, mutable=["batch_stats"])
     exact = exact_norm("BatchNorm", x) if training else np.asarray(x, np.float64) / np.sqrt(1e5 + 1e-5)
-    assert ulps(out, exact, np.float16) <= 1
+    assert_close(out, exact, np.float16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(updated)} == {"float32"}
     if training:
         expected = 0.99 * 1e5 + 0.01 * np.asarray(x, np.float64).var(0)

@@ -13,6 +13,8 @@ from jax import lax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import Policy, use_policy
+from policy.inspection.walk import walk
+from policy.testing import assert_close_in_ulps
 
 HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -21,24 +23,10 @@ def normal(shape, dtype=jnp.float32, mean=0.0):
     return (mean + jax.random.normal(jax.random.key(0), shape)).astype(dtype)
 
 
-def ulps(actual, expected):
-    """The largest error in units in the last place of the dtype under test, at the size of the true value."""
-    info = jnp.finfo(actual.dtype)
-    true = np.asarray(expected, np.float64)
-    spacing = np.exp2(np.floor(np.log2(np.maximum(np.abs(true), float(info.tiny))))) * float(info.eps)
-    return np.max(np.abs(np.asarray(actual, np.float64) - true) / spacing)
-
-
 def primitives(function, *args):
     """(name, dtype of the first output) of every equation, inner jaxprs included."""
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name, eqn.outvars[0].aval.dtype if eqn.outvars else None
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from walk(inner)
-
-    return set(walk(jax.make_jaxpr(function)(*args).jaxpr))
+    equations = [site.equation for site in walk(jax.make_jaxpr(function)(*args))]
+    return {(e.primitive.name, e.outvars[0].aval.dtype if e.outvars else None) for e in equations}
 
 
 def upstream_or_skip(figure, expected):
@@ -75,7 +63,7 @@ def test_upstreams_mean_of_eights_overflows_in_float16():
 def test_a_window_of_14_by_14_is_within_one_ulp(dtype, mean):
     x = normal((2, 14, 14, 8), dtype, mean)
     y = nn.avg_pool(x, (14, 14))
-    assert ulps(y, np.asarray(x, np.float64).mean((1, 2), keepdims=True)) <= 0.5
+    assert_close_in_ulps(y, np.asarray(x, np.float64).mean((1, 2), keepdims=True), 0.5)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -93,7 +81,7 @@ def test_the_gradient_is_summed_in_float32(dtype):
         for j in range(7):
             expected[:, i : i + 14, j : j + 14] += rounded[:, i : i + 1, j : j + 1] / 196
     assert gradient.dtype == dtype
-    assert ulps(gradient, expected) <= 1
+    assert_close_in_ulps(gradient, expected, 1)
     sums = {dtype for name, dtype in primitives(jax.grad(loss), x, weights) if name.startswith("reduce_window")}
     assert sums == {jnp.dtype(jnp.float32)}
 
@@ -145,7 +133,7 @@ def test_the_gradient_of_overlapping_maxima_is_summed_in_float32(dtype):
     gradient = jax.grad(loss)(x)
     expected = 32 * 32 * float(jnp.asarray(1.01, dtype))
     assert gradient.dtype == dtype
-    assert ulps(gradient[0, 32, 32, 0], expected) <= 1
+    assert_close_in_ulps(gradient[0, 32, 32, 0], expected, 1)
     np.testing.assert_array_equal(nn.max_pool(x, (32, 32)), flax_nn.max_pool(x, (32, 32)))
 
 
@@ -164,7 +152,7 @@ def test_any_reduction_runs_in_float32():
     x = jnp.full((1, 16, 16, 1), 1.02, jnp.bfloat16)
     y = nn.pool(x, 1.0, lax.mul, (16, 16), None, "VALID")
     assert y.dtype == jnp.bfloat16
-    assert ulps(y, float(x[0, 0, 0, 0]) ** 256) <= 1
+    assert_close_in_ulps(y, np.full(y.shape, float(x[0, 0, 0, 0]) ** 256), 1)
     for start in (jnp.zeros((), jnp.bfloat16), np.float32(0)):
         total = nn.pool(jnp.ones((1, 32, 32, 1), jnp.bfloat16), start, lax.add, (32, 32), None, "VALID")
         assert float(total[0, 0, 0, 0]) == 1024

@@ -16,6 +16,7 @@ import pytest
 from mpmodules import linen as our_nn
 from mpmodules.linen import apply_policy
 from policy import DtypePolicyWarning, get_policy, use_policy
+from policy.inspection.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
@@ -86,13 +87,7 @@ def assert_same_bits(ours: Any, theirs: Any) -> None:
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation, those of inner bodies included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
+    return (site.equation for site in walk(jaxpr))
 
 
 def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:

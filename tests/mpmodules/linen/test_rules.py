@@ -54,7 +54,7 @@ def compute_dtypes(model: Any = None) -> dict[str, set[str]]:
 def matmuls(ops: Any) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for op in named(ops, "dot_general"):
-        path = "/".join(part for part in op.scope.split("/") if re.fullmatch(r"[a-z_]+(_\d)?", part))
+        path = "/".join(part for part in op.path.split("/") if re.fullmatch(r"[a-z_]+(_\d)?", part))
         found.setdefault(path, set()).update(op.inputs)
     return found
 

@@ -102,7 +102,7 @@ def test_rules_reach_the_modules_of_a_flax_model_by_their_path(model, differenti
     wide = [op for op in found if op.inputs == ("float32", "float32")]
     assert {op.inputs for op in found} == {("float32", "float32"), ("bfloat16", "bfloat16")}
     assert len(wide) == (3 if differentiated else 1)
-    assert all("layers/1/up" in op.scope for op in wide)
+    assert all("layers/1/up" in op.path for op in wide)
     with pytest.raises(ValueError, match=r"Rule 'layers/1/upp' matched no module\. Modules seen: .*layers/1/up"):
         autocast(loss_fn, "mixed_bfloat16", rules={"layers/1/upp": "f32"})(model, X)
 

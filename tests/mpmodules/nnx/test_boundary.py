@@ -13,6 +13,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import Policy, nnx, use_policy
+from policy.inspection.walk import walk
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 MIXED = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
@@ -27,21 +28,9 @@ def pure(model, call=lambda model, *args: model(*args)):
 
 def dots(function, *args):
     """The operand and result dtypes of every matmul and convolution in a program."""
-    found = []
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-                found.append(tuple(str(v.aval.dtype) for v in (*equation.invars, *equation.outvars)))
-            for sub in jax.tree.leaves(
-                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-            ):
-                sub = getattr(sub, "jaxpr", sub)
-                if hasattr(sub, "eqns"):
-                    visit(sub)
-
-    visit(jax.make_jaxpr(function)(*jax.tree.map(jnp.asarray, args)).jaxpr)
-    return found
+    sites = walk(jax.make_jaxpr(function)(*jax.tree.map(jnp.asarray, args)))
+    equations = [site.equation for site in sites if site.name in ("dot_general", "conv_general_dilated")]
+    return [tuple(str(v.aval.dtype) for v in (*equation.invars, *equation.outvars)) for equation in equations]
 
 
 class Recorder(nnx.Module):

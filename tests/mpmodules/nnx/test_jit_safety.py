@@ -10,7 +10,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import nnx, set_policy, use_policy
-from policy.boundary import SCOPE_NAME
+from policy.inspection.walk import walk
 
 X = np.ones((2, 4), np.float32)
 MIXED = "mixed_bfloat16"
@@ -32,22 +32,8 @@ def pure(model, call=lambda model, *args: model(*args)):
 
 def boundary_casts(function, *args):
     """The casts that boundaries made while `function` was traced, as (from, to, inside which primitives)."""
-    found = []
-
-    def visit(jaxpr, within):
-        for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            if name == "convert_element_type" and SCOPE_NAME in str(equation.source_info.name_stack):
-                found.append((str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype), within))
-            for sub in jax.tree.leaves(
-                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-            ):
-                sub = getattr(sub, "jaxpr", sub)
-                if hasattr(sub, "eqns"):
-                    visit(sub, (*within, name))
-
-    visit(jax.make_jaxpr(function)(*args).jaxpr, ())
-    return found
+    casts = [s for s in walk(jax.make_jaxpr(function)(*args)) if s.name == "convert_element_type" and s.is_placed]
+    return [(str(s.equation.invars[0].aval.dtype), str(s.equation.outvars[0].aval.dtype), s.inside) for s in casts]
 
 
 ONE_BOUNDARY = [("float32", "bfloat16", ()), ("bfloat16", "float32", ())]

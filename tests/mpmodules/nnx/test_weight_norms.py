@@ -8,6 +8,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx
 from policy import Policy, get_policy, use_policy
+from policy.testing import assert_close_in_ulps
 
 X = jax.random.normal(jax.random.key(1), (3, 5))
 WRAPPERS = ("WeightNorm", "SpectralNorm")
@@ -108,8 +109,7 @@ def test_instance_norm_keeps_an_offset_input_accurate(dtype):
     layer = nnx.InstanceNorm(3, rngs=flax_nnx.Rngs(0), dtype_policy=Policy("f32", dtype, dtype))
     y = layer(x)
     assert y.dtype == dtype and set(dtypes(layer).values()) == {"float32"}
-    spacing = np.exp2(np.floor(np.log2(np.maximum(np.abs(true), 2.0**-6)))) * float(jnp.finfo(dtype).eps)
-    assert np.max(np.abs(np.asarray(y, np.float64) - true) / spacing) <= 1
+    assert_close_in_ulps(y, true, 1, floor=2.0**-6)
     ours, upstream = (wing.InstanceNorm(3, rngs=flax_nnx.Rngs(0)) for wing in (nnx, flax_nnx))
     equal(ours(x), upstream(x))
 

@@ -15,6 +15,9 @@ import numpy as np
 
 from mpmodules import linen, nnx
 from policy import use_policy
+from policy.inspection.findings import findings_of
+from policy.inspection.graph import Graph
+from policy.inspection.report import Finding
 from tests.mpmodules.table.cases import Case
 from tests.programs import Operation, operations_of
 
@@ -138,6 +141,7 @@ class Trace:
       param_gradients, input_gradients: the types of the gradients.
       inputs: the types of the floating inputs.
       init, ops: the operations of init; of the call and its gradients.
+      findings: what an audit of the call and its gradients finds.
     """
 
     params: Any
@@ -149,6 +153,7 @@ class Trace:
     input_gradients: Any
     init: list[Operation]
     ops: list[Operation]
+    findings: tuple[Finding, ...]
 
 
 def scope_of(policy: Any) -> contextlib.AbstractContextManager[Any]:
@@ -174,9 +179,8 @@ def _trace(run: Program) -> Trace:
         return out, state, backward(jax.tree.map(jnp.ones_like, out))
 
     jaxpr, (out, state, gradients) = jax.make_jaxpr(both_ways, return_shape=True)(params, rest, floats)
-    return Trace(
-        params, rest, out, state, gradients[0], floats, gradients[1], operations_of(init), operations_of(jaxpr)
-    )
+    ops, findings = operations_of(jaxpr), findings_of(Graph(jaxpr))
+    return Trace(params, rest, out, state, gradients[0], floats, gradients[1], operations_of(init), ops, findings)
 
 
 def _floating(inputs: Any) -> dict[int, Any]:

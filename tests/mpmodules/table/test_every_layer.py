@@ -182,6 +182,14 @@ def gradients_come_back_in_the_dtypes_of_parameters_and_inputs(wing, case, polic
     jax.tree.map(same, trace.input_gradients, trace.inputs)
 
 
+def an_audit_finds_nothing_forward_and_backward(wing, case, policy):
+    """Under a policy of half storage too, whose statistics are float32."""
+    found = [*trace_of(wing, case, policy).findings]
+    if policy in INSIDE:
+        found += trace_of(wing, case, policy, composite=True).findings
+    assert not found
+
+
 CONTRACTS = (
     parameters_are_stored_in_param_dtype_and_statistics_in_float32,
     every_matmul_multiplies_compute_dtype,
@@ -190,6 +198,7 @@ CONTRACTS = (
     every_function_of_statistics_runs_in_reduction_dtype_forward_and_backward,
     a_root_returns_what_it_is_and_a_model_around_it_returns_output_dtype,
     gradients_come_back_in_the_dtypes_of_parameters_and_inputs,
+    an_audit_finds_nothing_forward_and_backward,
 )
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from policy import use_policy
 from policy.amp import autocast, full_precision
+from policy.inspection.walk import walk
 from policy.paths import path_of
 from policy.programs import opened, programs_of
 from tests.policy.amp.models import KEY, SEQUENCE, SQUARE, normal
@@ -50,19 +51,11 @@ def matmuls(fn: Any, *args: Any) -> Counter[tuple[str, str]]:
     """How many matmuls each layer has, by layer and dtype: told by shapes, not by the names under test."""
     found: Counter[tuple[str, str]] = Counter()
 
-    def walk(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                sizes = {n for v in (*eqn.invars, *eqn.outvars) for n in v.aval.shape}
-                layer = "head" if 3 in sizes else "block"
-                found[layer, eqn.invars[0].aval.dtype.name] += 1
-            for value in eqn.params.values():
-                for inner in value if isinstance(value, (tuple, list)) else (value,):
-                    inner = getattr(inner, "jaxpr", inner)
-                    if hasattr(inner, "eqns"):
-                        walk(inner)
-
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    for site in walk(jax.make_jaxpr(fn)(*args)):
+        if site.name == "dot_general":
+            variables = (*site.equation.invars, *site.equation.outvars)
+            layer = "head" if any(3 in v.aval.shape for v in variables) else "block"
+            found[layer, site.equation.invars[0].aval.dtype.name] += 1
     return found
 
 
@@ -158,8 +151,8 @@ def scoped(w: Any, x: Any) -> Any:
 def test_scopes_of_plain_functions_are_paths_too(rule):
     w, x = SQUARE, normal(4, 8)
     for program, fn in programs(scoped, rules={rule: "f32"}).items():
-        first = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "first" in op.scope]
-        second = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "second" in op.scope]
+        first = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "first" in op.path]
+        second = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "second" in op.path]
         assert set(first) == {"bfloat16"}, program
         assert set(second) == {"float32"}, program
 

@@ -1,0 +1,202 @@
+"""What `policy.compare` costs beside the float32 function that it compares with.
+
+    python -m benchmarks.inspection_compare           # the table: 2 minutes on two idle cores
+    python -m benchmarks.inspection_compare --check   # exits with 1 where a figure misses its bound
+    python -m benchmarks.inspection_compare --small   # shallower models: 1 minute
+    python -m benchmarks.inspection_compare --json    # the rows as JSON
+
+A transformer of ours that obeys the scope's policy, and one of Flax's under autocast.
+
+flops    of the compiled comparison with gradients, by XLA's cost analysis, and of the float32 value_and_grad.
+memory   by XLA's memory analysis: what a program needs beside its arguments, temporaries and results. The comparison
+         returns numbers only, so for it the gradients are temporaries. Forward: the bound is what float32 needs, and
+         one layer: its parameters, what it needs, and what it returns.
+time     of one run, the best of several, side by side. On CPU, half precision is float32 between casts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import autocast_models as models
+from mpmodules import linen as nn
+from policy.inspection.compare import EXACT, paired
+from policy.inspection.paired import Log
+from policy.inspection.program import Call, program_of
+from policy.policy import get_policy
+
+POLICY = "mixed_bfloat16"
+FLOPS, GRADIENTS, TIME = 4.0, 1.5, 4.0
+MIB = 2.0**20
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each after a LayerNorm."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+        y = nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1])(y)
+
+
+class Ours(nn.Module):
+    """A transformer whose layers obey the policy in force."""
+
+    layers: int
+    width: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(64, self.width)(tokens)
+        for i in range(self.layers):
+            x = Block(name=f"layer_{i}")(x)
+        return nn.Dense(64)(nn.LayerNorm()(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, and how many tokens it reads."""
+
+    name: str
+    model: Any
+    width: int
+    batch: int = 8
+    length: int = 64
+
+    def forward(self, variables: Any, tokens: Any) -> Any:
+        return self.model.apply(variables, tokens)
+
+    def loss(self, variables: Any, tokens: Any) -> Any:
+        return models.cross_entropy(self.forward(variables, tokens), tokens)
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Numbers that cost no compilation: what is measured does not depend on them."""
+        generator = np.random.default_rng(0)
+        tokens = generator.integers(1, 16, (self.batch, self.length), dtype=np.int32)
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0), tokens)
+        draw = lambda like: generator.normal(size=like.shape, scale=0.05).astype(like.dtype)  # noqa: E731
+        return jax.tree.map(draw, shapes), tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: a quantity of a comparison, beside float32's, and the largest ratio that is allowed."""
+
+    quantity: str
+    name: str
+    ours: float
+    beside: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.beside
+
+    @property
+    def is_missed(self) -> bool:
+        return self.ratio > self.bound
+
+
+def comparison(fn: Callable[..., Any], arguments: Any, gradients: bool) -> tuple[Any, Any]:
+    """The compiled program of a comparison, and its arguments."""
+    call = Call.of("compare", fn, arguments, {}, 1.0 if gradients else None)
+    program = program_of(call, get_policy(POLICY))
+    arrays = program.arguments.arrays
+    return jax.jit(paired(program, Log())).lower(*arrays).compile(compiler_options=EXACT), arrays
+
+
+def needed(compiled: Any) -> float:
+    """MiB beside the arguments."""
+    memory = compiled.memory_analysis()
+    return (memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / MIB
+
+
+def gigaflops(compiled: Any) -> float:
+    costs = compiled.cost_analysis()
+    if costs is None:
+        raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+    return costs["flops"] / 1e9
+
+
+def layer_memory(case: Case) -> float:
+    """MiB of one layer in float32: its parameters, what it needs, and what it returns."""
+    x = jax.ShapeDtypeStruct((case.batch, case.length, case.width), jnp.float32)
+    block = Block() if isinstance(case.model, Ours) else models.Block()
+    more = () if isinstance(case.model, Ours) else (None,)
+    variables = jax.eval_shape(lambda key, x: block.init(key, x, *more), jax.random.key(0), x)
+    compiled = jax.jit(lambda v, x: block.apply(v, x, *more)).lower(variables, x).compile()
+    return needed(compiled) + sum(leaf.size * 4 for leaf in jax.tree.leaves(variables)) / MIB
+
+
+def forward(case: Case) -> Row:
+    """Memory of the forward pass."""
+    arguments = case.arguments()
+    float32 = needed(jax.jit(case.forward).lower(*arguments).compile())
+    ours = needed(comparison(case.forward, arguments, gradients=False)[0])
+    return Row("memory", f"{case.name}, forward", ours, float32, 1 + layer_memory(case) / float32)
+
+
+def step(case: Case, times: int) -> Iterator[Row]:
+    """FLOPs, memory and time with gradients."""
+    arguments = case.arguments()
+    float32 = jax.jit(jax.value_and_grad(case.loss)).lower(*arguments).compile()
+    ours, arrays = comparison(case.loss, arguments, gradients=True)
+    yield Row("flops", case.name, gigaflops(ours), gigaflops(float32), FLOPS)
+    yield Row("memory", f"{case.name}, with gradients", needed(ours), needed(float32), GRADIENTS)
+    seconds = _seconds({"ours": (ours, arrays), "float32": (float32, arguments)}, times)
+    yield Row("time", case.name, seconds["ours"], seconds["float32"], TIME)
+
+
+def _seconds(programs: dict[str, tuple[Any, Any]], times: int) -> dict[str, float]:
+    best = dict.fromkeys(programs, float("inf"))
+    for _ in range(times + 1):
+        for name, (compiled, arguments) in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(*arguments))
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def rows(small: bool = False) -> Iterator[Row]:
+    """Every row, as it is measured. `small` leaves out layers."""
+    layers = 2 if small else 6
+    for case in (
+        Case(f"ours, {layers} layers", Ours(layers, 128), 128),
+        Case(f"Flax's under autocast, {layers} layers", models.Decoder(None, layers, width=128), 128),
+    ):
+        yield forward(case)
+        yield from step(case, times=5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a figure misses its bound")
+    parser.add_argument("--small", action="store_true", help="shallower models")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options = parser.parse_args()
+    measured = []
+    for row in rows(options.small):
+        measured.append(row)
+        if not options.json:
+            if len(measured) == 1:
+                print(f"{'':8}{'':52}{'compare':>11}{'float32':>11}{'ratio':>8}{'bound':>7}")
+            numbers = f"{row.ours:11.4g}{row.beside:11.4g}{row.ratio:8.3f}{row.bound:7.3g}"
+            print(f"{row.quantity:8}{row.name:52}{numbers}{'  missed' if row.is_missed else ''}", flush=True)
+    if options.json:
+        print(json.dumps([{**dataclasses.asdict(row), "ratio": row.ratio} for row in measured], indent=1))
+    return int(options.check and any(row.is_missed for row in measured))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

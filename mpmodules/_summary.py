@@ -1,0 +1,81 @@
+"""Summary tables with two columns more: the policy that a module obeys, and where it comes from."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rich.text import Text  # Flax draws its tables with it
+
+from policy.policy import Policy
+from policy.sources import Source
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+HEADERS = ("policy", "policy source")
+Cells = tuple[str, str]
+
+NOT_OURS: Cells = ("", "none: Flax's own")
+
+
+def cells_of(policy: Policy | None, source: Source) -> Cells:
+    """What the two columns say of one module."""
+    return ("", "none") if policy is None else (policy.short, str(source))
+
+
+def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """The same function of Flax's, seeing other values of some of its module's names. Nothing of Flax's is changed.
+
+    Raises:
+      RuntimeError: the function's module has no such name.
+    """
+    code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    missing = [name for name in names if name not in namespace]
+    if code is None or missing:
+        raise RuntimeError(
+            f"This version of Flax draws its summaries in another way ({', '.join(missing) or repr(function)} is not "
+            "there), so that no columns can be added. Pass policy_columns=False for Flax's own table."
+        )
+    twin = types.FunctionType(code, namespace | names, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def taking_what(upstream: Callable[..., Any]) -> Callable[[F], F]:
+    """Shows the signature of Flax's function, and `policy_columns` after it."""
+    *parameters, keywords = inspect.signature(upstream).parameters.values()
+    added = inspect.Parameter("policy_columns", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+
+    def mark(function: F) -> F:
+        function.__signature__ = inspect.Signature([*parameters, added, keywords])  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def with_columns(
+    table: Any, cells: Sequence[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None
+) -> Any:
+    """A `rich` table of Flax's with ours after the columns that say where and what a module is.
+
+    Args:
+      table: the table, its rows those of `cells`.
+      cells: what our columns hold, by row.
+      column_kwargs: what the caller of `tabulate` has for `add_column`.
+      policy_columns: whether they are there; None where a policy holds in any row.
+    """
+    if policy_columns is None and not any(policy for policy, _ in cells):
+        return table
+    wider = copy.copy(table)
+    wider.columns, wider.rows = [], []
+    for i, column in enumerate(table.columns):
+        if i == 2:
+            for header in HEADERS:
+                wider.add_column(header, **column_kwargs)
+        wider.add_column(column.header, column.footer, **column_kwargs)
+    for row, ours in zip(zip(*(column.cells for column in table.columns), strict=True), cells, strict=True):
+        wider.add_row(*row[:2], *map(Text, ours), *row[2:])  # as texts: a pattern's brackets are no markup
+    return wider

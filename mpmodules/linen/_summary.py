@@ -1,0 +1,109 @@
+"""`tabulate` of linen modules, with the policy of each and where it comes from."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as flax_nn
+from flax.linen import summary as flax_summary
+
+from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, taking_what, with_columns
+from mpmodules.linen._calls import Recorded, recording
+from policy.precedence import DtypePolicyWarning, Effective
+from policy.scope import Scope, current_scope, enter
+
+
+@taking_what(flax_summary.tabulate)
+def tabulate(
+    module: flax_nn.Module, rngs: Any, *options: Any, policy_columns: bool | None = None, **named_options: Any
+) -> Callable[..., str]:
+    """`flax.linen.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
+
+    The policy is in its short text form, empty where none holds. The source is one of
+
+    - ``argument: dtype_policy`` or ``argument: apply_policy``;
+    - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
+    - ``rule: 'encoder/.*'`` or ``rule: Dense``, of the module itself or of one above;
+    - ``enclosing module: encoder``, the nearest that carries a policy by an argument;
+    - ``scope``, a `use_policy` block, or ``global``, `set_policy`;
+    - ``none``, and ``none: Flax's own`` of one that knows of no policy, whatever is in force.
+
+    Args:
+      module: the module to tabulate.
+      rngs: as `Module.init` takes them.
+      *options, **named_options: all that `flax.linen.tabulate` takes.
+      policy_columns: whether our columns are there. By default they are where any module obeys a policy: without one
+        the table is Flax's.
+
+    Returns:
+      A function of the method's arguments that returns the table as text.
+    """
+    if policy_columns is False:
+        return flax_summary.tabulate(module, rngs, *options, **named_options)
+
+    def summary(*args: Any, **kwargs: Any) -> str:
+        with recording() as recorded:
+
+            def render(
+                table: Any,
+                console_kwargs: Mapping[str, Any] | None,
+                table_kwargs: Mapping[str, Any],
+                column_kwargs: Mapping[str, Any],
+                *others: Any,
+            ) -> str:
+                cells = _cells(table, recorded)
+                draw = hooked(flax_summary._render_table, _get_rich_repr=_drawing(cells, column_kwargs, policy_columns))
+                return draw(table, console_kwargs, table_kwargs, column_kwargs, *others)
+
+            rows = hooked(flax_summary._get_module_table, _get_call_flops=_flops(recorded))
+            tabulate_ = hooked(flax_summary.tabulate, _render_table=render, _get_module_table=rows)
+            return tabulate_(module, rngs, *options, **named_options)(*args, **kwargs)
+
+    return summary
+
+
+@taking_what(flax_nn.Module.tabulate)
+def tabulate_method(
+    module: flax_nn.Module, rngs: Any, *args: Any, policy_columns: bool | None = None, **kwargs: Any
+) -> str:
+    """`Module.tabulate`: takes what `nn.tabulate` takes by name, and the arguments of the method that it tabulates."""
+    names = ("depth", "show_repeated", "mutable", "console_kwargs", "table_kwargs", "column_kwargs")
+    names = (*names, "compute_flops", "compute_vjp_flops")
+    options = {name: kwargs.pop(name) for name in names if name in kwargs}
+    return tabulate(module, rngs, policy_columns=policy_columns, **options)(*args, **kwargs)
+
+
+def _obeyed(recorded: Recorded) -> Callable[[tuple[str, ...], str], Effective | None]:
+    """What the next call of a module's method obeyed: those of one stand in the table in the order they began in."""
+    calls = {call: iter(obeyed) for call, obeyed in recorded.obeyed.items()}
+    return lambda path, method: next(calls.get((path, method), iter(())), None)
+
+
+def _cells(table: Any, recorded: Recorded) -> list[Cells]:
+    """Our columns by row."""
+    obeyed = _obeyed(recorded)
+    effective = [obeyed(row.path, row.method) for row in table]
+    return [NOT_OURS if held is None else cells_of(held.policy, held.source) for held in effective]
+
+
+def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
+    """Flax counts a module's FLOPs as if it were a root: what it inherited is put in force, and path rules are not."""
+    obeyed = functools.cache(lambda: _obeyed(recorded))  # asked once all calls are recorded
+
+    def flops(call: Any, *which: bool) -> tuple[int, int]:
+        held = obeyed()(call.path, call.method)
+        policy = current_scope().policy if held is None else held.base
+        with enter(Scope(policy)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DtypePolicyWarning)  # told of already, under the module's own path
+            return flax_summary._get_call_flops(call, *which)
+
+    return flops
+
+
+def _drawing(cells: list[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None) -> Callable[..., str]:
+    return lambda table, console_kwargs: flax_summary._get_rich_repr(
+        with_columns(table, cells, column_kwargs, policy_columns), console_kwargs
+    )

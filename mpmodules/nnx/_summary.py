@@ -1,0 +1,86 @@
+"""`tabulate` of nnx objects, with the policy of each module and where it comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx as flax_nnx
+from flax.nnx import summary as flax_summary
+
+from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, taking_what, with_columns
+from mpmodules.nnx._module import obeys_policies
+
+_OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
+
+
+@taking_what(flax_nnx.tabulate)
+def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **kwargs: Any) -> str:
+    """`flax.nnx.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
+
+    The policy is the one that the module captured, in its short text form, empty where there is none. The source is
+    one of
+
+    - ``argument: dtype_policy`` or ``argument: apply_policy``;
+    - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
+    - ``rule: 'encoder/.*'`` or ``rule: Linear``, of the module itself or of one above;
+    - ``enclosing module: encoder``, the nearest that carries a policy by an argument: its path where `apply_policy`
+      put it there, its class where it was built with it;
+    - ``scope``, the `use_policy` block that it was built in, or ``global``, `set_policy`;
+    - ``none``, and ``none: Flax's own`` of one that knows of no policy, whatever is in force.
+
+    Args:
+      obj: an nnx module, or another graph object.
+      *input_args, **kwargs: all that `flax.nnx.tabulate` takes, and the method's arguments.
+      policy_columns: whether our columns are there. By default they are where any module obeys a policy: without one
+        the table is Flax's.
+    """
+    with _classes_as_they_were(obj):
+        if policy_columns is False:
+            return flax_nnx.tabulate(obj, *input_args, **kwargs)
+        return _with_columns(obj, input_args, kwargs, policy_columns)
+
+
+def _with_columns(obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any], policy_columns: bool | None) -> str:
+    is_shown = kwargs.pop("row_filter", _OPTIONS["row_filter"].default)
+    cells: list[Cells] = []
+
+    def row_filter(row: Any) -> bool:  # asked once of each row, in the order of the table
+        shown = is_shown(row)
+        if shown:
+            cells.append(_cells(obj, row.path))
+        return shown
+
+    def draw(table: Any, console_kwargs: Any) -> str:
+        wider = with_columns(table, cells, kwargs.get("column_kwargs", {}), policy_columns)
+        return flax_summary._get_rich_repr(wider, console_kwargs)
+
+    tabulate_ = hooked(flax_nnx.tabulate, _get_rich_repr=draw)
+    return tabulate_(obj, *input_args, row_filter=row_filter, **kwargs)
+
+
+@contextlib.contextmanager
+def _classes_as_they_were(obj: Any) -> Iterator[None]:
+    """Flax's `tabulate` replaces the methods of every class in the graph, and leaves inherited ones behind on it."""
+    before = {type(node): dict(vars(type(node))) for _, node in flax_nnx.iter_graph(obj)}
+    try:
+        yield
+    finally:
+        for cls, attributes in before.items():
+            for name, value in list(vars(cls).items()):
+                if inspect.isfunction(value) and name not in attributes:
+                    delattr(cls, name)
+                elif inspect.isfunction(value) and attributes[name] is not value:
+                    setattr(cls, name, attributes[name])
+
+
+def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
+    """Our columns of the object at a path of the table, which ends in the method's name where that is not __call__."""
+    for key in path:
+        child = getattr(obj, key, None) if isinstance(key, str) else None
+        if inspect.ismethod(child):
+            break
+        obj = obj[key] if child is None else child
+    return cells_of(obj.dtype_policy, obj._policy_source) if obeys_policies(obj) else NOT_OURS

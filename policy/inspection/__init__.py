@@ -1,0 +1,1 @@
+"""What a program really runs in, read before it runs."""

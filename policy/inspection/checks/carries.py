@@ -1,0 +1,95 @@
+"""What loops hand on in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policy.inspection.flow import LAYOUT, Flow, is_cast, is_narrow, narrows, users, widens
+from policy.inspection.graph import Node, Value, is_joint
+from policy.inspection.kinds import CARRY, finding, shape_of
+from policy.inspection.operations import kind_of
+from policy.inspection.report import Finding
+
+_ADDS = frozenset(("add", "sub", "add_any"))
+_SCALES = frozenset(("mul", "div"))
+_ZEROS = frozenset(("dynamic_update_slice", "pad", "scatter"))  # what is written into zeros adds to few places
+
+
+def narrowed_carries(flow: Flow) -> Iterator[Finding]:
+    """Running sums and averages in half precision, and float32 that is rounded to half between two turns of a loop.
+
+    What a stack of layers hands on is neither: what each adds depends on it. Nor is what a gate scales.
+    """
+    loops: dict[int, list[Node]] = {}
+    for node in flow.graph.nodes:
+        if node.name == "carry" and node.outputs and len(node.inputs) == 2:
+            loops.setdefault(id(node.site.equation), []).append(node)
+    for carries in loops.values():
+        if carries[0].params.get("length") == 1:
+            continue
+        of_loop = {id(node.out) for node in carries}
+        for node in carries:
+            if is_narrow(node.out.dtype) and (message := _message(node, of_loop)):
+                yield finding(CARRY, node, message)
+
+
+def _message(node: Node, of_loop: set[int]) -> str:
+    carry, result = node.out, node.inputs[1]
+    what = f"{shape_of(carry)} is handed from one turn of the {node.site.name} to the next"
+    if _accumulates(result, carry, of_loop):
+        return f"{what}, and is added to or scaled in each: what is below its last digit is lost. Carry float32."
+    maker = result.maker
+    readers = list(users(carry))
+    is_wide_inside = bool(readers) and all(widens(r) for r in readers)
+    if maker is not None and narrows(maker) and is_wide_inside:
+        return f"{what}, but computed with in {maker.inputs[0].dtype} only: each turn rounds it. Carry float32."
+    return ""
+
+
+def _accumulates(result: Value, carry: Value, of_loop: set[int], scaled: bool = False) -> bool:
+    """Whether what the body returns is its carry plus terms that do not depend on it, as a sum or an average has, or
+    times such factors."""
+    value, changed = result, scaled
+    while value is not carry:
+        maker = value.maker
+        if maker is None or is_joint(maker) or not maker.inputs:
+            return False
+        mine = [v for v in maker.inputs if _depends(v, {id(carry)})]
+        others = [v for v in maker.inputs if v not in mine]
+        if maker.name == "select_n":  # a step that is skipped at times
+            cases = [v for v in maker.inputs[1:] if v is not carry]
+            return bool(cases) and all(_accumulates(v, carry, of_loop, scaled) for v in cases)
+        if maker.name in _ADDS:
+            if len(mine) != 1 or any(_is_sparse(v) or v.is_literal for v in others):
+                return False
+            if scaled and any(_depends(v, of_loop) for v in others):
+                return False
+        elif maker.name in _SCALES:
+            if len(mine) != 1 or any(_depends(v, of_loop) for v in others):
+                return False
+            scaled = True
+        elif kind_of(maker.name) != "scatter-add" and maker.name not in LAYOUT and not is_cast(maker):
+            return False
+        changed = changed or not (maker.name in LAYOUT or is_cast(maker))
+        value = maker.inputs[0] if len(mine) != 1 else mine[0]
+    return changed
+
+
+def _is_sparse(value: Value) -> bool:
+    return value.maker is not None and value.maker.name in _ZEROS
+
+
+def _depends(value: Value, on: set[int]) -> bool:
+    """Whether a value is computed from some of a loop's carries, within one turn."""
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in on:
+            return True
+        if value.maker is None or (value.maker.name == "carry"):
+            continue
+        for operand in value.maker.inputs:
+            if id(operand) not in seen:
+                seen.add(id(operand))
+                waiting.append(operand)
+    return False

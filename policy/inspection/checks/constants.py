@@ -1,0 +1,140 @@
+"""Constants that a dtype can't hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from policy.inspection.flow import LAYOUT, Flow, is_cast, is_cotangent, is_narrow, made_of, users
+from policy.inspection.graph import Node, Value
+from policy.inspection.kinds import CONSTANT, finding
+from policy.inspection.lost import Lost
+from policy.inspection.report import Finding
+
+Numbers = frozenset[float]  # the few numbers that the elements of a value are
+
+_MOST_NUMBERS = 8
+_LARGEST = 4096  # elements of a captured array that are looked at
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+_DIVIDES = frozenset(("rsqrt", "log"))
+
+
+def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
+    """Numbers that a program is written with, and that overflow or vanish where they are cast.
+
+    They are followed through arithmetic with other constants, `where` and broadcasts. One that JAX cast while it traced
+    is infinite or zero already: it is found where that can't have been meant, as a factor or beside a divisor.
+    """
+    known: dict[int, Numbers] = {}
+    for node in flow.graph.nodes:
+        if is_cast(node):
+            yield from _cast(node, known)
+        elif node.outputs and not is_cotangent(node):
+            yield from _traced_away(node, flow.lost)
+        _propagate(node, known)
+
+
+def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
+    dtype = node.out.dtype
+    for number in sorted(_numbers(node.inputs[0], known) or ()):
+        result = _as(number, dtype)
+        if np.isfinite(number) and not np.isfinite(result):
+            becomes = f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf with a row that is never masked"
+        elif number != 0 and result == 0:
+            becomes = f"0: it vanishes. The smallest number is {_smallest(dtype)}"
+        else:
+            continue
+        yield finding(CONSTANT, node, f"{number:g} in {dtype} is {becomes}.", (node.inputs[0].dtype, dtype))
+
+
+def _as(number: float, dtype: str) -> float:
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.asarray(number, np.float64).astype(jnp.dtype(dtype)))
+
+
+def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
+    """A literal of a half dtype that is infinite or zero, where NumPy said so or no author writes one."""
+    for value in node.inputs:
+        if not (value.is_literal and is_narrow(value.dtype)):
+            continue
+        number, dtype = float(value.array), value.dtype
+        line = node.site.source.partition(" ")[0]
+        if np.isinf(number) and (node.name == "mul" or line in lost.overflowed):
+            message = f"A constant overflowed: it is {number:g} in {dtype}, where finite numbers end at "
+            message += f"{float(jnp.finfo(dtype).max):.4g}. Infinities make NaN: of zeros, and of each other."
+            yield finding(CONSTANT, node, message, (dtype,))
+        elif number == 0 and (line in lost.vanished or _is_shift_of_divisor(node)):
+            message = f"A constant vanished: it is 0 in {dtype}, whose smallest number is {_smallest(dtype)}."
+            yield finding(CONSTANT, node, message, (dtype,))
+
+
+def _is_shift_of_divisor(node: Node) -> bool:
+    """Whether a node adds something to what is divided by, as an epsilon is."""
+    return node.name == "add" and any(_divides_by(user, node.out) for user in users(node.out))
+
+
+def _smallest(dtype: str) -> str:
+    return f"{float(jnp.finfo(dtype).smallest_subnormal):.1e}"
+
+
+def _divides_by(node: Node, value: Value) -> bool:
+    if node.name == "div":
+        return made_of(node.inputs[1]) is value
+    return node.name in _DIVIDES
+
+
+def _numbers(value: Value, known: dict[int, Numbers]) -> Numbers | None:
+    """The few numbers that a value may be, as far as they are known; None where nothing is."""
+    if value.array is None:
+        return known.get(id(value))
+    array = value.array
+    if not isinstance(array, np.ndarray) or array.size > _LARGEST or not array.size or array.dtype == object:
+        return None
+    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)) or np.iscomplexobj(array):
+        return None
+    if array.ndim == 0:
+        return frozenset((float(array),))
+    numbers = array.astype(np.float64)
+    numbers = numbers[numbers != 0]
+    return frozenset((float(np.min(numbers)), float(np.max(numbers)))) if numbers.size else None
+
+
+def _propagate(node: Node, known: dict[int, Numbers]) -> None:
+    if len(node.outputs) != 1 or not node.inputs:
+        return
+    found: Numbers | None = None
+    name = node.name
+    if name in LAYOUT or name == "branch":
+        found = _union(_numbers(value, known) for value in node.inputs[name == "branch" :])
+    elif name == "select_n":
+        found = _union(_numbers(value, known) for value in node.inputs[1:])
+    elif name == "convert_element_type":
+        found = frozenset((0.0, 1.0)) if node.inputs[0].dtype == "bool" else _numbers(node.inputs[0], known)
+    elif name in _ARITHMETIC:
+        found = _computed(_ARITHMETIC[name], [_numbers(value, known) for value in node.inputs])
+    if found and len(found) <= _MOST_NUMBERS:
+        known[id(node.out)] = found
+
+
+def _union(each: Iterator[Numbers | None]) -> Numbers | None:
+    return frozenset(itertools.chain.from_iterable(numbers for numbers in each if numbers)) or None
+
+
+def _computed(function: Callable[..., Any], operands: list[Numbers | None]) -> Numbers | None:
+    known = [numbers for numbers in operands if numbers is not None]
+    if len(known) < len(operands):
+        return None
+    with np.errstate(all="ignore"):
+        return frozenset(float(function(*numbers)) for numbers in itertools.product(*known))

@@ -1,0 +1,131 @@
+"""Exponentials, logarithms, roots and squares of half numbers, where their error or their range matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policy.amp.categories import names_of
+from policy.inspection.flow import LAYOUT, Flow, is_cotangent, is_matmul, is_narrow, made_of
+from policy.inspection.graph import Node, Value, is_joint
+from policy.inspection.kinds import FUNCTION, finding
+from policy.inspection.operations import is_steep, kind_of, sums
+from policy.inspection.report import Finding
+
+_PERIODIC = frozenset(names_of("fp32", "trig"))
+_SHIFTS = frozenset(("add", "sub", "max", "abs", "convert_element_type", "mul", "div", "select_n"))
+
+
+def low_precision_functions(flow: Flow) -> Iterator[Finding]:
+    """Functions of half numbers whose rounding is more than that of an activation."""
+    for node in flow.graph.nodes:
+        if not node.inputs or not is_narrow(node.inputs[0].dtype) or is_cotangent(node) or is_joint(node):
+            continue
+        reason = _reason(node)
+        if reason:
+            yield finding(FUNCTION, node, f"{node.name} of {node.inputs[0].dtype}: {reason}")
+
+
+def _reason(node: Node) -> str:
+    """Why a function should not be computed in half, or ""."""
+    name, dtype = node.name, node.inputs[0].dtype
+    if node.inputs[0].is_literal:
+        return ""
+    if is_steep(name) and _matters(node):
+        return (
+            "the error of an exponential or logarithm is that of its argument, a hundredth and more, and it is summed, "
+            "divided by or returned. Widen the argument to float32."
+        )
+    if name in _PERIODIC:
+        return "the argument's last digit is a good part of a turn. Compute the angles, and this, in float32."
+    if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
+        limit = "overflows above 65504" if dtype == "float16" else "has 8 significant bits"
+        return f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and narrow what they normalise."
+    if name == "div" and _is_statistic(node.inputs[1], through_root=True):
+        return f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and narrow the result."
+    if _squares(node) and _is_summed(node.out):
+        limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
+        return f"squares in {dtype} {limit}, and these are summed. Widen to float32 before squaring."
+    return ""
+
+
+def _squares(node: Node) -> bool:
+    if node.name == "mul":
+        first, second = node.inputs
+        return made_of(first) is made_of(second)
+    return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
+
+
+def _is_summed(value: Value) -> bool:
+    """Whether a value is summed, be it cast, scaled or selected from before."""
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        for reader in waiting.pop().readers:
+            if not is_joint(reader) and sums(reader.site.equation):
+                return True
+            if not is_cotangent(reader) and _passes(reader, adds=False):
+                fresh = [out for out in reader.outputs if id(out) not in seen]
+                seen.update(map(id, fresh))
+                waiting.extend(fresh)
+    return False
+
+
+def _is_statistic(value: Value, through_root: bool = False) -> bool:
+    """Whether a value is a sum, shifted and scaled; `through_root`: the square root of one."""
+    waiting, seen = [(value, False)], {id(value)}
+    while waiting:
+        value, has_root = waiting.pop()
+        maker = value.maker
+        if maker is None:
+            continue
+        if not is_joint(maker) and kind_of(maker.name) == "reduction":
+            if has_root or not through_root:
+                return True
+            continue
+        is_root = through_root and maker.name == "sqrt"
+        for operand in maker.inputs if is_root or maker.name in LAYOUT or maker.name in _SHIFTS else ():
+            if id(operand) not in seen:
+                seen.add(id(operand))
+                waiting.append((operand, has_root or is_root))
+    return False
+
+
+def _matters(node: Node) -> bool:
+    """Whether a result is more than an activation: it is summed, divided by, returned, or a logarithm is taken of it.
+
+    An exponential is followed as long as it is scaled and selected from; a logarithm where it is added to, too.
+    """
+    if node.name == "expm1" and _is_guarded(node.inputs[0]):
+        return False
+    is_logarithm = node.name.startswith("log")
+    waiting, seen = list(node.outputs), {id(out) for out in node.outputs}
+    while waiting:
+        value = waiting.pop()
+        if value.is_output:
+            return True
+        for reader in value.readers:
+            if is_matmul(reader) or is_cotangent(reader):
+                continue
+            if not is_joint(reader) and sums(reader.site.equation):
+                return True
+            if is_steep(reader.name) or (reader.name == "div" and reader.inputs[1] is value):
+                return True
+            if is_joint(reader) or _passes(reader, is_logarithm):
+                fresh = [out for out in reader.outputs if id(out) not in seen]
+                seen.update(map(id, fresh))
+                waiting.extend(fresh)
+    return False
+
+
+def _passes(reader: Node, adds: bool) -> bool:
+    """Whether what a node makes of a value is that value still, moved, scaled or selected from."""
+    if reader.name in LAYOUT or reader.name in ("convert_element_type", "select_n", "mul", "neg", "max", "min", "div"):
+        return True
+    is_sum = reader.name in ("add", "sub", "add_any")
+    return is_sum and (adds or any(value.is_literal for value in reader.inputs))
+
+
+def _is_guarded(value: Value) -> bool:
+    """Whether a value was kept from being large by a `where` or a `minimum`, as elu does it."""
+    while value.maker is not None and (value.maker.name in LAYOUT or value.maker.name in ("mul", "div", "neg")):
+        value = value.maker.inputs[0]
+    return value.maker is not None and value.maker.name in ("select_n", "min", "clamp")

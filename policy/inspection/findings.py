@@ -1,0 +1,53 @@
+"""Everything that an audit finds in a program, each thing once, the gravest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from policy.inspection.checks.carries import narrowed_carries
+from policy.inspection.checks.casts import repeated_casts, round_trips
+from policy.inspection.checks.constants import constants_out_of_range
+from policy.inspection.checks.functions import low_precision_functions
+from policy.inspection.checks.promotions import float32_matmuls, mixed_matmuls, silent_promotions
+from policy.inspection.checks.residuals import float32_residuals
+from policy.inspection.checks.sums import low_precision_reductions
+from policy.inspection.flow import Flow
+from policy.inspection.graph import Graph
+from policy.inspection.kinds import KINDS as KINDS
+from policy.inspection.lost import Lost
+from policy.inspection.report import Finding
+
+_CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
+    low_precision_reductions,
+    low_precision_functions,
+    constants_out_of_range,
+    narrowed_carries,
+    mixed_matmuls,
+    silent_promotions,
+    float32_matmuls,
+    round_trips,
+    repeated_casts,
+    float32_residuals,
+)
+
+
+def findings_of(graph: Graph, lost: Lost | None = None) -> tuple[Finding, ...]:
+    """What every check finds in a program, the gravest kind first, and in the order of the program within a kind.
+
+    Args:
+      lost: what `noticing` noted while the program was traced.
+    """
+    flow = Flow(graph, lost)
+    found = _merged(finding for check in _CHECKS for finding in check(flow))
+    gravity = {kind: i for i, kind in enumerate(KINDS)}
+    return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))
+
+
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings that differ in how often they happen only, as one that says how often all do."""
+    counts: dict[Finding, int] = {}
+    for finding in findings:
+        key = dataclasses.replace(finding, count=0)
+        counts[key] = counts.get(key, 0) + finding.count
+    return [dataclasses.replace(finding, count=count) for finding, count in counts.items()]

@@ -1,0 +1,162 @@
+"""How dtypes flow through a program: what is float32 only because something half was widened, and where that ends."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from policy.inspection.graph import Graph, Node, Value, is_joint
+from policy.inspection.lost import Lost
+from policy.inspection.operations import is_inexact, kind_of
+
+MATMULS = ("dot", "convolution")
+# Moves numbers and changes none of them.
+LAYOUT = frozenset(
+    (
+        *("broadcast_in_dim", "broadcast_to", "reshape", "squeeze", "transpose", "copy", "copy_p", "rev", "tile"),
+        *("slice", "dynamic_slice", "split", "unstack", "expand_dims", "gather", "stop_gradient", "name", "pvary"),
+        *("sharding_constraint", "reshard", "device_put", "optimization_barrier", "pbroadcast", "stage", "layout_cast"),
+        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "slice", "stack"),
+    )
+)
+
+
+@functools.cache
+def bits(dtype: str) -> int:
+    """How wide a real floating dtype is, by its name; 0 of any other."""
+    if not is_inexact(dtype) or dtype.startswith("complex"):
+        return 0
+    digits = "".join(c if c.isdigit() else " " for c in dtype.split("_")[0]).split()
+    return int(digits[0]) if digits else 0
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether a dtype is floating, and narrower than float32."""
+    return 0 < bits(dtype) < 32
+
+
+def is_wide(dtype: str) -> bool:
+    """Whether a dtype is float32 or float64."""
+    return bits(dtype) >= 32
+
+
+def is_cast(node: Node) -> bool:
+    """Whether a node changes the dtype of floating numbers."""
+    return node.name == "convert_element_type" and bits(node.inputs[0].dtype) > 0 and bits(node.out.dtype) > 0
+
+
+def widens(node: Node) -> bool:
+    return is_cast(node) and is_narrow(node.inputs[0].dtype) and is_wide(node.out.dtype)
+
+
+def narrows(node: Node) -> bool:
+    return is_cast(node) and is_wide(node.inputs[0].dtype) and is_narrow(node.out.dtype)
+
+
+def is_matmul(node: Node) -> bool:
+    return kind_of(node.name) in MATMULS and not is_joint(node)
+
+
+def is_cotangent(node: Node) -> bool:
+    """Whether a node is of the backward pass itself, and no forward that is repeated there."""
+    return node.site.is_backward and not node.site.is_recomputed
+
+
+def made_of(value: Value) -> Value:
+    """What a value is a view of: layout operations left out."""
+    while value.maker is not None and value.maker.name in LAYOUT and value.maker.inputs:
+        value = value.maker.inputs[0]
+    return value
+
+
+def users(value: Value) -> Iterator[Node]:
+    """The nodes that compute with a value or with a view of it."""
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        for node in waiting.pop().readers:
+            if node.name not in LAYOUT:
+                yield node
+                continue
+            for out in node.outputs:
+                if id(out) not in seen:
+                    seen.add(id(out))
+                    waiting.append(out)
+
+
+def is_returned(value: Value) -> bool:
+    """Whether the program returns a value or a view of it."""
+    if value.is_output:
+        return True
+    return any(is_returned(out) for node in value.readers if node.name in LAYOUT for out in node.outputs)
+
+
+class Flow:
+    """What is known of the values of a program.
+
+    Attributes:
+      graph: the program.
+      multiplies_in_half: whether a matmul in it has half operands.
+      lost: what was noticed of its constants while it was traced.
+    """
+
+    def __init__(self, graph: Graph, lost: Lost | None = None):
+        self.graph = graph
+        self.lost = Lost() if lost is None else lost
+        self.matmuls = [node for node in graph.nodes if is_matmul(node)]
+        self.multiplies_in_half = any(all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls)
+        self._widenings = self._find_widenings()
+        self._leaking = self._find_leaks()
+
+    def widening(self, value: Value) -> Node | None:
+        """What made a wide value of a half one: a cast, or a half matmul whose result is wide; None where nothing did.
+
+        The nearest one: what was narrowed in between is no longer wide.
+        """
+        return self._widenings.get(id(value))
+
+    def leaks(self, value: Value) -> bool:
+        """Whether a wide value reaches a matmul, a loop's carry, the program's result, or another module's arithmetic
+        before it is narrowed."""
+        return id(value) in self._leaking
+
+    def _find_widenings(self) -> dict[int, Node]:
+        found: dict[int, Node] = {}
+        for node in self.graph.nodes:
+            if widens(node) or (is_matmul(node) and any(is_narrow(v.dtype) for v in operands(node))):
+                origin: Node | None = node
+            else:
+                origin = next((found[id(v)] for v in node.inputs if id(v) in found), None)
+            if origin is not None:
+                found.update((id(out), origin) for out in node.outputs if is_wide(out.dtype))
+        return found
+
+    def _find_leaks(self) -> set[int]:
+        leaking: set[int] = set()
+        for node in reversed(self.graph.nodes):
+            for value in node.outputs:
+                if is_wide(value.dtype) and (value.is_output or any(_leaks(value, r, leaking) for r in value.readers)):
+                    leaking.add(id(value))
+        return leaking
+
+
+def operands(node: Node) -> list[Value]:
+    """The floating operands of a matmul."""
+    return [value for value in node.inputs if bits(value.dtype)]
+
+
+def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
+    """Whether a value leaks through one of its readers. `leaking`: what comes later in the program and does."""
+    if is_cotangent(reader) and not (value.maker is not None and is_cotangent(value.maker)):
+        return False  # what is kept for the backward pass is another matter
+    if is_matmul(reader) or reader.name == "carry":
+        return True
+    if narrows(reader):
+        return False
+    if reader.name in LAYOUT or is_cast(reader) or is_joint(reader):
+        return any(id(out) in leaking for out in reader.outputs)
+    results = [out for out in reader.outputs if is_wide(out.dtype)]
+    if not results:  # a comparison, a place, an effect
+        return False
+    maker = made_of(value).maker
+    home, there = () if maker is None else maker.site.path, reader.site.path
+    return there[: len(home)] != home or any(id(out) in leaking for out in results)

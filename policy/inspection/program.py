@@ -1,0 +1,236 @@
+"""The program of a call under a policy: what runs in half precision, as `compare` and `suggest` take it apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from policy.amp import autocast
+from policy.amp.categories import MATMULS
+from policy.inspection.walk import walk
+from policy.inspection.widened import dtype_of, is_half
+from policy.policy import Policy, get_policy
+from policy.precedence import DtypePolicyWarning
+from policy.rules import PolicyRules
+from policy.scope import require_usable, use_policy
+from policy.tracing import Arguments, lowered
+
+Route = Literal["as written", "scope", "autocast"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A call as a program of its arrays.
+
+    Attributes:
+      jaxpr: the closed jaxpr.
+      arguments: what it is called with.
+      outputs: the name of each output.
+      gradients: the name of each gradient, which come after the outputs.
+      route: how it came to be half: as it is written, by the scope of a policy, or by autocast.
+    """
+
+    jaxpr: Any
+    arguments: Arguments
+    outputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    route: Route
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call to take apart.
+
+    Attributes:
+      fn: a function of arrays alone, or of trees of them.
+      arguments: what it is called with.
+      params: which of its arguments are parameters, as autocast takes it.
+      loss_scale: what the loss is multiplied by before it is differentiated; None for no gradients.
+    """
+
+    fn: Callable[..., Any]
+    arguments: Arguments
+    params: Any
+    loss_scale: float | None
+
+    @classmethod
+    def of(cls, what: str, fn: Any, args: Any, kwargs: Any, loss_scale: float | None) -> Call:
+        """The call of any function or module.
+
+        Raises:
+          TypeError: `fn` is no function, or it is called with no arrays, or with shapes.
+        """
+        if not callable(fn):
+            raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
+        call = lowered(fn, args, kwargs)
+        params = None if call is None else 0
+        if call is not None:
+            fn, args, kwargs = call.pure, call.args, call.kwargs
+        arguments = Arguments.of(args, kwargs)
+        if not arguments.arrays:
+            raise TypeError(f"{what} measures what a function does to arrays, but was given none to call it with.")
+        for name, array in zip(arguments.names(), arguments.arrays, strict=True):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{what} runs the function, but {name} is a shape, {array.dtype.name}{list(array.shape)}: give an "
+                    "array. policy.audit does with shapes."
+                )
+        return cls(fn, arguments, params, loss_scale)
+
+    def differentiated(self) -> list[int]:
+        """Which of the arrays gradients are taken of: the floats of the first argument, if it holds more than one
+        array; else all floats."""
+        floats = [i for i, a in enumerate(self.arguments.arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
+        names = self.arguments.names()
+        first = [i for i in floats if names[i].startswith("args[0]") and names[i] != "args[0]"]
+        return first or floats
+
+    def traced(self, policy: Policy | None, rules: PolicyRules | None, route: Route) -> Program:
+        """The program of the call."""
+        fn: Any = self.fn
+        if route == "autocast":
+            fn = autocast(fn, policy, params=self.params, rules=rules)
+        flat = self._flat(fn) if self.loss_scale is None else self._with_gradients(fn)
+        if route == "scope":
+            with use_policy(policy, rules):
+                jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
+        else:
+            jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
+        names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
+        taken = self.differentiated() if shape[1] else []
+        inputs = input_paths(self.arguments, self.params is not None)
+        gradients = [inputs[i] for i in taken]
+        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients), route)
+
+    def _flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def flat(*arrays: Any) -> Any:
+            args, kwargs = self.arguments.filled(arrays)
+            return fn(*args, **kwargs), []
+
+        return flat
+
+    def _with_gradients(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        taken, scale = self.differentiated(), self.loss_scale
+        if not taken:
+            raise TypeError("There is no floating array among the arguments to take gradients of.")
+
+        def flat(*arrays: Any) -> Any:
+            def loss(taken_arrays: list[Any]) -> tuple[Any, Any]:
+                every = list(arrays)
+                for i, array in zip(taken, taken_arrays, strict=True):
+                    every[i] = array
+                args, kwargs = self.arguments.filled(every)
+                out = fn(*args, **kwargs)
+                return _loss(out).astype(jnp.float32) * scale, out
+
+            gradients, out = jax.grad(loss, has_aux=True)([arrays[i] for i in taken])
+            return out, gradients
+
+        return flat
+
+
+def _loss(out: Any) -> Any:
+    """The loss in what a function returned: itself, or the first of a tuple.
+
+    Raises:
+      TypeError: it is no floating scalar.
+    """
+    loss = out
+    while isinstance(loss, tuple) and loss:
+        loss = loss[0]
+    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
+    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        found = type(loss).__name__ if dtype is None else f"{dtype.name}{list(shape or ())}"
+        raise TypeError(
+            f"Gradients are those of a loss, one floating number, or (loss, aux), but the function returned {found}. "
+            "Return the loss, or leave out gradients=True."
+        )
+    return loss
+
+
+# flax.nnx hands in state: by the module, or the place of the argument that it is of; its numbers are their `value`.
+_OF_STATE = re.compile(r"(?:0|1/\d+)/(.+?)(?:/value)?")
+
+
+def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
+    """The arrays as paths in the argument that holds them: ``params/Dense_0/kernel``; ``args[1]`` for an argument.
+
+    Args:
+      arguments: of a call.
+      is_lowered: whether their first are the state of modules.
+    """
+    tree = jax.tree.unflatten(arguments.treedef, list(arguments.is_array))
+    keys = [path for path, dynamic in jax.tree_util.tree_leaves_with_path(tree) if dynamic]
+    paths = [name_of(path[2:]) or name for path, name in zip(keys, arguments.names(), strict=True)]
+    matches = [_OF_STATE.fullmatch(path) if is_lowered else None for path in paths]
+    short = [path if match is None else match[1] for path, match in zip(paths, matches, strict=True)]
+    return short if len(set(short)) == len(set(paths)) else paths
+
+
+def name_of(path: Any) -> str:
+    """Where a leaf stands in a tree, its keys joined by ``/``; "" for the tree itself."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def checked_policy(policy: Policy | str | None) -> Policy | None:
+    """The policy itself, from its text form too.
+
+    Raises:
+      TypeError, ValueError: it is none, or can't be honoured here.
+    """
+    return None if policy is None else require_usable(get_policy(policy))
+
+
+class _Listening(PolicyRules):
+    """No rules, but the paths of the modules that ask for theirs."""
+
+    __slots__ = ("heard",)
+    heard: set[str]
+
+    def __init__(self, heard: set[str]):
+        super().__init__([("(?!)", "float32")], strict=False)
+        object.__setattr__(self, "heard", heard)
+
+    def match(self, path: str | None, cls: type | None = None) -> None:
+        if path is not None:
+            self.heard.add(path)
+
+
+def program_of(call: Call, policy: Policy | None, modules: set[str] | None = None) -> Program:
+    """The program under a policy: that of the layers that obey its scope, else autocast's.
+
+    Args:
+      call: what to trace.
+      policy: None for the program as it is written.
+      modules: where to put the paths of the modules that obey rules, if they are asked for.
+    """
+    if policy is None:
+        return call.traced(None, None, "as written")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DtypePolicyWarning)
+        program = call.traced(policy, None if modules is None else _Listening(modules), "scope")
+    if is_half(policy.compute_dtype) and not multiplies_in_half(program.jaxpr):
+        return call.traced(policy, None, "autocast")
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=4)
+    return program
+
+
+def multiplies_in_half(jaxpr: Any) -> bool:
+    """Whether a program has a matmul or convolution of half operands."""
+    return any(
+        site.name in MATMULS and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
+        for site in walk(jaxpr)
+    )
+
+
+def short_text(policy: Policy) -> str:
+    """The policy's name among the presets, or else its text form."""
+    presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+    return next((name for name in presets if get_policy(name) == policy), str(policy))

@@ -1,0 +1,370 @@
+"""Runs a program again, equation by equation, with values of another kind than the ones it was traced with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.sharding import PartitionSpec
+
+from policy.amp.settings import ISLAND
+from policy.boundary import SCOPE_NAME as BOUNDARY
+from policy.paths import Path, path_of
+from policy.programs import bind, opened, scan_arity, with_consts_as_arguments
+
+_REMAT = ("remat2", "checkpoint", "remat")
+_SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
+Notes = dict[int, Any]  # what a run reports of its values, beside its outputs
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text: names of primitives."""
+    return frozenset(text.split())
+
+
+class Place(NamedTuple):
+    """A module path, and the pass that an equation of it belongs to: what a checkpoint computes again is "again"."""
+
+    path: Path = ()
+    direction: Literal["forward", "backward", "again"] = "forward"
+
+
+class Value:
+    """What stands for one value of the traced program.
+
+    Attributes:
+      arrays: its numbers, once for each lane that computes its own; a lane without one reads the first's.
+      origin: where it was computed; what that means is the run's affair.
+    """
+
+    __slots__ = ("arrays", "origin")
+
+    def __init__(self, arrays: Sequence[Any], origin: Any = None):
+        self.arrays, self.origin = tuple(arrays), origin
+
+
+class Rerun:
+    """One run of a program, which may hold programs. A subclass says what happens to an equation that holds none.
+
+    Attributes:
+      place: that of the equation whose body is being run.
+      bodies: the programs inside equations that this one stands in, outermost first.
+      axes: the mesh axes that each device runs by itself over.
+      notes: what was noted so far in the program that is being traced.
+    """
+
+    def __init__(self) -> None:
+        self.place = Place()
+        self.axes: tuple[str, ...] = ()
+        self.bodies: tuple[Body, ...] = ()
+        self.notes: Notes = {}
+
+    # What a subclass says ---------------------------------------------------------------------------------------------
+
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        """The outputs of an equation."""
+        raise NotImplementedError
+
+    def copied(self) -> Rerun:
+        """Another run of the same kind, in the same place."""
+        raise NotImplementedError
+
+    def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
+        """The values that a loop starts with, of as many arrays as they have after every step.
+
+        `values` are all that the loop's body reads, `places` say which of them are carried.
+        """
+        return [values[place] for place in places]
+
+    def entering(self, values: Sequence[Value]) -> list[Value]:
+        """New values in a loop's body: what is carried there, and what is scanned over."""
+        return [Value(value.arrays) for value in values]
+
+    def settled(self, value: Value, like: Value) -> Value:
+        """`value`, of as many arrays as `like` has."""
+        return value
+
+    def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+        """Values of as many arrays as the outputs of an equation are to have."""
+        return [Value([None]) for _ in equation.outvars]
+
+    def into(self, values: Sequence[Value]) -> list[Value]:
+        """The same values, as a body of its own reads them."""
+        return list(values)
+
+    def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
+        """Told of what a body of its own hands back."""
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        """The outputs of an open jaxpr."""
+        values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(atom: Any) -> Value:
+            if not isinstance(atom, jex_core.Literal):
+                return values[atom]
+            dtype = getattr(atom.aval, "dtype", None)
+            return Value([atom.val if dtype is None else np.asarray(atom.val, dtype)])
+
+        last = _last_reads(jaxpr)
+        for i, equation in enumerate(jaxpr.eqns):
+            info = equation.source_info
+            name_stack = source_info_util.current_name_stack() + info.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+                outputs = self.equation(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, outputs, strict=True))
+            for variable in last.get(i, ()):
+                values.pop(variable, None)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def place_of(self, equation: Any) -> Place:
+        """Where an equation stands."""
+        name_stack = str(equation.source_info.name_stack)
+        is_again = "rematted_computation" in name_stack
+        is_backward = "transpose(" in name_stack or self.place.direction == "backward"
+        path = module_path(path_of(name_stack, self.place.path), is_backward)
+        return Place(path, "again" if is_again else "backward" if is_backward else self.place.direction)
+
+    def inside(self, equation: Any) -> Rerun:
+        """The run of an equation's body, which is part of the program that is being traced."""
+        inner = self.copied()
+        inner.place = self.place_of(equation)
+        inner.axes, inner.bodies, inner.notes = self.axes, self.bodies, self.notes
+        return inner
+
+
+def module_path(path: Path, is_backward: bool) -> Path:
+    """A path without scopes that are no modules.
+
+    The transposition of checkpoints and derivative rules writes part of the path of their equations twice: Net/Net for
+    Net, layers/norm/layers/norm for layers/norm.
+    """
+    path = tuple(name for name in path if name not in _SCOPES)
+    return _once(path) if is_backward else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _once(path: Path) -> Path:
+    for length in range(len(path) // 2, 0, -1):
+        for start in range(len(path) - 2 * length + 1):
+            middle, end = start + length, start + 2 * length
+            if path[start:middle] == path[middle:end] and not all(map(str.isdigit, path[start:middle])):
+                return _once((*path[:middle], *path[end:]))
+    return path
+
+
+def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
+    """The paths whose beginning was lost, and what they are.
+
+    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it by the path within
+    the body alone: such a path is the end of one other.
+    """
+    every = set(paths)
+    ends: dict[Path, list[Path]] = {}
+    for path in every:
+        for start in range(1, len(path)):
+            ends.setdefault(path[start:], []).append(path)
+    return {end: found[0] for end, found in ends.items() if end in every and len(found) == 1}
+
+
+def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
+    """The variables that no equation after this one reads: XLA frees what we don't hold, where nothing is jitted."""
+    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
+    last: dict[Any, int] = {}
+    for i, equation in enumerate(jaxpr.eqns):
+        last.update((atom, i) for atom in equation.invars if not isinstance(atom, jex_core.Literal))
+    found: dict[int, list[Any]] = {}
+    for variable, i in last.items():
+        if variable not in kept:
+            found.setdefault(i, []).append(variable)
+    return found
+
+
+def flat(values: Sequence[Value]) -> list[Any]:
+    """All arrays of some values."""
+    return [array for value in values for array in value.arrays]
+
+
+def filled(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """The same values with other arrays."""
+    rest = iter(arrays)
+    return [Value([next(rest) for _ in value.arrays], value.origin) for value in values]
+
+
+class Body:
+    """A program inside an equation, as a function of arrays that returns arrays, and notes.
+
+    Attributes:
+      outputs: the values returned, after the function was traced.
+    """
+
+    def __init__(self, run: Rerun, jaxpr: Any, inputs: Sequence[Value], like: Sequence[Value | None] = ()):
+        """Outputs are settled to be of the kind of `like`, where that has a value for them."""
+        self.runner, self.inputs, self.like = run, list(inputs), like
+        self.jaxpr, self.consts = opened(jaxpr)
+        self.outputs: list[Value] = []
+
+    def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
+        inner = self.runner.copied()
+        inner.place, inner.axes, inner.bodies = self.runner.place, self.runner.axes, (*self.runner.bodies, self)
+        inputs = inner.into(filled(self.inputs, arrays))
+        outputs = inner.run(self.jaxpr, [Value([const]) for const in self.consts], inputs)
+        inner.finished(outputs, self.jaxpr.outvars)
+        for i, like in enumerate(self.like):
+            if like is not None:
+                outputs[i] = inner.settled(outputs[i], like)
+        self.outputs = outputs
+        return flat(outputs), inner.notes
+
+
+def _staged(body: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, Callable[..., Any]]:
+    """What a function returns, and the function, traced once: loops and conditionals would trace it again."""
+    jaxpr, shape = jax.make_jaxpr(body, return_shape=True)(*arrays)
+    structure = jax.tree.structure(shape)
+    call = jex_core.jaxpr_as_fun(jaxpr)
+    return shape, lambda *arrays: jax.tree.unflatten(structure, call(*arrays))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The primitives that hold programs
+# ---------------------------------------------------------------------------------------------------------------------
+
+Handler = Callable[[Rerun, Any, list[Value]], list[Value]]
+HANDLERS: dict[str, Handler] = {}
+
+
+def _handles(*names: str) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+# Called once, where they stand. Nothing is differentiated any more, so derivative rules have had their say.
+INLINED = names(
+    """
+    jit pjit closed_call core_call call eval_jaxpr named_call jaxpr_call composite xla_metadata_call
+    custom_jvp_call custom_vjp_call custom_vmap_call
+    """
+)
+
+
+@_handles(*INLINED)
+def _call(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
+    params = equation.params
+    program = next(
+        params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if params.get(name) is not None
+    )
+    body, consts = opened(program)
+    return run.inside(equation).run(body, [Value([const]) for const in consts], values)
+
+
+@_handles(*_REMAT)
+def _remat(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
+    """The same primitive, so that what it computes again is not merged with what was computed before."""
+    body = Body(run.inside(equation), equation.params["jaxpr"], values)
+    closed, shape = jax.make_jaxpr(body, return_shape=True)(*flat(values))
+    jaxpr, consts = with_consts_as_arguments(closed)
+    results = bind(equation, [*consts, *flat(values)], {**equation.params, "jaxpr": jaxpr})
+    arrays, notes = jax.tree.unflatten(jax.tree.structure(shape), results)
+    run.notes.update(notes)
+    return filled(body.outputs, arrays)
+
+
+@_handles("scan")
+def _scan(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
+    """What is noted in the body is stacked: it has one more axis, of as many places as there are steps."""
+    params, (consts, carried) = equation.params, scan_arity(equation)
+    fixed = values[:consts]
+    init = run.carried(equation, values, range(consts, consts + carried))
+    xs, inner = values[consts + carried :], run.inside(equation)
+    inside = [*fixed, *inner.entering([*init, *xs])]
+    like = run.kinds(equation, values)
+    body = Body(inner, params["jaxpr"], inside, like)
+    width, given = len(flat(init)), flat(xs)
+    scanned = [array for array in given if array.ndim]  # what stands beside a value, a number for all of it, is not
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
+        steps = iter(xs)
+        outputs, notes = body(*flat(fixed), *carry, *(next(steps) if array.ndim else array for array in given))
+        return outputs[:width], (outputs[width:], notes)
+
+    options = {"reverse": params["reverse"], "unroll": params["unroll"], "length": params["length"]}
+    after, (ys, notes) = lax.scan(step, flat(init), scanned, **options)
+    run.notes.update(notes)
+    return filled(like, [*after, *ys])
+
+
+@_handles("while")
+def _while(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
+    """What is noted in the body is the largest of all steps."""
+    params, inner = equation.params, run.inside(equation)
+    n, m = params["cond_nconsts"], params["body_nconsts"]
+    init = run.carried(equation, values, range(n + m, len(values)))
+    entering = inner.entering(init)
+    cond = Body(inner, params["cond_jaxpr"], [*values[:n], *entering])
+    body = Body(inner, params["body_jaxpr"], [*values[n : n + m], *entering], init)
+    (_, shapes), call = _staged(body, [*flat(values[n : n + m]), *flat(init)])
+    zeros = {key: jax.numpy.zeros(shape.shape, shape.dtype) for key, shape in shapes.items()}
+
+    def step(state: tuple[list[Any], Notes]) -> tuple[list[Any], Notes]:
+        outputs, notes = call(*flat(values[n : n + m]), *state[0])
+        return outputs, {key: jax.numpy.maximum(state[1][key], note) for key, note in notes.items()}
+
+    after, notes = lax.while_loop(lambda state: cond(*flat(values[:n]), *state[0])[0][0], step, (flat(init), zeros))
+    run.notes.update(notes)
+    return filled(run.kinds(equation, values), after)
+
+
+@_handles("cond")
+def _cond(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
+    """What is noted in a branch that was not taken is zero."""
+    inner, operands = run.inside(equation), values[1:]
+    branches = equation.params["branches"]
+    like = run.kinds(equation, values)
+    staged = [_staged(Body(inner, branch, operands, like), flat(operands)) for branch in branches]
+    shapes = {key: shape for (_, notes), _ in staged for key, shape in notes.items()}
+
+    def padded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def branch(*arrays: Any) -> Any:
+            outputs, notes = call(*arrays)
+            zeros = {key: jax.numpy.zeros(s.shape, s.dtype) for key, s in shapes.items() if key not in notes}
+            return outputs, notes | zeros
+
+        return branch
+
+    outputs, notes = lax.switch(values[0].arrays[0], [padded(call) for _, call in staged], *flat(operands))
+    run.notes.update(notes)
+    return filled(like, outputs)
+
+
+@_handles("shard_map")
+def _shard_map(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
+    """What is noted is the same on every device: see `Rerun.axes`."""
+    params, inner = equation.params, run.inside(equation)
+    axes = tuple(params.get("newly_manual_axes", params.get("manual_axes")))
+    inner.axes = (*run.axes, *axes)
+    like = run.kinds(equation, values)
+    body = Body(inner, params["jaxpr"], values, like)
+    specs = zip(values, params["in_specs"], strict=True)
+    in_specs = [spec if array.ndim else PartitionSpec() for value, spec in specs for array in value.arrays]
+    out_specs = [spec for value, spec in zip(like, params["out_specs"], strict=True) for _ in value.arrays]
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(in_specs),
+        out_specs=(out_specs, PartitionSpec()),
+        check_vma=params["check_vma"],
+        axis_names=frozenset(axes),
+    )
+    arrays, notes = mapped(*flat(values))
+    run.notes.update(notes)
+    return filled(body.outputs, arrays)

@@ -1,0 +1,255 @@
+"""suggest: the cheapest rules under which a policy meets an error budget, found by measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+
+from policy.inspection.emulated import Ruled
+from policy.inspection.patterns import code_of, patterns_of
+from policy.inspection.program import Call, Program, checked_policy, program_of, short_text
+from policy.inspection.rerun import Value
+from policy.inspection.search import Search, Wide
+from policy.inspection.trial import Trial, compiled, floats_of
+from policy.policy import Policy, get_policy
+from policy.programs import opened
+from policy.rules import PolicyRules
+
+_MOST_CONFIRMATIONS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What was measured of one path.
+
+    Attributes:
+      path: the module path, its names joined by "/".
+      alone: the error where this path alone is in half precision, and all else in float32.
+      cost: its share of the FLOPs and of the bytes that half precision has in the program, both together; of 2.
+      keeps: whether it is kept in float32.
+    """
+
+    path: str
+    alone: float
+    cost: float
+    keeps: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """Rules that keep what is sensitive in float32. ``print(suggestion)`` shows code.
+
+    Attributes:
+      rules: to go with the policy; empty where the policy by itself meets the budget.
+      policy: its text form, the short one where it has one; "" where the function is in half as it is written.
+      budget: the error that was asked for.
+      error: what the rules give, applied for real.
+      emulated: what was foreseen.
+      without: the error without rules, as foreseen.
+      evidence: of each path, the most sensitive first.
+      of: "outputs" or "gradients".
+      route: how the rules are applied: "scope" by layers that obey it, "autocast", or "as written".
+      runs, compilations: how many it took.
+    """
+
+    rules: PolicyRules
+    policy: str
+    budget: float
+    error: float
+    emulated: float
+    without: float
+    evidence: tuple[Evidence, ...]
+    of: str = "outputs"
+    route: str = "autocast"
+    runs: int = 0
+    compilations: int = 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths that are kept in float32, in the order of their evidence."""
+        return tuple(evidence.path for evidence in self.evidence if evidence.keeps)
+
+    def code(self) -> str:
+        """The rules as Python to paste."""
+        return f"rules = {code_of((str(pattern), short_text(policy)) for pattern, policy in self.rules)}"
+
+    def __str__(self) -> str:
+        how = {
+            "scope": f'with use_policy("{self.policy}", rules): ...',
+            "autocast": f'autocast(fn, "{self.policy}", rules=rules)',
+            "as written": "apply_policy(model, ..., rules), or the layers' own dtype arguments",
+        }[self.route]
+        lines = [
+            f"# {self.of} within {self.budget:.3g} of float32: {self.error:.3g} with these rules, "
+            f"{self.without:.3g} without",
+            "from policy import PolicyRules",
+            "",
+            self.code(),
+            f"# {how}",
+            "",
+            f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}",
+        ]
+        lines += [
+            f"# {e.path:<50} {e.alone:>20.3g} {e.cost / 2:>8.2%}{'  kept in float32' if e.keeps else ''}"
+            for e in self.evidence
+        ]
+        return "\n".join(lines)
+
+
+def suggest(
+    fn: Any,
+    *args: Any,
+    error: float,
+    policy: Policy | str | None = None,
+    of: Literal["outputs", "gradients"] = "outputs",
+    **kwargs: Any,
+) -> Suggestion:
+    """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32.
+
+    One program computes the function in float32 and rounds each value as the policy would, except at the paths that
+    its flags name: it is compiled once. It measures each path alone in half precision, then sets of paths, with at most
+    two runs for each path. Then the rules are applied for real, in a second program, and what that returns is measured.
+    Where it misses the budget, a set is chosen for a smaller one, and confirmed again: each time is one more
+    compilation.
+
+    ```python
+    suggestion = suggest(model.apply, variables, batch, error=1e-2, policy="mixed_float16")
+    print(suggestion)             # code to paste, and the evidence
+    with use_policy("mixed_float16", suggestion.rules): ...
+    ```
+
+    Args:
+      fn, *args, **kwargs: as for `compare`.
+      error: how far the function may be off, relative to float32: norm of the difference / norm, of the output that is
+        off the most; or of all gradients together.
+      policy: what to run it under. None: as it is written, with its half dtypes in it.
+      of: whether it is the outputs' error, or that of the gradients of the loss that the function returns.
+
+    Returns:
+      The rules, and what was measured; see `Suggestion`. They are empty where the policy by itself meets the budget.
+
+    Raises:
+      TypeError: as `compare` does.
+      ValueError: `error` is not positive; nothing runs in half, or nothing stands at a path that a rule could name;
+        float32 itself is not finite; no rules meet the budget.
+    """
+    budget, policy = _checked(error, of), checked_policy(policy)
+    call = Call.of("suggest", fn, args, kwargs, 1.0 if of == "gradients" else None)
+    modules: set[str] = set()
+    program = program_of(call, policy, modules)
+    trial = Trial(program, modules if program.route == "scope" else None)
+    search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
+    if not trial.outside:
+        search.known[search.every] = 0.0
+    return _confirmed(call, policy, program, trial, search, budget)
+
+
+def _checked(error: Any, of: Any) -> float:
+    if not isinstance(error, (int, float)) or isinstance(error, bool) or not (0 < error < math.inf):
+        raise ValueError(f"error should be a positive number, the relative error allowed, but got {error!r}.")
+    if of not in ("outputs", "gradients"):
+        raise ValueError(f"of should be 'outputs' or 'gradients', but got {of!r}.")
+    return float(error)
+
+
+def _confirmed(
+    call: Call, policy: Policy | None, program: Program, trial: Trial, search: Search, budget: float
+) -> Suggestion:
+    """The suggestion, once its rules have met the budget for real.
+
+    Where they miss it, the set is chosen again for a budget that is smaller by as much as emulation was too hopeful;
+    each such set is one more compilation, and the last is all that rules reach.
+    """
+    goal, tried, found = budget, set(), math.inf
+    for attempt in range(1, _MOST_CONFIRMATIONS + 1):
+        wide = search.least(goal) if attempt < _MOST_CONFIRMATIONS else None
+        wide = search.every if wide is None or wide in tried else wide
+        tried.add(wide)
+        rules, outputs = _applied(call, policy, program, trial, wide)
+        found = trial.error(outputs)
+        if found <= budget:
+            return _suggestion(rules, policy, program, trial, search, wide, budget, found, attempt)
+        if wide == search.every:
+            break
+        goal *= 0.9 * budget / found
+    raise ValueError(
+        f"No rules meet an error of {budget:.3g}: with every path in float32 it is {found:.3g}"
+        + (", of what stands outside of all paths" if trial.outside else "")
+        + ". Ask for less, or see with policy.compare where it is made."
+    )
+
+
+def _applied(
+    call: Call, policy: Policy | None, program: Program, trial: Trial, wide: Wide
+) -> tuple[PolicyRules, list[np.ndarray]]:
+    """Rules for a set of candidates, and what the function returns under them.
+
+    Where its code adds what a layer returns to something half, and promotion is strict, the layers in float32 hand on
+    half.
+    """
+    full = get_policy("float32")
+    rules = _rules(program, trial, wide, policy, full)
+    try:
+        return rules, _real(call, policy, program, trial, wide, rules)
+    except TypeError:
+        if program.route != "scope" or policy is None:
+            raise
+    rules = _rules(program, trial, wide, policy, full.replace(output_dtype=policy.compute_dtype))
+    return rules, _real(call, policy, program, trial, wide, rules)
+
+
+def _rules(program: Program, trial: Trial, wide: Wide, policy: Policy | None, full: Policy) -> PolicyRules:
+    kept = frozenset(trial.paths[i] for i in wide)
+    named = patterns_of(kept, trial.paths, drop_root=program.route == "scope")
+    half = policy or get_policy("mixed_bfloat16")
+    return PolicyRules([(pattern, full if is_wide else half) for pattern, is_wide in named])
+
+
+def _real(
+    call: Call, policy: Policy | None, program: Program, trial: Trial, wide: Wide, rules: PolicyRules
+) -> list[np.ndarray]:
+    """What is measured, of the program that the rules give."""
+    if program.route == "as written":
+        kept = frozenset(trial.paths[i] for i in wide)
+        body, consts = opened(program.jaxpr)
+        run = lambda *arrays: Ruled(kept, trial.candidates).run(  # noqa: E731
+            body, [Value([const]) for const in consts], [Value([array]) for array in arrays]
+        )
+    else:
+        ruled = jex_core.jaxpr_as_fun(call.traced(policy, rules if rules else None, program.route).jaxpr)
+        run = lambda *arrays: [Value([output]) for output in ruled(*arrays)]  # noqa: E731
+    ready = compiled(program, lambda *arrays: floats_of(program, run(*arrays)))
+    return jax.device_get(ready(*program.arguments.arrays))
+
+
+def _suggestion(
+    rules: PolicyRules,
+    policy: Policy | None,
+    program: Program,
+    trial: Trial,
+    search: Search,
+    wide: Wide,
+    budget: float,
+    found: float,
+    confirmations: int,
+) -> Suggestion:
+    alone = search.alone or [math.nan] * len(trial.paths)
+    evidence = [Evidence("/".join(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)]
+    return Suggestion(
+        rules,
+        "" if policy is None else short_text(policy),
+        budget,
+        found,
+        search.known.get(wide, math.nan),
+        search.known.get(frozenset(), math.nan),
+        tuple(sorted(evidence, key=lambda e: (not e.keeps, -e.alone if e.alone == e.alone else 0.0))),
+        "gradients" if program.gradients else "outputs",
+        program.route,
+        trial.runs,
+        1 + confirmations,
+    )

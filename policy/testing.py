@@ -1,0 +1,341 @@
+"""Assertions about dtypes and programs, for test suites. All but `assert_close_in_ulps` trace and run nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from policy.inspection.checks.sums import terms_of
+from policy.inspection.differentiating import with_gradients
+from policy.inspection.findings import findings_of
+from policy.inspection.graph import Graph, Node, is_joint
+from policy.inspection.kept_dtypes import origin_of, parameters_of
+from policy.inspection.kinds import MIXED, PROMOTION
+from policy.inspection.operations import HALVES, accumulation_of, is_inexact, kind_of, operands_of, result_of, sums
+from policy.inspection.report import Finding
+from policy.inspection.same_program import first_difference
+from policy.inspection.walk import Site
+from policy.policy import dtype_to_names, parse_dtype
+from policy.tracing import trace
+from policy.ulps import what_is_off
+
+DTypes = DTypeLike | Collection[DTypeLike]
+_KNOWN = frozenset(name for names in dtype_to_names.values() for name in names)
+
+
+def assert_reductions_in(
+    fn: Any,
+    args: Sequence[Any],
+    dtype: DTypes,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that every sum of floating numbers runs in `dtype`.
+
+    Sums are: reductions by addition or multiplication, cumulative and windowed ones, scatter-adds (the gradient of an
+    embedding), and collectives that sum. What rounds nothing is left
+    out, as in an audit: sums of one number, scatters whose indices differ, and maxima.
+
+    Args:
+      fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules.
+      args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
+      dtype: a dtype, or several that are right.
+      backward: whether the gradients are asserted about as well; `policy.audit` says by what, and of what.
+      allow: path patterns of what is left out: regular expressions that match a module's path in full, with or without
+        the root's class, and hold for what is below it.
+
+    Raises:
+      AssertionError: names the path, the operation, its dtypes and its source line, of every one in another dtype; or
+        there is no sum at all, so that nothing would be asserted.
+      ValueError: a pattern in `allow` matches no path.
+    """
+    accepted = _names(dtype)
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward)), allow)
+    sites = [node.site for node in nodes if _rounds(node)]
+    _require_any(sites, "sum of floating numbers", allow)
+    wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
+    _require_none(wrong, f"should be summed in {_listed(accepted)}")
+
+
+def assert_dots_in(
+    fn: Any,
+    args: Sequence[Any],
+    dtype: DTypes,
+    *,
+    accumulation: DTypes | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that every floating matmul and convolution multiplies numbers of `dtype`.
+
+    Args:
+      dtype: a dtype, or several that are right: both operands have one of them.
+      accumulation: what sums are declared to be made in, by `preferred_element_type` or the dot algorithm; "backend"
+        is what a half matmul leaves open. None: not asserted.
+      fn, args, kwargs, backward, allow: see `assert_reductions_in`.
+
+    Raises:
+      AssertionError, ValueError: as `assert_reductions_in`.
+    """
+    accepted = _names(dtype)
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward)), allow)
+    sites = [node.site for node in nodes if _multiplies(node.site)]
+    _require_any(sites, "matmul or convolution of floating numbers", allow)
+    wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
+    _require_none(wrong, f"should multiply {_listed(accepted)}")
+    if accumulation is not None:
+        declared = _names(accumulation)
+        wrong = [site for site in sites if accumulation_of(site.equation) not in declared]
+        _require_none(wrong, f"should accumulate in {_listed(declared)}", accumulation_of)
+
+
+def assert_no_silent_promotion(
+    fn: Any,
+    args: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that no bfloat16 or float16 meets float32 where nobody cast it, in arithmetic or in a matmul.
+
+    What `policy.audit` reports as "silent-promotion" and "mixed-matmul". A result that is narrowed again before it goes
+    on, as within a normalisation, is none.
+
+    Args:
+      fn, args, kwargs, backward, allow: see `assert_reductions_in`.
+
+    Raises:
+      AssertionError: names the path, the operation, its dtypes and its source line, of every one; or nothing runs in
+        half precision, so that nothing would be asserted.
+      ValueError: a pattern in `allow` matches no path.
+    """
+    jaxpr = _jaxpr(fn, args, kwargs, backward)
+    sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
+    _require_any([s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}], "half value", allow)
+    paths = {"/".join(site.path) for site in sites}
+    findings = [f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths]
+    if findings:
+        raise AssertionError(
+            "bfloat16 or float16 meets float32 where nobody cast it:\n" + "\n".join(map(_told_of_finding, findings))
+        )
+
+
+def assert_params_keep_dtype(
+    fn: Any,
+    args: Sequence[Any],
+    dtype: DTypes | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    params: int = 0,
+    returned: int = 0,
+) -> None:
+    """Asserts that parameters come out of a step in the dtypes that they went in with, or out of an init in `dtype`.
+
+    `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument `params` comes back,
+    at its place in the tree, in its own dtype. `assert_params_keep_dtype(init, (key, x), "f32")`: each floating leaf
+    that is returned has `dtype`. A function with nnx modules among its arguments changes them in place: each of their
+    floating `nnx.Param`s has its own dtype, or `dtype`, afterwards.
+
+    Args:
+      fn: the step, or the init; see `assert_reductions_in`.
+      args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
+      dtype: a dtype, or several that are right; None: that of the parameter that went in.
+      params: which of `args` holds the parameters.
+      returned: which of a tuple that the function returns does. What is no tuple is taken whole.
+
+    Raises:
+      AssertionError: names each parameter, both its dtypes, and the operation and source line that made it; or one
+        does not come back; or there is no floating one, so that nothing would be asserted.
+    """
+    accepted = None if dtype is None else _names(dtype)
+    before, after, jaxpr = parameters_of(fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None)
+    if not any(is_inexact(str(dtype)) for dtype in before.values()):
+        raise AssertionError("assert_params_keep_dtype found no floating parameter: nothing would be asserted.")
+    told = []
+    for name, was in before.items():
+        place, now = after.get(name, (None, None))
+        if now is None:
+            told.append(f"  {name}: {was} does not come back")
+        elif is_inexact(was) and now not in (accepted or {was}):
+            should = _listed(accepted) if accepted else was
+            told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
+    if told:
+        raise AssertionError(f"{len(told)} of {len(before)} parameters of {_name(fn)} change:\n" + "\n".join(told))
+
+
+def assert_same_program(
+    f: Any,
+    g: Any,
+    args: Sequence[Any],
+    *,
+    g_args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Asserts that two functions are traced to one program.
+
+    The same operations, with the same parameters and dtypes, on the same values in the same order. The names of
+    variables and of jitted functions and source lines don't count; constants that are closed over count by value.
+    Of a custom derivative, what runs is compared, and not the rule: give `jax.grad` of both for that.
+
+    Args:
+      f, g: the functions; see `assert_reductions_in`.
+      args, kwargs: what both are called with.
+      g_args: what `g` is called with, where that is something else.
+
+    Raises:
+      AssertionError: shows the first difference: its path, operations, dtypes and source lines.
+    """
+    kwargs = dict(kwargs or {})
+    jaxprs = (trace(fn, *given, **kwargs).jaxpr for fn, given in ((f, args), (g, args if g_args is None else g_args)))
+    difference = first_difference(*jaxprs)
+    if difference is not None:
+        raise AssertionError(f"{_name(f)} and {_name(g)} are not the same program. {difference}")
+
+
+def assert_close_in_ulps(
+    actual: Any, desired: Any, ulps: float, dtype: DTypeLike | None = None, *, floor: float = 0.0
+) -> None:
+    """Asserts that numbers are right to so many units in the last place.
+
+    An ulp is the distance between neighbours at the magnitude of what is right, in the dtype of `actual`: below its
+    normal numbers the distance of its subnormal ones. An infinity counts as the number after the largest, and a NaN is
+    right where the truth is one, or can't be anything else in that dtype.
+
+    Args:
+      actual: an array, or a tree of them. Integers and booleans are to be equal; complex numbers are compared by parts.
+      desired: a tree of the same structure and shapes: the truth, best in float64.
+      ulps: how many are allowed.
+      dtype: whose ulps; by default those of each array's own dtype.
+      floor: the magnitude below which an ulp gets no smaller.
+
+    Raises:
+      AssertionError: names the array's path, the number and the index of the worst one, and how many are wrong.
+      ValueError: there is nothing to compare, or the trees or shapes are not the same.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(actual)
+    truths, other = jax.tree.flatten(desired)
+    if treedef != other:
+        raise ValueError(f"The trees should be of one structure, but are {treedef} and {other}.")
+    if not leaves:
+        raise ValueError("assert_close_in_ulps was given no array: nothing would be asserted.")
+    told = [
+        message
+        for (path, leaf), truth in zip(leaves, truths, strict=True)
+        if (message := what_is_off(jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor))
+    ]
+    if told:
+        raise AssertionError("\n".join(told))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which equations, and what is said of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool) -> Any:
+    if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(args, Sequence):
+        raise TypeError(f"args should be a tuple of the function's arguments, but got a {type(args).__name__}.")
+    kwargs = dict(kwargs or {})
+    return with_gradients(fn, tuple(args), kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
+
+
+def _nodes(jaxpr: Any) -> list[Node]:
+    """What a program runs, without what no result depends on."""
+    return [node for node in Graph(jaxpr).nodes if not is_joint(node)]
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a node is a sum of more than one floating number: what an audit looks at."""
+    equation = node.site.equation
+    return sums(equation) and any(map(is_inexact, operands_of(equation))) and bool(terms_of(node))
+
+
+def _multiplies(site: Site) -> bool:
+    return kind_of(site.name) in ("dot", "convolution") and any(map(is_inexact, operands_of(site.equation)))
+
+
+def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
+    """The nodes that no pattern leaves out."""
+    if isinstance(allow, str):
+        raise TypeError(f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself.")
+    patterns = {pattern: re.compile(pattern) for pattern in allow}
+    paths = {node.site.path for node in nodes} if patterns else set()
+    known = {path: list(_names_of(path)) for path in paths}
+    matched = {
+        path: {pattern for pattern, regex in patterns.items() if any(map(regex.fullmatch, names))}
+        for path, names in known.items()
+    }
+    unmatched = sorted(set(patterns).difference(*matched.values()))
+    if unmatched:
+        listed = ", ".join(sorted({"/".join(path) for path in known if path})) or "none"
+        raise ValueError(f"allow: '{unmatched[0]}' matches no path. Paths: {listed}.")
+    return [node for node in nodes if not matched.get(node.site.path)]
+
+
+def _names_of(path: Sequence[str]) -> Iterator[str]:
+    """What rules know a path and those above it by: with the root's class name and without."""
+    for length in range(1, len(path) + 1):
+        yield "/".join(path[:length])
+        yield "/".join(path[1:length])
+
+
+def _require_any(sites: list[Site], what: str, allow: Collection[str]) -> None:
+    if not sites:
+        but = f" but for what allow={tuple(allow)!r} leaves out" if allow else ""
+        raise AssertionError(f"The program has no {what}{but}: nothing would be asserted.")
+
+
+def _require_none(wrong: list[Site], should: str, of: Callable[[Any], str] | None = None) -> None:
+    if wrong:
+        told = dict.fromkeys(_told(site, of) for site in wrong)
+        raise AssertionError(
+            f"{len(wrong)} {'operation' if len(wrong) == 1 else 'operations'} {should}:\n" + "\n".join(told)
+        )
+
+
+def _told(site: Site, of: Callable[[Any], str] | None) -> str:
+    path = f"at '{'/'.join(site.path)}'" if site.path else "outside of any module"
+    dtypes = of(site.equation) if of else ", ".join(operands_of(site.equation))
+    backward = ", backward" if site.is_backward else ""
+    return f"  {site.name} {path} in {dtypes}{backward}: {site.source or 'source line unknown'}"
+
+
+def _told_of_finding(finding: Finding) -> str:
+    path = f"at '{finding.path}'" if finding.path else "outside of any module"
+    backward = ", backward" if finding.is_backward else ""
+    dtypes = ", ".join(finding.dtypes)
+    return f"  {finding.primitive} {path} in {dtypes}{backward}: {finding.source or 'source line unknown'}"
+
+
+def _names(dtype: DTypes) -> frozenset[str]:
+    """The names of the dtypes that are right."""
+    given = [dtype] if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection) else list(dtype)
+    if not given:
+        raise ValueError("No dtype was given that would be right.")
+    return frozenset(map(_dtype_name, given))
+
+
+def _dtype_name(dtype: Any) -> str:
+    if isinstance(dtype, str) and (dtype in _KNOWN or dtype == "backend"):
+        return dtype if dtype == "backend" else parse_dtype(dtype).name
+    return jnp.dtype(dtype).name
+
+
+def _listed(dtypes: frozenset[str]) -> str:
+    return " or ".join(sorted(dtypes))
+
+
+def _name(fn: Any) -> str:
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,60 @@
+"""Every fault is found by its kind, its path and its operation, wherever it is planted. Nothing runs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+import mpmodules
+from policy import audit
+from policy.inspection.kinds import KINDS, MATMUL, RESIDUAL
+from tests.policy.inspection import flax_faults
+from tests.policy.inspection.faults import FAULTS, PLACES, Fault, scoped
+
+assert mpmodules  # names the modules of nnx
+
+
+def promoting(fault: Fault | flax_faults.Fault) -> contextlib.AbstractContextManager[Any]:
+    return jax.numpy_dtype_promotion("standard") if fault.mixes else contextlib.nullcontext()
+
+
+# a while loop has no reverse derivative
+PLANTED = [(fault, place) for fault in FAULTS for place in PLACES if not (fault.backward and place == "while")]
+
+
+@pytest.mark.parametrize(("fault", "place"), PLANTED, ids=[f"{fault}, in {place}" for fault, place in PLANTED])
+def test_found_by_kind_path_and_operation(fault, place):
+    planted = PLACES[place](scoped(fault.run))
+    with promoting(fault):
+        report = audit(planted, *fault.arguments, backward=fault.backward)
+    found = {(f.kind, f.path, f.primitive) for f in report.findings}
+    assert (fault.kind, "Net/inner", fault.primitive) in found, str(report)
+
+
+def test_the_kinds_that_are_planted_here_are_all_but_two():
+    """Which depend on the rest of the program: see test_matmuls.py and test_residuals.py."""
+    assert set(KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, RESIDUAL}
+
+
+IN_MODULES = [(fault, wing) for fault in flax_faults.FAULTS for wing in (*flax_faults.LINEN, *flax_faults.NNX)]
+
+
+@pytest.mark.parametrize(("fault", "wing"), IN_MODULES, ids=[f"{fault}, in {wing}" for fault, wing in IN_MODULES])
+def test_found_in_flax_modules_by_their_paths(fault, wing):
+    x = jax.ShapeDtypeStruct((4, 4), fault.dtype)
+    with promoting(fault):
+        if wing in flax_faults.LINEN:
+            model = flax_faults.LINEN[wing](fault.body, fault.dtype)
+            variables = jax.eval_shape(model.init, jax.random.key(0), x)
+            report = audit(model.apply, variables, x, backward=fault.backward)
+        else:
+            model = nnx.eval_shape(lambda: flax_faults.NNX[wing](fault.body, fault.dtype))
+            report = audit(model, x, backward=fault.backward)
+    root = type(model).__name__
+    path = "/".join(filter(None, (root, "inner", fault.path)))
+    found = {(f.kind, f.path, f.primitive) for f in report.findings}
+    assert (fault.kind, path, fault.primitive) in found, f"{path}\n{report}"
