@@ -15,6 +15,8 @@ from policy.gradients import ScaledGradients as ScaledGradients
 from policy.gradients import grad as grad
 from policy.gradients import value_and_grad as value_and_grad
 from policy.inspection.audit import audit as audit
+from policy.inspection.compare import compare as compare
+from policy.inspection.suggest import suggest as suggest
 from policy.loss_scale import DynamicLossScale as DynamicLossScale
 from policy.loss_scale import LossScale as LossScale
 from policy.loss_scale import NoOpLossScale as NoOpLossScale

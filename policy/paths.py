@@ -18,6 +18,8 @@ _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
 _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
 # Names that are no module's.
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
+# A module that flax.linen named: twice in a row it is one whose call calls its base class's.
+_NUMBERED = re.compile(r"[A-Z]\w*_\d+")
 AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
 
 
@@ -43,7 +45,8 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
             module, _, method = name.partition(".")  # flax.linen writes Net.encode for a method's scope, within Net's
             is_name = name.isdigit() or all(map(str.isidentifier, name.split(".")))  # a layer of a list is a number
             if is_name and name not in _OF_JAX and name != AUTOCAST:
-                path += [] if method and path[-1:] == [module] else [module]
+                is_same_call = path[-1:] == [module] and (method or len(path) == 1 or _NUMBERED.fullmatch(module))
+                path += [] if is_same_call else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)
     if restarted and not path:

@@ -123,8 +123,12 @@ def _named(path: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
-    """What rules know a path by: without the root's class name, as variables have it, and with it."""
-    return ["/".join(path[1:]), "/".join(path)]
+    """What rules know a path by: without the root's class name, as variables have it, and with it.
+
+    A name twice in a row may be one module, whose call calls its base class's, and is known by either.
+    """
+    once = tuple(name for i, name in enumerate(path) if i == 0 or name != path[i - 1] or name.isdigit())
+    return ["/".join(names[start:]) for names in dict.fromkeys((path, once)) for start in (1, 0)]
 
 
 def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy import use_policy
+from policy import audit, use_policy
 from policy.amp import autocast, full_precision
 from policy.inspection.walk import walk
 from policy.paths import path_of
@@ -281,3 +281,31 @@ def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
         assert matmuls(program, variables, SQUARE) == {("block", "float32"): 4, ("head", "bfloat16"): 1}
     with use_policy(BF16, {"head": "float32"}):
         assert matmuls(program, variables, SQUARE) == {("block", "bfloat16"): 4, ("head", "float32"): 1}
+
+
+class Doubled(nn.Dense):
+    """A layer whose call calls its base class's: flax.linen writes its name twice."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+@pytest.mark.parametrize("rule", ["SelfAttention_0/query", "attend/query"])
+def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: str):
+    class Attends(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            name = None if rule.startswith("Self") else "attend"
+            return Doubled(8)(nn.SelfAttention(2, name=name)(x))
+
+    model = Attends()
+    variables = jax.eval_shape(model.init, KEY, SEQUENCE)
+    program = autocast(model.apply, BF16, rules={rule: "float32", "Doubled_0": "float32"})
+    wide = {r.path for r in program.explain(variables, SEQUENCE).wide_matmuls}
+    assert {path.rpartition("/")[2] for path in wide} == {"query", "Doubled_0"}
+    report = audit(model.apply, variables, SEQUENCE)
+    paths = {operation.path for operation in report.operations if operation.kind == "dot"}
+    assert "Attends/Doubled_0" in paths
+    assert ("Attends/SelfAttention_0/query" in paths) == rule.startswith("Self")
