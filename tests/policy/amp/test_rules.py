@@ -15,7 +15,7 @@ from policy import audit, use_policy
 from policy.amp import autocast, full_precision
 from policy.inspection.walk import walk
 from policy.paths import path_of
-from policy.programs import opened, programs_of
+from policy.programs import opened
 from tests.policy.amp.models import KEY, SEQUENCE, SQUARE, normal
 from tests.programs import operations
 
@@ -195,17 +195,13 @@ def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
 def carried(fn: Any, *args: Any) -> set[str]:
     """The dtypes of the matrices that the scans of a program carry."""
 
-    def found(jaxpr: Any) -> set[str]:
-        dtypes: set[str] = set()
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "scan":
-                body, _ = opened(equation.params["jaxpr"])
-                pairs = zip(equation.outvars, body.outvars, strict=True)
-                dtypes |= {o.aval.dtype.name for o, i in pairs if o.aval.ndim == i.aval.ndim == 2}
-            dtypes = dtypes.union(*map(found, programs_of(equation)))
-        return dtypes
-
-    return found(jax.make_jaxpr(fn)(*args).jaxpr)
+    dtypes: set[str] = set()
+    for site in walk(jax.make_jaxpr(fn)(*args)):
+        if site.name == "scan":
+            body, _ = opened(site.equation.params["jaxpr"])
+            pairs = zip(site.equation.outvars, body.outvars, strict=True)
+            dtypes |= {o.aval.dtype.name for o, i in pairs if o.aval.ndim == i.aval.ndim == 2}
+    return dtypes
 
 
 LAYERS = {"layers": "bfloat16"}
