@@ -11,6 +11,10 @@ from policy.inspection.kinds import FUNCTION, finding
 from policy.inspection.operations import is_steep, kind_of, sums
 from policy.inspection.report import Finding
 
+_STEEPNESS = (
+    "an argument near 10 is rounded by 0.03, which is 3% of its exponential",
+    "exponentials overflow above 11, and logarithms are off by their argument's last digit",
+)
 _PERIODIC = frozenset(names_of("fp32", "trig"))
 _SHIFTS = frozenset(("add", "sub", "max", "abs", "convert_element_type", "mul", "div", "select_n"))
 
@@ -31,10 +35,8 @@ def _reason(node: Node) -> str:
     if node.inputs[0].is_literal:
         return ""
     if is_steep(name) and _matters(node):
-        return (
-            "the error of an exponential or logarithm is that of its argument, a hundredth and more, and it is summed, "
-            "divided by or returned. Widen the argument to float32."
-        )
+        steepness = _STEEPNESS[dtype == "float16"]
+        return f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
     if name in _PERIODIC:
         return "the argument's last digit is a good part of a turn. Compute the angles, and this, in float32."
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):

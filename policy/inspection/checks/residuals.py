@@ -40,7 +40,8 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
         origin = flow.widening(values[0])
         half = "half" if origin is None else origin.inputs[0].dtype
         arrays = f"{len(values)} {values[0].dtype} {'arrays are' if len(values) > 1 else 'array is'}"
-        message = f"{saved:,} bytes in {arrays} kept for the backward pass, made of {half} by elementwise operations: {half} would take half of that."
+        why = f"made of {half} by elementwise operations: {half} would take half of that"
+        message = f"{saved:,} bytes in {arrays} kept for the backward pass, {why}."
         yield finding(RESIDUAL, makers[0], message, (half, values[0].dtype))
 
 
