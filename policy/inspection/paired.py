@@ -291,7 +291,8 @@ def _is_coded(value: Value) -> bool:
 
 def reference(value: Value) -> Any:
     """The array that float32 computes with."""
-    return value.arrays[1] if len(value.arrays) > 1 else widen(value.arrays[0])
+    wide = value.arrays[1:]
+    return wide[0] if wide else widen(value.arrays[0])
 
 
 def _is_measurable(dtype: Any) -> bool:

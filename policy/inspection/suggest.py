@@ -189,14 +189,14 @@ def _applied(
 ) -> tuple[PolicyRules, list[np.ndarray]]:
     """Rules for a set of candidates, and what the function returns under them.
 
-    Where its code adds what a layer returns to something half, and promotion is strict, the layers in float32 hand on
-    half.
+    Where its code can't bear float32 from a layer, as a sum under strict promotion or the carry of a scan, the layers
+    in float32 hand on half.
     """
     full = get_policy("float32")
     rules = _rules(program, trial, wide, policy, full)
     try:
         return rules, _real(call, policy, program, trial, wide, rules)
-    except TypeError:
+    except (TypeError, ValueError):
         if program.route != "scope" or policy is None:
             raise
     rules = _rules(program, trial, wide, policy, full.replace(output_dtype=policy.compute_dtype))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policy.inspection import bodies as bodies
 from policy.inspection.rerun import HANDLERS, Rerun, Value
 from policy.programs import bind, opened, programs_of
 

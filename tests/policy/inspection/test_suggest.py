@@ -122,6 +122,33 @@ def test_exactly_the_layer_that_overflows_in_a_model_of_ours_is_kept_by_rules_of
     assert relative(ruled, jax.jit(lambda v, x: apply(model, v, x))(variables, x)) <= 0.01
 
 
+class Centred(nn.Module):
+    """Loses what its layer returns in an offset, or does not."""
+
+    offset: float
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return (nn.Dense(8, name="dense")(x) + self.offset) - self.offset
+
+
+class Sum(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for i in range(3):
+            x = x + jnp.tanh(Centred(3000.0 * (i == 1), name=f"layer_{i}")(x))
+        return x
+
+
+def test_what_a_module_does_itself_is_kept_without_its_layers_and_hands_on_half_where_promotion_is_strict() -> None:
+    model, x = Sum(), normal(4, 8)
+    found = suggest(model.apply, jax.jit(model.init)(jax.random.key(0), x), x, error=0.03, policy="mixed_bfloat16")
+    assert found.paths == ("Sum/layer_1",) and found.error <= 0.03 < found.without and found.compilations == 2
+    assert found.rules == PolicyRules(
+        [("layer_1", "params=float32,compute=float32,output=bfloat16"), ("layer_1/dense", "mixed_bfloat16")]
+    )
+
+
 class Offset(flax_nnx.Module):
     """A linear layer that loses its result in an offset, or does not."""
 
