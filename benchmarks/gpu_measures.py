@@ -107,7 +107,7 @@ def copy(sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def optimizer_stepper(row: optimizer.Row, sizes: Sizes) -> tuple[Stepper, int]:
+def optimizer_stepper(row: optimizer.Pipeline, sizes: Sizes) -> tuple[Stepper, int]:
     """An AdamW step of four leaves, and the bytes that it must move: gradients read, the rest read and written."""
     init, step = row.make()
     shape = (sizes.stepped // optimizer.LEAVES,)
@@ -132,7 +132,7 @@ def optimizer_step(name: str, sizes: Sizes, beside: str | None = None) -> Iterat
 
     As many bytes are counted as the step must move at least, so that a step that moves more is slower by this figure.
     """
-    table = {row.name: row for row in optimizer.rows()}
+    table = {row.name: row for row in optimizer.pipelines()}
     step, moved = optimizer_stepper(table[name], sizes)
     programs: dict[str, Callable[[int], float]] = {"ours": step, "copy": copier(sizes)}
     if beside:

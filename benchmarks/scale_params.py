@@ -76,7 +76,7 @@ def state_rows() -> Iterator[Row]:
         yield Row("state", f"a param, {name}, {large} / {small}", at[large], at[small], EXACT, 1 / EXACT)
 
 
-def step_bytes(row: optimizer.Row, size: str) -> tuple[float, float]:
+def step_bytes(row: optimizer.Pipeline, size: str) -> tuple[float, float]:
     """Bytes that a compiled optimizer step accesses, and its temporary bytes, a param. The layers are stacked."""
     init, step = row.make()
     tree = params(size, row.params, stacked=True)
@@ -90,7 +90,7 @@ def step_bytes(row: optimizer.Row, size: str) -> tuple[float, float]:
 
 def step_rows() -> Iterator[Row]:
     """Bytes of an AdamW step a param, the largest model beside the smallest. Single leaves pass 2^31 elements."""
-    table = {row.name: row for row in optimizer.rows()}
+    table = {row.name: row for row in optimizer.pipelines()}
     small, large = list(SIZES)[:: len(SIZES) - 1]
     for name in ("f32 / bf16", "full masters, bf16 / bf16", "remainder, bf16 / bf16"):
         at = {size: step_bytes(table[name], size) for size in (small, large)}

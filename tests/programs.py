@@ -23,6 +23,7 @@ class Operation:
       path: the module path, its names joined by ``/``.
       within: the primitives whose bodies it stands in, outermost first.
       terms: how many numbers go into each number of a plain reduction (`reduce_sum` and its like); else None.
+      is_backward: whether it is of a backward pass.
       is_placed: whether it is a cast that a boundary, or autocast, put in.
     """
 
@@ -33,6 +34,7 @@ class Operation:
     within: tuple[str, ...]
     terms: int | None = None
     is_placed: bool = False
+    is_backward: bool = False
 
 
 def operations(fn: Callable[..., Any], *args: Any) -> list[Operation]:
@@ -48,7 +50,8 @@ def operations_of(jaxpr: Any) -> list[Operation]:
 def _operation(site: Site) -> Operation:
     equation = site.equation
     inputs, outputs = (tuple(map(dtype_of, variables)) for variables in (equation.invars, equation.outvars))
-    return Operation(site.name, inputs, outputs, "/".join(site.path), site.inside, _terms(equation), site.is_placed)
+    path = "/".join(site.path)
+    return Operation(site.name, inputs, outputs, path, site.inside, _terms(equation), site.is_placed, site.is_backward)
 
 
 def _terms(eqn: Any) -> int | None:

@@ -389,8 +389,8 @@ def test_a_transposed_param_is_cast_and_then_transposed():
         return jnp.sum(jnp.square(x @ w.T))
 
     ops = operations(jax.grad(autocast(loss, "mixed_bfloat16", params=0)), W, X)
-    forward = {op.inputs for op in named(ops, "transpose") if "transpose" not in op.scope}
-    backward = {op.inputs for op in named(ops, "transpose") if "transpose" in op.scope}
+    forward = {op.inputs for op in named(ops, "transpose") if not op.is_backward}
+    backward = {op.inputs for op in named(ops, "transpose") if op.is_backward}
     assert ("bfloat16",) in forward and backward == {("bfloat16",)}
     found = jax.jit(jax.grad(autocast(loss, "mixed_bfloat16", params=0)))(W, X)
     x, w = (np.asarray(a, np.float64) for a in (X, W))

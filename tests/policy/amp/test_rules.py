@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy import audit, use_policy
+from policy import PolicyRules, audit, use_policy
 from policy.amp import autocast, full_precision
 from policy.inspection.walk import walk
 from policy.paths import path_of
 from policy.programs import opened
 from tests.policy.amp.models import KEY, SEQUENCE, SQUARE, normal
-from tests.programs import operations
+from tests.programs import apply, operations
 
 BF16 = "mixed_bfloat16"
 
@@ -204,7 +204,7 @@ def carried(fn: Any, *args: Any) -> set[str]:
     return dtypes
 
 
-LAYERS = {"layers": "bfloat16"}
+LAYERS = PolicyRules({"layers": "bfloat16"})
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
@@ -225,7 +225,7 @@ def test_gradients_through_narrowed_layers_are_close_to_float32():
     variables = jax.jit(net.init)(KEY, x)
 
     def loss(variables: Any, x: Any) -> Any:
-        return jnp.sum(jnp.sin(net.apply(variables, x)))
+        return jnp.sum(jnp.sin(apply(net, variables, x)))
 
     wide = jax.grad(loss)(variables, x)
     narrow = jax.grad(autocast(loss, BF16, rules=LAYERS))(variables, x)
@@ -298,7 +298,7 @@ def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: 
 
     model = Attends()
     variables = jax.eval_shape(model.init, KEY, SEQUENCE)
-    program = autocast(model.apply, BF16, rules={rule: "float32", "Doubled_0": "float32"})
+    program = autocast(model.apply, BF16, rules=PolicyRules({rule: "float32", "Doubled_0": "float32"}))
     wide = {r.path for r in program.explain(variables, SEQUENCE).wide_matmuls}
     assert {path.rpartition("/")[2] for path in wide} == {"query", "Doubled_0"}
     report = audit(model.apply, variables, SEQUENCE)
