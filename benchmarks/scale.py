@@ -1,6 +1,6 @@
 """How tracing, compiling and memory grow with layers, params and devices. Straight lines are wanted.
 
-    python -m benchmarks.scale              # the table: 8 minutes of one core; nothing is allocated or run
+    python -m benchmarks.scale              # the table: 15 minutes of one core; nothing is allocated or run
     python -m benchmarks.scale --check      # exits with 1 where a line bends, or a row misses its bound
     python -m benchmarks.scale --small      # equations, lines and bytes only: 15 s
     python -m benchmarks.scale --json FILE
@@ -12,7 +12,9 @@ end: 1 is a straight line.
 equations  of the traced value_and_grad, those in bodies included.
 lines      of the StableHLO that it lowers to.
 saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs.
-tracing    CPU seconds of this process for `jax.jit(...).trace`, garbage collection off, the best of three;
+calls      of Python functions while it is traced, as cProfile counts them: the time to trace, without its noise.
+tracing    CPU seconds of this process for `jax.jit(...).trace`, garbage collection off, the best of two; no bound:
+           on a machine that does other things they are known to a third;
 lowering   for `.lower()`;
 compiling  for `.compile()`, of all of XLA's threads.
 temporary  bytes of temporary memory that the compiled program plans; `moved` is the bytes that it accesses.
@@ -21,6 +23,7 @@ state      bytes of params and optimizer state, from `jax.eval_shape`.
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
 import gc
 import sys
@@ -37,8 +40,8 @@ from benchmarks.scale_models import GROUPS, PROGRAMS, Program
 from benchmarks.table import Row, run
 
 LAYERS, FEW_LAYERS = (2, 6, 12, 24, 48, 96), (1, 2, 4)
-COMPILED_LAYERS = (2, 6, 12, 24, 48)
-EXACT, TIMED = 1.01, 1.5
+COMPILED_LAYERS, PROFILED_LAYERS = (2, 6, 12, 24, 48), (2, 6, 12)
+EXACT, MEMORY = 1.01, 1.05
 COUNTED, SECONDS = ("equations", "lines", "saved"), ("tracing", "lowering")
 
 
@@ -101,7 +104,7 @@ def layer_rows(
     everything = (reference, *names)
     if times > 1:
         sizes(everything, 1, 1)  # fills JAX's own caches
-    at = [sizes(everything, layers, times if layers < 48 else 1) for layers in depths]
+    at = [sizes(everything, layers, times) for layers in depths]
     for quantity in quantities:
         lines = {name: [getattr(size[name], quantity) for size in at] for name in everything}
         for name in names:
@@ -109,8 +112,27 @@ def layer_rows(
                 quantity, f"{name} beside {reference}, {depths[-1]} layers", lines[name][-1], lines[reference][-1]
             )
         for name in everything:
-            bound = EXACT if quantity in COUNTED else TIMED
-            yield straight(quantity, name, depths, lines[name], None if name == reference else bound)
+            is_bound = quantity in COUNTED and name != reference
+            yield straight(quantity, name, depths, lines[name], EXACT if is_bound else None)
+
+
+def calls(program: Program) -> int:
+    """How many calls of Python functions it takes to trace the value_and_grad."""
+    profile = cProfile.Profile()
+    profile.runcall(jax.jit(jax.value_and_grad(program.loss)).trace, *program.arguments)
+    return sum(entry.callcount for entry in profile.getstats())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def call_rows(reference: str, names: Sequence[str], depths: Sequence[int]) -> Iterator[Row]:
+    """Calls to trace, beside what programs are held against, and how straight they grow."""
+    lines: dict[str, list[int]] = {}
+    for name in (reference, *names):
+        found = [calls(PROGRAMS[name](layers)) for layers in (1, *depths)]  # the first fills JAX's own caches
+        lines[name] = found[1:]
+    for name in names:
+        yield Row("calls", f"{name} beside {reference}, {depths[-1]} layers", lines[name][-1], lines[reference][-1])
+    for name, line in lines.items():
+        yield straight("calls", name, depths, line, None if name == reference else EXACT)
 
 
 def compiled_rows(depths: Sequence[int]) -> Iterator[Row]:
@@ -131,7 +153,7 @@ def compiled_rows(depths: Sequence[int]) -> Iterator[Row]:
     for quantity in ("temporary", "moved", "compiling"):
         ours, hand = (lines[quantity, name] for name in names)
         yield Row(quantity, f"linen beside linen by hand, {depths[-1]} layers", ours[-1], hand[-1])
-        yield straight(quantity, "linen", depths, ours, TIMED if quantity == "compiling" else 1.05)
+        yield straight(quantity, "linen", depths, ours, None if quantity == "compiling" else MEMORY)
         yield straight(quantity, "linen by hand", depths, hand, None)
 
 
@@ -143,7 +165,9 @@ def rows(small: bool = False) -> Iterator[Row]:
             yield from layer_rows(reference, names, FEW_LAYERS, COUNTED, 1)
     else:
         for reference, names in GROUPS.items():
-            yield from layer_rows(reference, names, LAYERS, (*COUNTED, *SECONDS), 3)
+            yield from layer_rows(reference, names, LAYERS, (*COUNTED, *SECONDS), 2)
+            if "scanned" not in names:  # traced once for all layers: there is no line
+                yield from call_rows(reference, names, PROFILED_LAYERS)
         yield from compiled_rows(COMPILED_LAYERS)
     yield from scale_params.rows(small)
     yield from scale_devices.rows(small)

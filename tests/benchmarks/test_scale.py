@@ -90,6 +90,20 @@ def test_a_row_beside_its_reference_and_one_for_each_line(monkeypatch):
     assert (ours.ours, ours.reference, ours.is_missed) == (2, 2, False)
 
 
+def test_calls_to_trace_are_counted_and_grow_straight(monkeypatch):
+    def programs(layers):
+        def loss(p):
+            for _ in range(layers):
+                p = jax.lax.add(p, p)
+            return p.sum()
+
+        return Program(loss, jax.ShapeDtypeStruct((2,), jnp.float32), ())
+
+    monkeypatch.setitem(scale.PROGRAMS, "sums", programs)
+    *_, row = scale.call_rows("sums", ("sums",), (2, 8, 14))
+    assert row.reference > 10 and row.ratio == pytest.approx(1, abs=0.05)
+
+
 def test_params_have_the_sizes_of_their_names():
     for name in scale_params.SIZES:
         count = scale_params.elements(scale_params.params(name, jnp.bfloat16, stacked=True))
