@@ -113,7 +113,7 @@ def test_a_matmul_a_copy_and_a_step_are_measured_beside_the_device():
 
 
 def test_a_step_is_counted_by_the_bytes_that_it_must_move():
-    row = next(row for row in gpu_measures.optimizer.rows() if row.name == "f32 / bf16, no skipping")
+    row = next(row for row in gpu_measures.optimizer.pipelines() if row.name == "f32 / bf16, no skipping")
     _, moved = gpu_measures.optimizer_stepper(row, SIZES)
     assert moved == pytest.approx(SIZES.stepped * 26, rel=0.01)
 
