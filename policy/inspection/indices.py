@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from policy.inspection.graph import Node, Value
 
@@ -38,7 +38,7 @@ def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
 def _known(value: Value) -> np.ndarray | None:
     """The numbers of an integer array that is computed from constants alone; None where they are not known."""
     if value.array is not None:
-        is_small = not isinstance(value.array, jax.core.Tracer) and np.size(value.array) <= _LARGEST
+        is_small = not isinstance(value.array, Tracer) and np.size(value.array) <= _LARGEST
         return np.asarray(value.array) if is_small and value.dtype.startswith(("int", "uint", "bool")) else None
     maker = value.maker
     if maker is None or maker.name not in _COMPUTED or math.prod(value.shape) > _LARGEST:
