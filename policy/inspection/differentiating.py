@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.amp.parameters import parameters
-from policy.tracing import Arguments, lowered
+from policy.tracing import Arguments, Lowered, lowered
 
 
 def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -23,7 +23,7 @@ def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         fn, args, kwargs = call.pure, call.args, call.kwargs
     arguments = Arguments.of(args, kwargs)
     chosen = _chosen(fn, args, kwargs, arguments, is_pure_call=call is not None)
-    has_state = call is not None and call.finish is not type(call).finish and len(call.args) > 1
+    has_state = call is not None and call.finish is not Lowered.finish  # it returns its new state beside its result
 
     def both(*arrays: Any) -> Any:
         def of_chosen(*values: Any) -> Any:

@@ -197,7 +197,7 @@ class _Listening(PolicyRules):
         super().__init__([("(?!)", "float32")], strict=False)
         object.__setattr__(self, "heard", heard)
 
-    def match(self, path: str | None, cls: type | None = None) -> None:
+    def rule_for(self, path: str | None, cls: type | None = None) -> None:
         if path is not None:
             self.heard.add(path)
 

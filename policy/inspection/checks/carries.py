@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from policy.inspection.flow import LAYOUT, Flow, is_cast, is_narrow, narrows, users, widens
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.kinds import CARRY, finding, shape_of
-from policy.inspection.operations import kind_of
+from policy.inspection.operations import is_inexact, kind_of
 from policy.inspection.report import Finding
 
 _ADDS = frozenset(("add", "sub", "add_any"))
@@ -27,7 +27,7 @@ def narrowed_carries(flow: Flow) -> Iterator[Finding]:
     for carries in loops.values():
         if carries[0].params.get("length") == 1:
             continue
-        of_loop = {id(node.out) for node in carries}
+        of_loop = {id(node.out) for node in carries if is_inexact(node.out.dtype)}  # counters may scale
         for node in carries:
             if is_narrow(node.out.dtype) and (message := _message(node, of_loop)):
                 yield finding(CARRY, node, message)
@@ -36,7 +36,7 @@ def narrowed_carries(flow: Flow) -> Iterator[Finding]:
 def _message(node: Node, of_loop: set[int]) -> str:
     carry, result = node.out, node.inputs[1]
     what = f"{shape_of(carry)} is handed from one turn of the {node.site.name} to the next"
-    if _accumulates(result, carry, of_loop):
+    if _accumulates(result, carry, of_loop, node.site.is_backward):
         return f"{what}, and is added to or scaled in each: what is below its last digit is lost. Carry float32."
     maker = result.maker
     readers = list(users(carry))
@@ -46,32 +46,36 @@ def _message(node: Node, of_loop: set[int]) -> str:
     return ""
 
 
-def _accumulates(result: Value, carry: Value, of_loop: set[int], scaled: bool = False) -> bool:
-    """Whether what the body returns is its carry plus terms that do not depend on it, as a sum or an average has, or
-    times such factors."""
-    value, changed = result, scaled
+def _accumulates(result: Value, carry: Value, of_loop: set[int], is_backward: bool) -> bool:
+    """Whether what the body returns is its carry plus terms that do not depend on it, as a sum has, or scaled by such
+    factors, as an average is. In the backward pass only sums are: what is scaled there is a cotangent."""
+    return _change(result, carry, of_loop, scaled=False, scales=not is_backward) is True
+
+
+def _change(value: Value, carry: Value, of_loop: set[int], scaled: bool, scales: bool) -> bool | None:
+    """Whether a value is a carry that was added to or scaled; False of the carry as it was, None of anything else."""
+    changed = False
     while value is not carry:
         maker = value.maker
         if maker is None or is_joint(maker) or not maker.inputs:
-            return False
+            return None
         mine = [v for v in maker.inputs if _depends(v, {id(carry)})]
         others = [v for v in maker.inputs if v not in mine]
-        if maker.name == "select_n":  # a step that is skipped at times
-            cases = [v for v in maker.inputs[1:] if v is not carry]
-            return bool(cases) and all(_accumulates(v, carry, of_loop, scaled) for v in cases)
+        if maker.name == "select_n" or (maker.name in _ADDS and len(mine) == 2):
+            cases = maker.inputs[1:] if maker.name == "select_n" else mine
+            each = [_change(v, carry, of_loop, scaled, scales) for v in cases]
+            return None if None in each else changed or maker.name in _ADDS or any(each)
         if maker.name in _ADDS:
-            if len(mine) != 1 or any(_is_sparse(v) or v.is_literal for v in others):
-                return False
-            if scaled and any(_depends(v, of_loop) for v in others):
-                return False
+            if any(_is_sparse(v) for v in others) or (scaled and any(_depends(v, of_loop) for v in others)):
+                return None
         elif maker.name in _SCALES:
-            if len(mine) != 1 or any(_depends(v, of_loop) for v in others):
-                return False
+            if not scales or len(mine) != 1 or any(_depends(v, of_loop) for v in others):
+                return None
             scaled = True
         elif kind_of(maker.name) != "scatter-add" and maker.name not in LAYOUT and not is_cast(maker):
-            return False
+            return None
         changed = changed or not (maker.name in LAYOUT or is_cast(maker))
-        value = maker.inputs[0] if len(mine) != 1 else mine[0]
+        value = mine[0] if len(mine) == 1 else maker.inputs[0]
     return changed
 
 

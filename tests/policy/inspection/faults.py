@@ -133,6 +133,20 @@ def _average(x):
     return lax.while_loop(lambda state: state[0] < 4, step, (0, x[0]))[1]
 
 
+@fault("a running mean that a scan carries in bfloat16", CARRY, "scan")
+def _running_mean(x):
+    def step(state, row):
+        count, mean = state
+        return (count + 1, mean + (row - mean) / (count + 1).astype(BF16)), None
+
+    return lax.scan(step, (jnp.int32(0), jnp.zeros(4, BF16)), x)[0][1]
+
+
+@fault("a product that a scan carries where it is not skipped", CARRY, "scan")
+def _product(x):
+    return lax.scan(lambda total, row: (jnp.where(row > 0, total * row, total), None), jnp.ones(4, BF16), x)[0]
+
+
 @fault("a mask of -1e9 in float16", CONSTANT, "convert_element_type", F16)
 def _mask(x):
     return jnp.tanh(jnp.where(x > 0, x, -1e9))

@@ -80,7 +80,7 @@ def test_batch_norm_of_nnx_evaluates_in_half():
 
 @pytest.mark.parametrize("layer", (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm), ids=lambda layer: layer.__name__)
 def test_normalisations_of_linen_are_right_but_return_float32_where_no_dtype_is_given(layer):
-    options: dict[str, Any] = {"use_running_average": True} if layer is nn.BatchNorm else {}
+    options: Any = {"use_running_average": True} if layer is nn.BatchNorm else {}
     assert of_linen(layer(dtype=BF16, **options), X) == set()
     promoted = of_linen(layer(**options), X)
     assert {(kind, path) for kind, path, *_ in promoted} == {(PROMOTION, layer.__name__)}
