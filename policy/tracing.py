@@ -19,6 +19,7 @@ class Lowered:
       pure: the pure function, whose first argument are parameters.
       args, kwargs: what it is called with.
       finish: puts the state that it returned in place, and gives what the call returns.
+      result: what the call returns, out of what the pure function returned.
     """
 
     key: Any
@@ -26,6 +27,7 @@ class Lowered:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     finish: Callable[[Any], Any] = lambda out: out
+    result: Callable[[Any], Any] = lambda out: out
 
 
 # How libraries whose modules hold state hand it in and out: each gives None where a call is none of its business.

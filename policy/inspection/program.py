@@ -71,7 +71,7 @@ class Call:
         call = lowered(fn, args, kwargs)
         params = None if call is None else 0
         if call is not None:
-            fn, args, kwargs = call.pure, call.args, call.kwargs
+            fn, args, kwargs = _returning(call.pure, call.result), call.args, call.kwargs
         arguments = Arguments.of(args, kwargs)
         if not arguments.arrays:
             raise TypeError(f"{what} measures what a function does to arrays, but was given none to call it with.")
@@ -152,6 +152,11 @@ def _loss(out: Any) -> Any:
             "Return the loss, or leave out gradients=True."
         )
     return loss
+
+
+def _returning(pure: Callable[..., Any], result: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function without the state that it hands out: that is no result to measure."""
+    return lambda *args, **kwargs: result(pure(*args, **kwargs))
 
 
 # flax.nnx hands in state: by the module, or the place of the argument that it is of; its numbers are their `value`.
