@@ -17,7 +17,8 @@ error      of gradients, relative to float32's: the geometric mean over leaves a
            where the program says so; by default it leaves out what roundings it likes.
 casts      of one weight: as many as it has uses, each in the loop that uses it. A cast that is shared or hoisted sums
            gradients in bfloat16.
-tracing    seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function in float32.
+tracing    CPU seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function in float32, under
+           `jax.jit` as autocast is.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import autocast_models as models
-from benchmarks.models import by_hand, cases, dtype_free
+from benchmarks.models import Program, by_hand, cases, dtype_free, traced_in
 from benchmarks.models import compiled as models_compiled
 from benchmarks.models import saved_bytes as models_saved
 from benchmarks.models import tracing as models_tracing
@@ -216,25 +215,13 @@ def casts(case: Case, shape: tuple[int, ...], within: str = "") -> Row:
     return Row("casts", case.name, ours, hand, bound=1.0, at_least=1.0)
 
 
-def _seconds(fn: Loss, arguments: tuple[Any, ...]) -> float:
-    """For one trace; with no garbage collected, as in `timeit`: there is much of it, and either may meet it."""
-    gc.collect()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        jax.make_jaxpr(jax.value_and_grad(fn, has_aux=True))(*arguments)
-        return time.perf_counter() - start
-    finally:
-        gc.enable()
-
-
 def tracing(case: Case, times: int) -> Row:
     """The best of several; a new function each time, so that only JAX's own caches are warm."""
     best = {"ours": float("inf"), "plain": float("inf")}
     for _ in range(times + 1):
         programs, arguments = case.programs(), case.arguments()
         for name in best:
-            best[name] = min(best[name], _seconds(programs[name], arguments))
+            best[name] = min(best[name], traced_in(Program(programs[name], arguments)))
     return Row("tracing", f"{case.name}, beside float32", best["ours"], best["plain"], TRACING)
 
 
@@ -255,7 +242,7 @@ def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
         if not counts:
             builds = {
                 "ours": functools.partial(dtype_free, case, functools.partial(autocast, policy=POLICY, params=0)),
-                "plain": functools.partial(dtype_free, case),
+                "plain": functools.partial(dtype_free, case, jax.jit),
             }
             best = models_tracing(builds, times=3)
             yield Row("tracing", f"{name}, beside float32", best["ours"], best["plain"], TRACING)

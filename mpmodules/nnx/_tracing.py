@@ -37,7 +37,9 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         return out
 
     pure = functools.partial(_pure, method, graph, treedef, places)
-    return Lowered((graph, treedef, places), pure, (params, rest, others), finish=finish, result=lambda returned: returned[0])
+    return Lowered(
+        (graph, treedef, places), pure, (params, rest, others), finish=finish, result=lambda returned: returned[0]
+    )
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
