@@ -50,7 +50,7 @@ TABLES = {
     "optimizer": Table("benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)),
     "exchange": Table("benchmarks.all_reduce", "what data parallel training exchanges", quick=()),
     "scale": Table("benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)),
-    "inspection": Table("benchmarks.inspection", "what audit and compare cost", quick=None),
+    "inspection": Table("benchmarks.inspection", "what audit and compare cost"),
     "accuracy": Table("benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None),
     "convergence": Table("benchmarks.convergence", "where training ends by storage mode", check=(), quick=None),
     "gpu": Table("benchmarks.gpu", "tokens and images a second, memory, bandwidth", check=(), by_default=False),

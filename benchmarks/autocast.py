@@ -31,11 +31,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import autocast_models as models
+from benchmarks import linen_models
 from benchmarks.models import Program, by_hand, cases, dtype_free, traced_in
 from benchmarks.models import compiled as models_compiled
 from benchmarks.models import saved_bytes as models_saved
@@ -45,6 +47,7 @@ from policy.amp import autocast
 from policy.inspection.walk import walk
 
 BF16, F32 = jnp.bfloat16, jnp.float32
+FLAX = linen_models.of(flax.linen)  # pyright: ignore[reportArgumentType]
 POLICY = "mixed_bfloat16"
 SAVED, COMPILED, ERROR, TRACING = 1.05, 1.02, 1.05, 2.0  # the error of either is known to a few percent
 BIASES = 1.12  # what else an MLP moves, measured: the cotangent of each layer in float32 too, to sum it
@@ -111,12 +114,12 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def mlp(rows: int = 2048, width: int = 1024) -> Case:
-    return Case("MLP, 4 layers", lambda dtype: models.Mlp(dtype, width=width), _floats(rows, width))
+    return Case("MLP, 4 layers", lambda dtype: FLAX.Mlp(dtype, width=width), _floats(rows, width))
 
 
 def resnet(stages: tuple[int, ...] = (3, 4, 6, 3), filters: int = 8, size: int = 64) -> Case:
     name = f"ResNet-{3 * sum(stages) + 2}"
-    make = lambda dtype: models.ResNet50(dtype, filters, stages, classes=16)  # noqa: E731
+    make = lambda dtype: FLAX.ResNet(dtype, filters, stages, classes=16)  # noqa: E731
     return Case(name, make, _floats(4, size, size, 3), _integers(4))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -10,20 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-
-
-class Mlp(nn.Module):
-    """Dense layers with biases and relu."""
-
-    dtype: Any = None
-    layers: int = 4
-    width: int = 1024
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(self.layers - 1):
-            x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
-        return nn.Dense(self.width, dtype=self.dtype)(x)
 
 
 class Reused(nn.Module):
@@ -38,44 +23,6 @@ class Reused(nn.Module):
         for _ in range(self.times):
             x = nn.relu(layer(x))
         return x
-
-
-class Bottleneck(nn.Module):
-    """The block of ResNet-50: 1x1, 3x3 and 1x1 convolutions beside a shortcut."""
-
-    filters: int
-    strides: int
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype)
-        y = nn.relu(norm()(conv(self.filters, (1, 1))(x)))
-        y = nn.relu(norm()(conv(self.filters, (3, 3), self.strides)(y)))
-        y = norm(scale_init=nn.initializers.zeros_init())(conv(4 * self.filters, (1, 1))(y))
-        if x.shape != y.shape:
-            x = norm(name="norm_proj")(conv(4 * self.filters, (1, 1), self.strides, name="conv_proj")(x))
-        return nn.relu(x + y)
-
-
-class ResNet50(nn.Module):
-    """Flax's ImageNet example: version 1.5, its strides in the 3x3 convolutions."""
-
-    dtype: Any = None
-    filters: int = 64
-    stages: tuple[int, ...] = (3, 4, 6, 3)
-    classes: int = 1000
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(self.filters, (7, 7), 2, padding=3, use_bias=False, dtype=self.dtype, name="conv_init")(x)
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype, name="bn_init")(x)
-        x = nn.max_pool(nn.relu(x), (3, 3), strides=(2, 2), padding="SAME")
-        for i, blocks in enumerate(self.stages):
-            for j in range(blocks):
-                x = Bottleneck(self.filters * 2**i, 2 if i and not j else 1, self.dtype)(x)
-        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
 
 
 def einsum_in_half(subscripts: str, weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -1,8 +1,9 @@
 """What it costs to look at a program before it runs.
 
-    python -m benchmarks.inspection           # the table: 40 seconds
+    python -m benchmarks.inspection           # the table, that of benchmarks.inspection_compare included: 3 minutes
     python -m benchmarks.inspection --check   # exits with 1 where a ratio misses its bound
-    python -m benchmarks.inspection --json    # the rows as JSON
+    python -m benchmarks.inspection --small   # shallower models
+    python -m benchmarks.inspection --json FILE
 
 audit      seconds for `policy.audit` of a model, forward and backward, beside those for `jax.make_jaxpr` of the same
            `value_and_grad`: tracing included. Caches warm, a new function each time, the median of pairs.
@@ -13,11 +14,7 @@ Rows of `policy.compare` come from `benchmarks/inspection_compare.py`.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import gc
-import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,30 +22,13 @@ from typing import Any
 
 import jax
 
+from benchmarks import inspection_compare
 from benchmarks.autocast import Case, decoder, resnet
+from benchmarks.table import Row, run
 from policy import audit
 
 AUDIT = 2.0  # times the trace
 TIMES = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table: a quantity of ours, what it stands beside, and the largest ratio that is allowed."""
-
-    quantity: str
-    name: str
-    ours: float
-    beside: float
-    bound: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.beside if self.beside else float("nan")
-
-    @property
-    def is_missed(self) -> bool:
-        return not self.ratio <= self.bound
 
 
 def _step(case: Case, program: str) -> Callable[..., Any]:
@@ -57,12 +37,12 @@ def _step(case: Case, program: str) -> Callable[..., Any]:
     return lambda *arguments: jax.value_and_grad(loss, has_aux=True)(*arguments)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(call: Callable[[], Any]) -> float:
     gc.collect()
     gc.disable()
     try:
         start = time.perf_counter()
-        run()
+        call()
         return time.perf_counter() - start
     finally:
         gc.enable()
@@ -81,33 +61,13 @@ def auditing(case: Case, program: str, times: int = TIMES) -> Row:
     return Row("audit", f"{case.name}, {program}, beside its trace", ours, beside, AUDIT)
 
 
-def rows(times: int = TIMES) -> Iterator[Row]:
-    """Every row, as it is measured."""
-    for case in (decoder(12, dropout=0.1), resnet()):
+def rows(small: bool = False) -> Iterator[Row]:
+    """Every row, as it is measured; `small` has shallower models."""
+    for case in (decoder(2),) if small else (decoder(12, dropout=0.1), resnet()):
         for program in ("float32", "bfloat16"):
-            yield auditing(case, program, times)
-    if importlib.util.find_spec("benchmarks.inspection_compare") is not None:
-        yield from importlib.import_module("benchmarks.inspection_compare").rows()
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio misses its bound")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    parser.add_argument("--times", type=int, default=TIMES, help="how often each is measured")
-    options = parser.parse_args(argv)
-    measured = []
-    for row in rows(options.times):
-        measured.append(row)
-        if not options.json:
-            if len(measured) == 1:
-                print(f"{'':9}{'':55}{'ours':>11}{'beside':>11}{'ratio':>8}{'bound':>7}")
-            numbers = f"{row.ours:11.4g}{row.beside:11.4g}{row.ratio:8.3f}{row.bound:7g}"
-            print(f"{row.quantity:9}{row.name:55}{numbers}{'  missed' if row.is_missed else ''}", flush=True)
-    if options.json:
-        print(json.dumps([{**dataclasses.asdict(row), "ratio": row.ratio} for row in measured], indent=1))
-    return int(options.check and any(row.is_missed for row in measured))
+            yield auditing(case, program)
+    yield from inspection_compare.rows(small)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, rows, "beside"))

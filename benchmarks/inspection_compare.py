@@ -3,7 +3,7 @@
     python -m benchmarks.inspection_compare           # the table: 2 minutes on two idle cores
     python -m benchmarks.inspection_compare --check   # exits with 1 where a figure misses its bound
     python -m benchmarks.inspection_compare --small   # shallower models: 1 minute
-    python -m benchmarks.inspection_compare --json    # the rows as JSON
+    python -m benchmarks.inspection_compare --json FILE
 
 A transformer of ours that obeys the scope's policy, and one of Flax's under autocast.
 
@@ -16,9 +16,7 @@ time     of one run, the best of several, side by side. On CPU, half precision i
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import autocast_models as models
+from benchmarks.table import Row, run
 from mpmodules import linen as nn
 from policy.inspection.compare import EXACT, paired
 from policy.inspection.paired import Log
@@ -87,25 +86,6 @@ class Case:
         shapes = jax.eval_shape(self.model.init, jax.random.key(0), tokens)
         draw = lambda like: generator.normal(size=like.shape, scale=0.05).astype(like.dtype)  # noqa: E731
         return jax.tree.map(draw, shapes), tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table: a quantity of a comparison, beside float32's, and the largest ratio that is allowed."""
-
-    quantity: str
-    name: str
-    ours: float
-    beside: float
-    bound: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.beside
-
-    @property
-    def is_missed(self) -> bool:
-        return self.ratio > self.bound
 
 
 def comparison(fn: Callable[..., Any], arguments: Any, gradients: bool) -> tuple[Any, Any]:
@@ -179,24 +159,5 @@ def rows(small: bool = False) -> Iterator[Row]:
         yield from step(case, times=5)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a figure misses its bound")
-    parser.add_argument("--small", action="store_true", help="shallower models")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    options = parser.parse_args()
-    measured = []
-    for row in rows(options.small):
-        measured.append(row)
-        if not options.json:
-            if len(measured) == 1:
-                print(f"{'':8}{'':52}{'compare':>11}{'float32':>11}{'ratio':>8}{'bound':>7}")
-            numbers = f"{row.ours:11.4g}{row.beside:11.4g}{row.ratio:8.3f}{row.bound:7.3g}"
-            print(f"{row.quantity:8}{row.name:52}{numbers}{'  missed' if row.is_missed else ''}", flush=True)
-    if options.json:
-        print(json.dumps([{**dataclasses.asdict(row), "ratio": row.ratio} for row in measured], indent=1))
-    return int(options.check and any(row.is_missed for row in measured))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, rows, "float32"))
