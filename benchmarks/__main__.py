@@ -46,6 +46,7 @@ class Table:
 TABLES = {
     "models": Table("benchmarks.models", "models beside Flax with its dtypes threaded by hand", quick=("--small",)),
     "layers": Table("benchmarks.layers", "layers, the repaired ones apart", quick=("--small",)),
+    "peers": Table("benchmarks.peers", "models beside jmp's and mpx's", check=(), quick=("--small",)),
     "autocast": Table("benchmarks.autocast", "autocast beside dtypes threaded by hand", quick=("--small", "--counts")),
     "optimizer": Table("benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)),
     "exchange": Table("benchmarks.all_reduce", "what data parallel training exchanges", quick=()),

@@ -24,6 +24,10 @@ and normalisations the programs are the same. What differs in the other rows is 
 The counts of `python -m benchmarks.scale --small`: what one more layer, a larger model and more devices cost, at the
 end of the range against its beginning; 1 is a straight line. The whole command goes to 96 layers, and adds CPU seconds.
 """,
+    "peers": """
+Ours against jmp's cast of a Flax model without dtypes, and against the model's Equinox twin under mpx. Bytes are more as
+lowered for what backward computes again, and saved ones fewer.
+""",
     "layers": """
 `bytes` is as lowered, `c-bytes` compiled. The first three layers are not repaired: they are Flax's programs.
 """,

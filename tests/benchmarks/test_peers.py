@@ -1,0 +1,46 @@
+"""Models beside jmp's and mpx's: the same parameters, and a peer that is missing is named."""
+
+import math
+import sys
+
+import jax
+import pytest
+
+from benchmarks import models, peers
+
+MLP, DECODER = (next(c for c in models.cases(small=True) if c.model == name) for name in peers.TWINS)
+
+
+@pytest.fixture(autouse=True)
+def as_the_benchmark_runs():
+    """Peers mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def params_of(program):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.arguments[0]))
+
+
+@pytest.mark.parametrize("case", [MLP, DECODER], ids=lambda case: case.name)
+def test_the_equinox_twin_has_the_params_and_matmuls_of_the_model(case):
+    pytest.importorskip("mpx", reason="mpx is not installed: pip install mixed-precision-for-jax")
+    ours, twin = case.programs("linen")["ours"], peers.mpx_program(case)
+    assert params_of(twin) == params_of(ours)
+    assert models.lowered(twin)["flops"] == pytest.approx(models.lowered(ours)["flops"], rel=0.01)
+
+
+def test_jmps_model_multiplies_in_half():
+    pytest.importorskip("jmp", reason="jmp is not installed: pip install jmp")
+    program = peers.jmp_program(MLP)
+    text = jax.jit(program.step).lower(*program.arguments).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert products and all("bf16" in line and "xf32" not in line for line in products)
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "cases", lambda small: [MLP])
+    monkeypatch.setitem(sys.modules, "jmp", None)
+    monkeypatch.setitem(sys.modules, "equinox", None)
+    assert list(peers.rows(small=True)) == []
+    assert capsys.readouterr().err.count("not measured") == 2
