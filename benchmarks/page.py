@@ -25,8 +25,8 @@ The counts of `python -m benchmarks.scale --small`: what one more layer, a large
 end of the range against its beginning; 1 is a straight line. The whole command goes to 96 layers, and adds CPU seconds.
 """,
     "peers": """
-Ours against jmp's cast of a Flax model without dtypes, and against the model's Equinox twin under mpx. Bytes are more as
-lowered for what backward computes again, and saved ones fewer.
+Ours against jmp's cast of a Flax model without dtypes, and against the model's Equinox twin under mpx; the small models
+of `--small`, as they are lowered. More bytes are what backward computes again, for the fewer that are saved.
 """,
     "layers": """
 `bytes` is as lowered, `c-bytes` compiled. The first three layers are not repaired: they are Flax's programs.
