@@ -18,8 +18,7 @@ and normalisations the programs are the same. What differs in the other rows is 
 - **tracing** was to be 1.10 at most, and is 1.55 to 1.75 times the trace by hand. What keeps a half input is
   `jax.checkpoint` around each normalisation and softmax: without it ResNet-50 is traced in 1.31 times the time (now
   1.68) and the decoder in 1.40 (1.59), and they save 1.01 and 1.00 times what Flax saves (now 0.54 and 0.60). The rest
-  is the derivative rule of each bias, the float32 parameters of normalisations, and finding out the policy of each
-  layer. It is paid once for each compilation, which takes several times as long.
+  has not been taken apart. It is paid once for each compilation, which takes several times as long.
 """,
     "scale": """
 The counts of `python -m benchmarks.scale --small`: what one more layer, a larger model and more devices cost, at the

@@ -3,13 +3,16 @@
 import os
 import tempfile
 
-# One folder of compiled programs for a run, for all its workers and the processes that tests start: compiling is the
-# slow part of the suite, and most of its programs are the same few operations. Set before JAX is imported.
+# A folder of compiled programs for each worker of a run and the processes that its tests start, one at a time: compiling
+# is the slow part of the suite, and most of its programs are the same few operations. JAX does not lock what it writes
+# there, so workers do not share one. Set before JAX is imported.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
 
 import jax
 import numpy as np
