@@ -3,9 +3,9 @@
 import os
 import tempfile
 
-# A folder of compiled programs for each worker of a run and the processes that its tests start, one at a time: compiling
-# is the slow part of the suite, and most of its programs are the same few operations. JAX does not lock what it writes
-# there, so workers do not share one. Set before JAX is imported.
+# A folder of compiled programs for each worker of a run, and for the processes that its tests start one at a time:
+# compiling is the slow part of the suite, and most of its programs are the same few operations. JAX does not lock what
+# it writes there, so workers do not share one. Set before JAX is imported.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
