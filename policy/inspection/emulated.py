@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from policy.amp.categories import MATMULS, category_of
-from policy.inspection.rerun import HANDLERS, Place, Rerun, Value, names
+from policy.inspection.rerun import Place, Rerun, Value, handler_of, names
 from policy.inspection.rounding import EXACT
 from policy.inspection.widened import HOST, Wide, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
 from policy.paths import Path
@@ -45,10 +45,9 @@ class Emulated(Wide):
         return Emulated(self.flags, self.candidates)
 
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
-        name = equation.primitive.name
-        if name in HANDLERS and equation.params.get("branches_platforms") is None:
-            return HANDLERS[name](self, equation, values)
-        if name in HOST and not equation.outvars:
+        if (handler := handler_of(equation)) is not None:
+            return handler(self, equation, values)
+        if equation.primitive.name in HOST and not equation.outvars:
             return []
         atoms = (*equation.invars, *equation.outvars)
         if not any(is_half(dtype) for dtype in map(dtype_of, atoms) if dtype is not None):
@@ -138,8 +137,8 @@ class Ruled(Rerun):
         return Ruled(self.wide, self.candidates)
 
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
-        if equation.primitive.name in HANDLERS and equation.params.get("branches_platforms") is None:
-            return HANDLERS[equation.primitive.name](self, equation, values)
+        if (handler := handler_of(equation)) is not None:
+            return handler(self, equation, values)
         arrays = [value.arrays[0] for value in values]
         if self._places.get(candidate_of(self.place_of(equation).path, self.candidates)) in self.wide:
             return [Value([output]) for output in bound_wide(equation, list(map(widen, arrays)))]

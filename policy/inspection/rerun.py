@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -45,7 +46,7 @@ class Value:
         self.arrays, self.origin = tuple(arrays), origin
 
 
-class Rerun:
+class Rerun(abc.ABC):
     """One run of a program, which may hold programs. A subclass says what happens to an equation that holds none.
 
     Attributes:
@@ -63,13 +64,13 @@ class Rerun:
 
     # What a subclass says ---------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
         """The outputs of an equation."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def copied(self) -> Rerun:
         """Another run of the same kind, in the same place."""
-        raise NotImplementedError
 
     def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
         """The values that a loop starts with, of as many arrays as they have after every step.
@@ -96,6 +97,7 @@ class Rerun:
 
     def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
         """Told of what a body of its own hands back."""
+        return  # most have nothing to note
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -196,6 +198,14 @@ def filled(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
 
 Handler = Callable[[Rerun, Any, list[Value]], list[Value]]
 HANDLERS: dict[str, Handler] = {}
+
+
+def handler_of(equation: Any) -> Handler | None:
+    """What runs the programs that an equation holds; None where it holds none, or some for other platforms."""
+    is_for_platforms = equation.params.get("branches_platforms") is not None
+    return None if is_for_platforms else HANDLERS.get(equation.primitive.name)
+
+
 # Called once, where they stand. Nothing is differentiated any more, so derivative rules have had their say.
 INLINED = names(
     """

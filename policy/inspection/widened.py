@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from policy.inspection import bodies as bodies
-from policy.inspection.rerun import HANDLERS, Rerun, Value
+from policy.inspection.rerun import Rerun, Value, handler_of
 from policy.programs import bind, opened, programs_of
 
 F32 = np.dtype(np.float32)
@@ -59,10 +59,9 @@ class Wide(Rerun):
         return type(self)()
 
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
-        name = equation.primitive.name
-        if name in HANDLERS and equation.params.get("branches_platforms") is None:
-            return HANDLERS[name](self, equation, values)
-        if name in HOST and not equation.outvars:
+        if (handler := handler_of(equation)) is not None:
+            return handler(self, equation, values)
+        if equation.primitive.name in HOST and not equation.outvars:
             return []
         return [Value([array]) for array in bound_wide(equation, [widen(value.arrays[0]) for value in values])]
 
