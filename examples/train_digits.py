@@ -39,9 +39,10 @@ from mpmodules import linen, nnx
 try:
     import matplotlib
     from sklearn.datasets import load_digits
+    from tabulate import tabulate
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"{error}. This example needs: pip install scikit-learn matplotlib tqdm")
+    sys.exit(f"{error}. This example needs: pip install scikit-learn matplotlib tabulate tqdm")
 
 matplotlib.use("Agg")  # before pyplot: no display is needed
 import matplotlib.pyplot as plt
@@ -342,11 +343,7 @@ def table(results: list[Result]) -> str:
         )
         for result in results
     ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return tabulate(rows, header, disable_numparse=True)
 
 
 def plot(results: list[Result], path: Path) -> None:
@@ -360,17 +357,6 @@ def plot(results: list[Result], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def parse_rules(texts: list[str]) -> mp.PolicyRules:
-    """``PATH=TEXT`` pairs as rules. The first ``=`` divides: a policy's text may hold more."""
-    pairs = []
-    for text in texts:
-        path, divider, policy = text.partition("=")
-        if not divider:
-            raise ValueError(f"--rule {text}: it should be PATH=TEXT, such as head=f32.")
-        pairs.append((path, policy))
-    return mp.PolicyRules(pairs)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -389,7 +375,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     options = parse_arguments(arguments)
     try:
         texts = COMPARED if options.compare else (options.policy,)
-        policies, rules = [mp.get_policy(text) for text in texts], parse_rules(options.rule)
+        policies, rules = [mp.get_policy(text) for text in texts], mp.PolicyRules.from_texts(options.rule)
     except (TypeError, ValueError) as error:
         sys.exit(f"train_digits: {error}")
     config, data = Config(epochs=options.epochs, seed=options.seed), load()

@@ -77,6 +77,24 @@ class PolicyRules:
         object.__setattr__(self, "strict", bool(strict))
         object.__setattr__(self, "_hash", hash((checked, bool(strict))))
 
+    @classmethod
+    def from_texts(cls, texts: Iterable[str], *, strict: bool = True) -> PolicyRules:
+        """Rules from ``PATH=TEXT`` pairs, as a command line has them: ``["head=f32", "block_.*=p=f32,c=bf16,o=f32"]``.
+
+        The first ``=`` divides, since a policy's text form may hold more of them.
+
+        Raises:
+          ValueError: a text without ``=``, and what the constructor refuses.
+          TypeError: one text instead of several.
+        """
+        if isinstance(texts, str):
+            raise TypeError(f"Texts of policy rules should be a list of PATH=TEXT, but got the one text {texts!r}.")
+        divided = [text.partition("=") for text in texts]
+        for path, divider, _ in divided:
+            if not divider:
+                raise ValueError(f"Rule {path!r} should be PATH=TEXT, such as head=f32.")
+        return cls([(path, policy) for path, _, policy in divided], strict=strict)
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"PolicyRules are immutable; make new ones instead of setting {name}.")
 

@@ -83,15 +83,10 @@ def test_half_precision_halves_the_activations_that_backward_keeps(job):
     assert saved["mixed_bfloat16"] - kernels - 2 * 64 * 8 <= saved["float32"] / 2
 
 
-def test_a_rule_divides_at_the_first_equals_sign(job):
-    rules = job.parse_rules(["block_.*=p=f32,c=bf16,o=f32", "head=f32"])
-    assert [pattern for pattern, _ in rules] == ["block_.*", "head"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "head"], "train_digits: --rule head: it should be PATH=TEXT, such as head=f32."),
+        (["--rule", "head"], "train_digits: Rule 'head' should be PATH=TEXT, such as head=f32."),
         (["--policy", "f33"], "train_digits: Unknown dtype 'f33'"),
         (["--rule", "head=f33"], "train_digits: Rule 'head': Unknown dtype 'f33'"),
     ],

@@ -1,6 +1,7 @@
 """Rules: ordered, matched in full, first match wins."""
 
 import pickle
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -59,6 +60,16 @@ def test_rules_are_values():
     )
     with pytest.raises(AttributeError, match="PolicyRules are immutable; make new ones instead of setting strict"):
         rules.strict = False
+
+
+def test_texts_of_rules_divide_at_the_first_equals_sign():
+    rules = PolicyRules.from_texts(["block_.*=p=f32,c=bf16,o=f32", "head=f32"], strict=False)
+    assert rules == PolicyRules([("block_.*", "mixed_bfloat16"), ("head", "f32")], strict=False)
+    assert not PolicyRules.from_texts([])
+    with pytest.raises(ValueError, match=re.escape("Rule 'head' should be PATH=TEXT, such as head=f32.")):
+        PolicyRules.from_texts(["body=f32", "head"])
+    with pytest.raises(TypeError, match=re.escape("a list of PATH=TEXT, but got the one text 'head=f32'")):
+        PolicyRules.from_texts("head=f32")
 
 
 def test_rules_that_match_nothing_are_refused_all_at_once_with_the_paths():
