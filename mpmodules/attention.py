@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpmodules.functional import accumulating, complex_input, is_wider
-from policy.remembering import keeping_inputs
+from policy.remembering import is_hashable, keeping_inputs_once, traced_once
 from policy.scope import current_policy
 
 Array = jax.Array
@@ -97,13 +97,13 @@ def dot_product_attention_weights(
     if bias is not None:
         logits = logits + jnp.asarray(bias, logits.dtype)
     if mask is not None or is_causal:
-        logits = keeping_inputs(functools.partial(_masked, is_causal=is_causal))(logits, mask)
+        logits = keeping_inputs_once(_masked, is_causal)(logits, mask)
     if dtype is None or logits.dtype == dtype:
         return jax.nn.softmax(logits, axis=-1)
-    return _rounded_softmax(logits, jnp.dtype(dtype))
+    return traced_once(_rounded_softmax, jnp.dtype(dtype))(logits)
 
 
-def _masked(logits: Array, mask: Array | None, *, is_causal: bool) -> Array:
+def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
     """The logits, very low where `mask` is False (or 0) and, where causal, at the keys after each query."""
     allowed = jnp.ones((1,) * logits.ndim, bool) if mask is None else jnp.asarray(mask).astype(bool)
     allowed = jnp.broadcast_to(allowed, logits.shape)
@@ -114,15 +114,15 @@ def _masked(logits: Array, mask: Array | None, *, is_causal: bool) -> Array:
     return jnp.where(allowed, logits, np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded_softmax(logits: Array, dtype: np.dtype) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rounded_softmax(dtype: np.dtype, logits: Array) -> Array:
     """softmax over the last axis, rounded once to `dtype`; backward keeps the rounded weights, no others."""
     return jax.nn.softmax(logits, axis=-1).astype(dtype)
 
 
 @_rounded_softmax.defjvp
 def _rounded_softmax_jvp(dtype: np.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    weights = _rounded_softmax(primals[0], dtype)
+    weights = _rounded_softmax(dtype, primals[0])
 
     def derivative(weights: Array, tangent: Array) -> Array:
         wide = weights.astype(tangent.dtype)
@@ -154,10 +154,16 @@ def weighted_values(weights: Array, value: Array, *, precision: Any = None) -> A
 
 def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLike) -> Array:
     """An einsum of two operands that returns its accumulator where `dtype` is wider than the operands."""
-    einsum = functools.partial(jnp.einsum, subscripts, precision=precision)
     if not is_wider(dtype, lhs.dtype):
-        return einsum(lhs, rhs)
-    return accumulating(einsum, dtype)(lhs, rhs)
+        return jnp.einsum(subscripts, lhs, rhs, precision=precision)
+    dtype = jnp.dtype(dtype)
+    if not is_hashable(precision):
+        return _accumulated(subscripts, precision, dtype, lhs, rhs)
+    return traced_once(_accumulated, subscripts, precision, dtype)(lhs, rhs)
+
+
+def _accumulated(subscripts: str, precision: Any, dtype: np.dtype, lhs: Array, rhs: Array) -> Array:
+    return accumulating(functools.partial(jnp.einsum, subscripts, precision=precision), dtype)(lhs, rhs)
 
 
 def dropout(weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None) -> Array:

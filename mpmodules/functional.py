@@ -14,6 +14,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
+from policy.remembering import traced_once
+
 Array = jax.Array
 
 
@@ -186,22 +188,28 @@ def with_bias_gradient(y: Array, bias: Array, shape: Sequence[int], reduction_dt
       shape: of the bias, with as many axes as `y`.
     """
 
-    @jax.custom_jvp
-    def run(y: Array, bias: Array) -> Array:
-        return y
+    return traced_once(_with_bias_gradient, tuple(shape), jnp.dtype(reduction_dtype))(y, bias)
 
-    def run_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
-        y, (tangent, bias_tangent) = primals[0], tangents
-        if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing
-            return y, tangent
-        wide = widen(bias_tangent, reduction_dtype).reshape(shape)
-        sharding = jax.typeof(y).sharding  # along explicit axes of a mesh: else the cotangent would be gathered
-        wide = jnp.broadcast_to(wide, y.shape, out_sharding=None if sharding.mesh.empty else sharding)
-        through = wide.astype(y.dtype)  # broadcast before the cast: transposed, cast before the sum
-        return y, through if isinstance(tangent, SymbolicZero) else tangent + through
 
-    run.defjvp(run_jvp, symbolic_zeros=True)
-    return run(y, bias)
+def _identity(shape: tuple[int, ...], reduction_dtype: np.dtype, y: Array, bias: Array) -> Array:
+    return y
+
+
+def _bias_tangent(
+    shape: tuple[int, ...], reduction_dtype: np.dtype, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[Array, Any]:
+    y, (tangent, bias_tangent) = primals[0], tangents
+    if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing
+        return y, tangent
+    wide = widen(bias_tangent, reduction_dtype).reshape(shape)
+    sharding = jax.typeof(y).sharding  # along explicit axes of a mesh: else the cotangent would be gathered
+    wide = jnp.broadcast_to(wide, y.shape, out_sharding=None if sharding.mesh.empty else sharding)
+    through = wide.astype(y.dtype)  # broadcast before the cast: transposed, cast before the sum
+    return y, through if isinstance(tangent, SymbolicZero) else tangent + through
+
+
+_with_bias_gradient = jax.custom_jvp(_identity, nondiff_argnums=(0, 1))
+_with_bias_gradient.defjvp(_bias_tangent, symbolic_zeros=True)
 
 
 def trailing(y: Array, bias: Array) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -27,6 +28,49 @@ def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
       function: arrays in, a tree of arrays out; may close over arrays.
     """
     return jax.checkpoint(function, prevent_cse=False, policy=_is_kept)
+
+
+@functools.lru_cache(maxsize=1024)
+def keeping_inputs_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+    """`keeping_inputs` of ``function(*static, ...)``, traced as `traced_once` says."""
+    return jax.jit(keeping_inputs(_given(function, static)), inline=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def traced_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+    """``function(*static, ...)``, the same object for the same arguments: JAX traces and differentiates it once.
+
+    However many layers call it with arguments of the same shapes. Most of the time that a normalisation, a softmax or a
+    custom derivative takes to trace is that of its transforms. The program is as without `jit`, but that on newer JAX
+    what is differentiated stays a call.
+
+    Args:
+      function: of a module, not a closure: what it closes over would be kept alive, and an array be another's.
+      *static: its leading arguments.
+    """
+    return jax.jit(_given(function, static), inline=True)
+
+
+def _given(function: Callable[..., Any], static: tuple[Hashable, ...]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        return function(*static, *arguments)
+
+    run.__name__ = run.__qualname__ = function.__name__
+    return run
+
+
+def is_traced_once(debug_info: Any) -> bool:
+    """Whether a program is a function's that is traced once: its equations point to the lines of the first call."""
+    return f" at {__file__}:" in str(getattr(debug_info, "func_src_info", ""))
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether `keeping_inputs_once` takes a value."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:

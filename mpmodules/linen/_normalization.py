@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, ClassVar
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import meta
 
 from mpmodules import functional
 from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
@@ -17,7 +21,7 @@ from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective
-from policy.remembering import keeping_inputs
+from policy.remembering import is_hashable, keeping_inputs, keeping_inputs_once
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
@@ -80,25 +84,12 @@ class Normalization(Layer):
         rest = {name: value for name, value in kwargs.items() if name != "x"}
         shifts = getattr(self, "axis_name", None) is None and rest.get("mask") is None
         shifts = shifts and declared_field(self, "use_fast_variance") is None
-        use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
-
-        def run(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            updates: dict[str, jax.Array] = {}
-            fields = self._policy_fields(policy, output_dtype, method.__name__) | {"_updates": updates}
-            fields |= half_safe_inits(self, policy.param_dtype)
-            x = jnp.asarray(x, policy.reduction_dtype)
-            shift = self._shift(x, use_running_average) if shifts else None
-            if shift is not None:
-                x, fields["use_fast_variance"] = x - shift, True
-            with fields_set(self, fields), _mixing_allowed():
-                y = method(self, x, *args[1:], **rest)
-            return cast_array(y, output_dtype), updates if shift is None else self._shifted_back(updates, shift)
-
+        run = _Run(method, policy, output_dtype, shifts, args[1:], tuple(rest.items()))
         x = jnp.asarray(x)
         widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
         # A call that may create parameters can't do so inside of a transform.
         remembered = widens and not self.is_mutable_collection("params")
-        y, updates = (keeping_inputs(run) if remembered else run)(x)
+        y, updates = _remembered(self, run, x) if remembered else run(self, x)
         for name, value in updates.items():
             self.put_variable("batch_stats", name, value)
         return y
@@ -112,6 +103,106 @@ class Normalization(Layer):
         """Flax's `param`; while the layer runs under a policy the value is read in reduction_dtype."""
         value = super().param(name, init_fn, *init_args, **kwargs)
         return value if self._reads_in is None else cast_array(value, self._reads_in)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What a call of a normalisation does with its input.
+
+    Attributes:
+      method: Flax's.
+      output_dtype: of the result.
+      shifts: whether the variance may be taken in one pass over shifted data.
+      args, rest: the other arguments of the call.
+    """
+
+    method: Callable[..., Any]
+    policy: Policy
+    output_dtype: Any
+    shifts: bool
+    args: tuple[Any, ...]
+    rest: tuple[tuple[str, Any], ...]
+
+    def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The result, and the values of the running statistics that the call writes."""
+        updates: dict[str, jax.Array] = {}
+        rest = dict(self.rest)
+        fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
+        fields |= half_safe_inits(layer, self.policy.param_dtype)
+        x = jnp.asarray(x, self.policy.reduction_dtype)
+        use_running_average = self.args[0] if self.args else rest.get("use_running_average")
+        shift = layer._shift(x, use_running_average) if self.shifts else None
+        if shift is not None:
+            x, fields["use_fast_variance"] = x - shift, True
+        with fields_set(layer, fields), _mixing_allowed():
+            y = self.method(layer, x, *self.args, **rest)
+        return cast_array(y, self.output_dtype), updates if shift is None else layer._shifted_back(updates, shift)
+
+
+def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`run`, of which backward keeps the input as it came; traced once for all layers that are alike."""
+    parts = _parts(layer, run)
+    if parts is not None:
+        with contextlib.suppress(_NotThere):
+            return keeping_inputs_once(_run_apart, run, type(layer), parts.fields)(x, parts.variables)
+    return keeping_inputs(functools.partial(run, layer))(x)
+
+
+class _NotThere(Exception):
+    """A variable is missing, or has another shape: Flax is to say so, of the layer itself."""
+
+
+class _Parts(NamedTuple):
+    """A layer taken apart: what decides its program, and the variables that enter it, by name."""
+
+    fields: tuple[tuple[str, Hashable], ...]
+    variables: dict[str, jax.Array]
+
+
+_INITIALISERS = ("scale_init", "bias_init")  # a new function in each layer, of no use where the variables are there
+_VARIABLES = {"params": ("scale", "bias"), "batch_stats": ("mean", "var")}
+
+
+def _parts(layer: Any, run: _Run) -> _Parts | None:
+    """The parts of a layer of ours whose call is Flax's own and needs no more of it, else None."""
+    is_own = type(layer).__module__ == __name__ and run.method.__module__.startswith("flax.")
+    if not is_own or layer.is_initializing():
+        return None
+    left_out = {"parent", "name", *_INITIALISERS}
+    fields = [(f.name, getattr(layer, f.name)) for f in dataclasses.fields(layer) if f.name not in left_out]
+    fields = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in fields)
+    arguments = (*run.args, *(value for _, value in run.rest))
+    if not all(value is None or isinstance(value, bool) for value in arguments) or not is_hashable(fields):
+        return None
+    variables = {
+        name: meta.unbox(layer.get_variable(collection, name))
+        for collection, names in _VARIABLES.items()
+        for name in names
+        if layer.has_variable(collection, name)
+    }
+    return _Parts(fields, variables)
+
+
+def _run_apart(
+    run: _Run, kind: type, fields: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`run` of a layer put together again from its parts, bound to nothing."""
+    layer: Any = object.__new__(kind)
+    layer.__dict__.update(fields)
+    layer.__dict__.update(dict.fromkeys(_INITIALISERS))
+
+    def param(name: str, init: Any, shape: tuple[int, ...], *_: Any) -> jax.Array:
+        if name not in variables or getattr(variables[name], "shape", None) != tuple(shape):
+            raise _NotThere
+        return cast_array(variables[name], layer._reads_in)
+
+    def variable(collection: str, name: str, *_: Any) -> Any:
+        if name not in variables:
+            raise _NotThere
+        return _Deferred(types.SimpleNamespace(value=variables[name]), layer._updates, name)
+
+    layer.__dict__.update(param=param, variable=variable, is_initializing=lambda: False)
+    return run(layer, x)
 
 
 class LayerNorm(Normalization, flax_nn.LayerNorm):

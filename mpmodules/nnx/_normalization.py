@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from mpmodules import functional
 from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
-from policy.remembering import keeping_inputs
+from policy.remembering import is_hashable, keeping_inputs, keeping_inputs_once
 from policy.sources import Source
 
 
@@ -93,26 +94,10 @@ class Normalization(Layer):
         rest = {name: value for name, value in kwargs.items() if name != "x"}
         shifts = self._chooses_variance and self.axis_name is None and rest.get("mask") is None
         use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
-        # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
-        strict = policy.reduction_dtype == jnp.float32
-
-        def run(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            x = jnp.asarray(x, policy.reduction_dtype)
-            view = _in(self, policy.reduction_dtype)
-            for statistic in self._running:  # written in here, put in place outside
-                view.__dict__[statistic] = flax_nnx.BatchStat(getattr(self, statistic)[...])
-            shift = self._shift(x, use_running_average) if shifts else None
-            if self._chooses_variance:
-                view.__dict__["use_fast_variance"] = shift is not None
-            x = x if shift is None else x - shift
-            with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
-                y = cast_array(method(view, x, *args[1:], **rest), self._returns(crosses))
-            updates = {statistic: getattr(view, statistic)[...] for statistic in self._running}
-            return y, updates if shift is None else self._shifted_back(updates, shift)
-
+        run = _Run(method, policy, self._returns(crosses), shifts, args[1:], tuple(rest.items()))
         x = jnp.asarray(x)
         widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
-        y, updates = (keeping_inputs(run) if widens else run)(x)
+        y, updates = _remembered(self, run, x) if widens else run(self, x)
         if not self._uses_running_average(use_running_average):
             for statistic, value in updates.items():
                 getattr(self, statistic)[...] = jax.lax.stop_gradient(value)
@@ -121,6 +106,78 @@ class Normalization(Layer):
     def _uses_running_average(self, argument: bool | None) -> bool:
         """Whether a call with that argument reads the running statistics, rather than updating them."""
         return not self._running
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What a call of a normalisation does with its input.
+
+    Attributes:
+      method: Flax's.
+      output_dtype: of the result.
+      shifts: whether the variance may be taken in one pass over shifted data.
+      args, rest: the other arguments of the call.
+    """
+
+    method: Callable[..., Any]
+    policy: Policy
+    output_dtype: Any
+    shifts: bool
+    args: tuple[Any, ...]
+    rest: tuple[tuple[str, Any], ...]
+
+    def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The result, and the running statistics after the call."""
+        rest = dict(self.rest)
+        x = jnp.asarray(x, self.policy.reduction_dtype)
+        view = _in(layer, self.policy.reduction_dtype)
+        for statistic in layer._running:  # written in here, put in place outside
+            view.__dict__[statistic] = flax_nnx.BatchStat(getattr(layer, statistic)[...])
+        use_running_average = self.args[0] if self.args else rest.get("use_running_average")
+        shift = layer._shift(x, use_running_average) if self.shifts else None
+        if layer._chooses_variance:
+            view.__dict__["use_fast_variance"] = shift is not None
+        x = x if shift is None else x - shift
+        # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
+        strict = self.policy.reduction_dtype == jnp.float32
+        with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
+            y = cast_array(self.method(view, x, *self.args, **rest), self.output_dtype)
+        updates = {statistic: getattr(view, statistic)[...] for statistic in layer._running}
+        return y, updates if shift is None else layer._shifted_back(updates, shift)
+
+
+def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`run`, of which backward keeps the input as it came; traced once for all layers that are alike."""
+    parts = _parts(layer, run)
+    if parts is None:
+        return keeping_inputs(functools.partial(run, layer))(x)
+    attributes, variables = parts
+    return keeping_inputs_once(_run_apart, run, type(layer), attributes)(x, variables)
+
+
+def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
+    """What decides the program of a layer of ours, and the variables that enter it, by name; None of any other."""
+    arguments = (*run.args, *(value for _, value in run.rest))
+    is_own = type(layer).__module__ == __name__ and run.method.__module__.startswith("flax.")
+    if not is_own or not all(value is None or isinstance(value, bool) for value in arguments):
+        return None
+    namespace = {n: v for n, v in vars(layer).items() if n not in _INITIALISERS and not n.startswith("_pytree__")}
+    variables = {n: v[...] for n, v in namespace.items() if isinstance(v, flax_nnx.Variable)}
+    attributes = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in namespace.items() if n not in variables)
+    return (attributes, variables) if is_hashable(attributes) else None
+
+
+_INITIALISERS = ("scale_init", "bias_init", "rngs")  # others in each layer, of no use once the variables are there
+
+
+def _run_apart(
+    run: _Run, kind: type, attributes: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`run` of a layer put together again from its parts."""
+    layer: Any = object.__new__(kind)
+    layer.__dict__.update(attributes)
+    layer.__dict__.update({name: flax_nnx.Param(value) for name, value in variables.items()})
+    return run(layer, x)
 
 
 def _in(module: Any, reduction_dtype: Any) -> Any:
