@@ -19,6 +19,7 @@ casts      of one weight: as many as it has uses, each in the loop that uses it.
            gradients in bfloat16.
 tracing    CPU seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function in float32, under
            `jax.jit` as autocast is.
+seconds    CPU seconds of a compiled step of the small models, A B A B, the median.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import numpy as np
 
 from benchmarks import autocast_models as models
 from benchmarks import linen_models
-from benchmarks.models import Program, by_hand, cases, dtype_free, traced_in
+from benchmarks.models import Program, by_hand, cases, dtype_free, step_time, traced_in
 from benchmarks.models import compiled as models_compiled
 from benchmarks.models import saved_bytes as models_saved
 from benchmarks.models import tracing as models_tracing
@@ -249,6 +250,9 @@ def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
             }
             best = models_tracing(builds, times=3)
             yield Row("tracing", f"{name}, beside float32", best["ours"], best["plain"], TRACING)
+    for case in () if counts else cases(small=True):
+        ours, hand = dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)), by_hand(case)
+        yield step_time(f"{case.name}, linen", {"ours": ours, "hand": hand})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
