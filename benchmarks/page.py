@@ -15,10 +15,9 @@ and normalisations the programs are the same. What differs in the other rows is 
   neighbours. `c-bytes` is after: up to 8% more on CPU, where bfloat16 is emulated, and a float32 cotangent for the sum
   of a bias's gradient stands in memory beside the one that the matmul reads. Layer by layer (the next table) it is 3%
   at most.
-- **tracing** was to be 1.10 at most, and is 1.55 to 1.75 times the trace by hand. What keeps a half input is
-  `jax.checkpoint` around each normalisation and softmax: without it ResNet-50 is traced in 1.31 times the time (now
-  1.68) and the decoder in 1.40 (1.59), and they save 1.01 and 1.00 times what Flax saves (now 0.54 and 0.60). The rest
-  has not been taken apart. It is paid once for each compilation, which takes several times as long.
+- **tracing** is faster than by hand where there are normalisations or attention: what such a layer does is traced and
+  differentiated once for all layers that are alike (`policy/remembering.py`); Flax's are traced one by one.
+- **seconds** are CPU's, with their spread in the table that the command prints; the bound is 5% and the spread.
 """,
     "scale": """
 The counts of `python -m benchmarks.scale --small`: what one more layer, a larger model and more devices cost, at the

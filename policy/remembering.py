@@ -59,11 +59,6 @@ def _given(function: Callable[..., Any], static: tuple[Hashable, ...]) -> Callab
     return run
 
 
-def is_traced_once(debug_info: Any) -> bool:
-    """Whether a program is a function's that is traced once: its equations point to the lines of the first call."""
-    return f" at {__file__}:" in str(getattr(debug_info, "func_src_info", ""))
-
-
 def is_hashable(value: Any) -> bool:
     """Whether `keeping_inputs_once` takes a value."""
     try:

@@ -18,7 +18,6 @@ from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.inspection.origins import is_jax_file
 from policy.paths import AUTOCAST, Path, path_of
 from policy.programs import opened
-from policy.remembering import is_traced_once
 
 # Small programs that say how two numbers are combined: no part of what runs one after the other.
 _COMBINES = frozenset(
@@ -48,8 +47,8 @@ class Site:
       is_recomputed: whether it repeats, in the backward pass, what a checkpoint did not save.
       is_placed: whether this library put it there: a cast at a boundary, or one of autocast's.
       in_island: whether it stands in what `full_precision` keeps in float32.
-      call: the equation that called the function of JAX's own, or of a layer of ours, that it stands in; None where it
-        stands in none. Such a function is traced once, and its equations point to the line of the first call.
+      call: the equation that called the function of JAX's own that it stands in; None where it stands in none. JAX
+        traces such a function once, and its equations point to the line of the first call.
       around: the place of the equation whose program it stands in; None at the top.
     """
 
@@ -161,11 +160,10 @@ def _place(stack: str, above: Path) -> _Place:
 
 def entered(site: Site, body: Body) -> Site:
     """The place of a body: `site_of` reads where its equations stand from that."""
-    debug_info = getattr(opened(body.jaxpr)[0], "debug_info", None)
-    is_shared = _is_of_jax(debug_info) or is_traced_once(debug_info)
+    is_of_jax = _is_of_jax(getattr(opened(body.jaxpr)[0], "debug_info", None))
     return dataclasses.replace(
         site,
-        call=(site.equation if site.call is None else site.call) if is_shared else None,
+        call=(site.equation if site.call is None else site.call) if is_of_jax else None,
         count=site.count * body.count,
         inside=(*site.inside, site.name),
         devices=site.devices * body.devices,
