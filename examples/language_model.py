@@ -153,14 +153,14 @@ class Positions(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, decode: bool) -> jax.Array:
-        table = jnp.asarray(sinusoids(self.config.length, x.shape[-1]), x.dtype)
-        if not decode or not self.has_variable("cache", "position"):
-            if decode:
-                self.variable("cache", "position", lambda: jnp.zeros((), jnp.int32))
+        table = jnp.asarray(sinusoids(self.config.length, x.shape[-1]), x.dtype)  # (length, width)
+        if not decode:
             return x + table[None, : x.shape[1]]
+        made = self.has_variable("cache", "position")
         position = self.variable("cache", "position", lambda: jnp.zeros((), jnp.int32))
-        here = jax.lax.dynamic_index_in_dim(table, position.value, keepdims=True)  # (1, width)
-        position.value = position.value + 1
+        here = jax.lax.dynamic_slice_in_dim(table, position.value, 1)  # (1, width)
+        if made:  # else `init`, which is at no position
+            position.value = position.value + 1
         return x + here[None]
 
 
@@ -248,3 +248,318 @@ def optimizer(policy: mp.Policy, config: Config) -> optax.GradientTransformation
         loss_scale=mp.DynamicLossScale(2.0**20, period=100) if policy.compute_dtype == jnp.float16 else None,
         clip_global_norm=1.0,
     )
+
+
+def nbytes(tree: Any) -> int:
+    """The bytes of a tree's arrays."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
+    """The bytes that backward keeps from forward, beside the parameters and the batch: counted, nothing is run."""
+
+    def residuals(parameters: Any) -> Any:
+        return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
+
+    given = {(x.shape, x.dtype) for x in jax.tree.leaves((parameters, batch))}
+    saved = jax.tree.leaves(jax.eval_shape(residuals, parameters))
+    return nbytes([x for x in saved if (x.shape, x.dtype) not in given])
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What a policy's runs share, each compiled once. Called inside `use_policy`."""
+
+    init: Callable[..., Any]  # key, tokens -> params, optimizer state
+    step: Callable[..., Any]  # params, optimizer state, tokens, key -> params, optimizer state, loss, loss scale
+    loss: Callable[..., Any]  # params, tokens -> loss, without dropout
+    sample: Callable[..., Any]  # params, given, known, temperature, key -> tokens
+    training_loss: Callable[..., Any]  # params, tokens, key -> loss; not compiled
+
+
+def programs(policy: mp.Policy, config: Config) -> Programs:
+    model, tx = Decoder(config), optimizer(policy, config)
+
+    def init(key: jax.Array, tokens: jax.Array) -> Any:
+        params = model.init(key, tokens)["params"]
+        return params, tx.init(params)
+
+    def training_loss(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params}, tokens, train=True, rngs={"dropout": key})
+        return cross_entropy(logits, tokens)
+
+    def step(params: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> Any:
+        scale = mp.loss_scale_of(opt_state)
+        key = jax.random.fold_in(key, opt_state.count + opt_state.skipped)  # the number of this step
+        loss, grads = mp.value_and_grad(training_loss, loss_scale=scale, grads="compute")(params, tokens, key)
+        params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
+        return params, opt_state, loss, jnp.asarray(scale.loss_scale, jnp.float32)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params}, tokens)
+        return cross_entropy(logits, tokens)
+
+    return Programs(
+        init=jax.jit(init),
+        step=jax.jit(step, donate_argnums=(0, 1)),
+        loss=jax.jit(loss),
+        sample=jax.jit(functools.partial(sample_window, model)),
+        training_loss=training_loss,
+    )
+
+
+def held_out_loss(loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config) -> float:
+    """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left over isn't counted."""
+    count = len(tokens) // (config.batch_size * config.length)
+    windows = tokens[: count * config.batch_size * config.length].reshape(count, config.batch_size, config.length)
+    return float(np.mean([loss(params, batch) for batch in windows]))
+
+
+@dataclasses.dataclass
+class Result:
+    policy: str
+    seed: int
+    held_out: float  # nats a character
+    losses: list[float]
+    loss_scales: list[float]
+    parameter_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    skipped: int
+    seconds: float
+    sample: str = ""
+
+    @property
+    def final_loss(self) -> float:
+        return float(np.mean(self.losses[-20:]))
+
+
+def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result, Any]:
+    """One run, in plain JAX: compute-dtype gradients, one fused step that reads them. Returns the parameters too."""
+    start, key = time.perf_counter(), jax.random.key(config.seed)
+    tokens = batch_of(text.train, config, 0)
+    params, opt_state = run.init(key, tokens)
+    activation_bytes = saved_bytes(lambda p, batch: run.training_loss(p, batch, key), params, tokens)
+    losses, scales = [], []
+    with tqdm(batches(text.train, config), total=config.steps, desc=f"{name} seed {config.seed}", unit="step") as bar:
+        for tokens in bar:
+            params, opt_state, loss, scale = run.step(params, opt_state, tokens, key)
+            losses.append(loss)
+            scales.append(scale)
+            if len(losses) % 20 == 0:
+                bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}")
+    held_out = held_out_loss(run.loss, params, text.held_out, config)
+    result = Result(
+        policy=name,
+        seed=config.seed,
+        held_out=held_out,
+        losses=[float(loss) for loss in losses],
+        loss_scales=[float(scale) for scale in scales],
+        parameter_bytes=nbytes(params),
+        optimizer_bytes=nbytes(opt_state),
+        activation_bytes=activation_bytes,
+        skipped=int(opt_state.skipped),
+        seconds=time.perf_counter() - start,
+    )
+    return result, params
+
+
+# ------------------------------------------------------------------------------------------------------- the sampling
+
+
+def sample_window(
+    model: Decoder, params: Any, given: jax.Array, known: jax.Array, temperature: jax.Array, key: jax.Array
+) -> jax.Array:
+    """Continues the first `known` tokens of `given`, (length,), to its full length, one token at a time from a cache.
+
+    The model runs in its policy's compute dtype; the distribution is float32. Temperature 0 takes the likeliest token.
+    """
+    empty = jax.eval_shape(functools.partial(model.init, decode=True), key, given[None])["cache"]
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
+
+    def one(carry: Any, i: jax.Array) -> Any:
+        cache, last = carry
+        logits, updates = model.apply(
+            {"params": params, "cache": cache}, last[None, None], decode=True, mutable="cache"
+        )
+        logits = logits[0, 0].astype(jnp.float32).at[START].set(-jnp.inf)  # (vocab,)
+        drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / jnp.maximum(temperature, 1e-6))
+        drawn = jnp.where(temperature > 0, drawn, logits.argmax()).astype(given.dtype)
+        token = jnp.where(i < known, given[i], drawn)
+        return (updates["cache"], token), token
+
+    start = (cache, jnp.asarray(START, given.dtype))
+    return jax.lax.scan(one, start, jnp.arange(len(given)))[1]
+
+
+def sample(run: Programs, params: Any, text: Text, config: Config, prompt: str, count: int, temperature: float) -> str:
+    """`prompt` and `count` more characters. A full window begins again with the second half of what it holds."""
+    tokens, key = text.encode(prompt), jax.random.key(config.seed)
+    while len(tokens) < len(prompt) + count:
+        known = tokens if len(tokens) < config.length else tokens[-(config.length // 2) :]
+        given = np.zeros(config.length, np.int32)
+        given[: len(known)] = known
+        window = run.sample(params, given, len(known), temperature, jax.random.fold_in(key, len(tokens)))
+        tokens = np.concatenate([tokens, np.asarray(window)[len(known) :]])
+    return text.decode(tokens[: len(prompt) + count])
+
+
+# --------------------------------------------------------------------------------------------------------- the report
+
+
+def by_policy(results: list[Result]) -> dict[str, list[Result]]:
+    names = dict.fromkeys(result.policy for result in results)
+    return {name: [result for result in results if result.policy == name] for name in names}
+
+
+def mean_and_std(values: list[float]) -> str:
+    return f"{np.mean(values):.4f}" + (f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else "")
+
+
+def table(results: list[Result]) -> str:
+    """One row a policy: mean ± standard deviation over its seeds; skipped steps and last scale of each seed."""
+    header = ("policy", "held-out nats/char", "final training loss", "params KiB", "optimizer KiB")
+    header += ("saved activations KiB", "skipped steps", "final loss scale", "seconds")
+    rows = [
+        (
+            name,
+            mean_and_std([run.held_out for run in runs]),
+            mean_and_std([run.final_loss for run in runs]),
+            f"{runs[0].parameter_bytes / 1024:.1f}",
+            f"{runs[0].optimizer_bytes / 1024:.1f}",
+            f"{runs[0].activation_bytes / 1024:.1f}",
+            ", ".join(str(run.skipped) for run in runs),
+            ", ".join(f"2^{np.log2(run.loss_scales[-1]):.0f}" for run in runs),
+            f"{np.mean([run.seconds for run in runs]):.0f}",
+        )
+        for name, runs in by_policy(results).items()
+    ]
+    return tabulate(rows, header, disable_numparse=True)
+
+
+def noise(results: list[Result]) -> list[str]:
+    """Whether each policy's held-out loss differs from float32's by more than the seeds do, one line a policy.
+
+    Within noise: |difference of the means| <= 2 standard errors, sqrt(2 / n) s, of n seeds, where s is the pooled
+    standard deviation, sqrt((s_policy^2 + s_float32^2) / 2).
+    """
+    losses = {name: [run.held_out for run in runs] for name, runs in by_policy(results).items()}
+    full, lines = losses.pop("float32"), []
+    if len(full) < 2:
+        return ["Whether the policies lie within the noise of float32 takes --seeds 2 or more."]
+    for name, half in losses.items():
+        difference = np.mean(half) - np.mean(full)
+        pooled = np.sqrt((np.var(half, ddof=1) + np.var(full, ddof=1)) / 2)
+        allowed = 2 * np.sqrt(2 / len(full)) * pooled
+        verdict = "within noise" if abs(difference) <= allowed else "NOT within noise"
+        lines.append(
+            f"{name} - float32: {difference:+.4f} nats/char, 2 standard errors {allowed:.4f} (pooled): {verdict}"
+        )
+    return lines
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """The loss curves, one color a policy, smoothed over 10 steps; below, float16's loss scale."""
+    scaled = [result for result in results if len(set(result.loss_scales)) > 1]
+    figure, axes = plt.subplots(
+        1 + bool(scaled), figsize=(7, 4 + 2 * bool(scaled)), layout="constrained", squeeze=False
+    )
+    for color, (name, runs) in enumerate(by_policy(results).items()):
+        for i, run in enumerate(runs):
+            window = min(10, len(run.losses))
+            smooth = np.convolve(run.losses, np.ones(window) / window, mode="valid")
+            axes[0, 0].plot(smooth, f"C{color}", label=None if i else name, linewidth=0.8)
+            if run in scaled:
+                axes[1, 0].plot(run.loss_scales, f"C{color}", linewidth=0.8)
+    axes[0, 0].set(xlabel="step", ylabel="nats a character (mean of 10 steps)", title="King James text, by characters")
+    axes[0, 0].legend(fontsize="small")
+    if scaled:
+        axes[1, 0].set(xlabel="step", ylabel="loss scale")
+        axes[1, 0].set_yscale("log", base=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_json(path: Path, config: Config, results: list[Result], lines: list[str]) -> None:
+    versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
+    measured = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {jax.devices()[0].device_kind}",
+        "versions": versions,
+        "config": dataclasses.asdict(config),
+        "noise": lines,
+        "runs": [{**dataclasses.asdict(result), "final_loss": result.final_loss} for result in results],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
+    parser.add_argument("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
+    parser.add_argument("--compare", action="store_true", help=f"run {', '.join(COMPARED)} from the same seeds")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs a policy, from --seed on")
+    for name in ("seed", "steps", "batch_size", "width", "layers", "heads", "mlp_width", "length"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name), metavar="N")
+    parser.add_argument("--learning-rate", type=float, default=Config.learning_rate, metavar="X")
+    parser.add_argument("--sample", type=int, default=400, metavar="N", help="characters to sample at the end")
+    parser.add_argument("--prompt", default="In the beginning ", metavar="TEXT")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 takes the likeliest character")
+    parser.add_argument("--plot", type=Path, default=Path("out/language_model.png"), help="where the PNG goes")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write what was measured")
+    return parser.parse_args(arguments)
+
+
+def check(options: argparse.Namespace, config: Config, text: Text) -> None:
+    """Refuses by ValueError what can't be run."""
+    least = {"steps": 1, "batch_size": 1, "width": 4, "layers": 1, "heads": 1, "mlp_width": 1, "length": 2, "seeds": 1}
+    for name, least_value in {**least, "seed": 0, "sample": 0, "temperature": 0}.items():
+        if not (value := getattr(options, name)) >= least_value:
+            raise ValueError(f"--{name.replace('_', '-')} should be at least {least_value}, but got {value}.")
+    if config.width % 2 or config.width % config.heads:
+        raise ValueError(f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}.")
+    if (size := config.batch_size * config.length) > len(text.held_out):
+        raise ValueError(f"A batch is {size} characters, more than the {len(text.held_out)} that are held out.")
+    text.encode(options.prompt)
+
+
+def main(arguments: list[str] | None = None) -> list[Result]:
+    options, text = parse_arguments(arguments), Text.split(load_text())
+    fields = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(Config)}
+    config = Config(**{**fields, "vocab_size": text.vocab_size})
+    try:
+        texts = COMPARED if options.compare else (options.policy,)
+        policies, rules = [mp.get_policy(text) for text in texts], mp.PolicyRules.from_texts(options.rule)
+        check(options, config, text)
+        for policy in policies:
+            with mp.use_policy(policy, rules):  # a rule that matches nothing is found before anything runs
+                jax.eval_shape(Decoder(config).init, jax.random.key(0), batch_of(text.train, config, 0))
+    except (TypeError, ValueError) as error:
+        sys.exit(f"language_model: {error}")
+    results = []
+    for name, policy in zip(texts, policies, strict=True):
+        run = programs(policy, config)
+        with mp.use_policy(policy, rules):
+            for seed in range(options.seed, options.seed + options.seeds):
+                result, params = train(name, run, text, dataclasses.replace(config, seed=seed))
+                if seed == options.seed and options.sample:
+                    drawn = sample(run, params, text, config, options.prompt, options.sample, options.temperature)
+                    result.sample = drawn
+                results.append(result)
+    print(table(results))
+    lines = noise(results) if options.compare else []
+    print(*lines, sep="\n", end="\n" if lines else "")
+    plot(results, options.plot)
+    print(f"loss curves: {os.path.relpath(options.plot)}")
+    if options.json:
+        write_json(options.json, config, results, lines)
+    for result in results:
+        if result.sample:
+            print(f"\n{result.policy}, temperature {options.temperature}:\n{result.sample}")
+    return results
+
+
+if __name__ == "__main__":
+    main()
