@@ -16,7 +16,7 @@ import language_model as lm
 import numpy as np
 import pytest
 
-from policy import get_policy, loss_scale_of, use_policy
+from policy import current_policy, get_policy, loss_scale_of, use_policy
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
 
 SMALL = lm.Config(vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8, batch_size=3, steps=6)
@@ -116,7 +116,8 @@ def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
 
 
 def test_the_same_key_makes_the_parameters_of_plain_flax():
-    trees = [jax.jit(model(SMALL).init)(jax.random.key(3), tokens_of(SMALL)) for model in (lm.Decoder, FlaxDecoder)]
+    config = dataclasses.replace(SMALL, layers=1)
+    trees = [jax.jit(model(config).init)(jax.random.key(3), tokens_of(config)) for model in (lm.Decoder, FlaxDecoder)]
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
@@ -334,21 +335,6 @@ def test_noise_is_two_standard_errors_of_the_difference():
 
 LITTLE = {"steps": 6, "batch_size": 3, "width": 16, "layers": 1, "heads": 2, "mlp_width": 24, "length": 8}
 SIZES = [text for name, size in LITTLE.items() for text in (f"--{name.replace('_', '-')}", str(size))]
-    "--steps",
-    "6",
-    "--batch-size",
-    "3",
-    "--width",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--mlp-width",
-    "24",
-    "--length",
-    "8",
-]
 
 
 @pytest.fixture
@@ -356,27 +342,56 @@ def little_text(monkeypatch):
     monkeypatch.setattr(lm, "load_text", lambda: "In the beginning was the Word.\n" * 30)
 
 
-def test_the_comparison_trains_samples_reports_and_plots(little_text, tmp_path, capsys):
-    arguments = [*SIZES, "--compare", "--seeds", "2", "--rule", "layer_.*/attention=f32", "--sample", "20"]
-    arguments += ["--prompt", "the ", "--plot", str(tmp_path / "curves/loss.png"), "--json", str(tmp_path / "lm.json")]
-    results = lm.main(arguments)
-    assert [(result.policy, result.seed) for result in results] == [(name, i) for name in lm.COMPARED for i in (0, 1)]
-    for result in results:
-        assert len(result.losses) == 6 and np.isfinite(result.losses).all() and 0 < result.held_out < 10
-        assert 2 * result.parameter_bytes <= result.optimizer_bytes  # adam's two moments
-        falls = int((np.diff([2.0**20, *result.loss_scales]) < 0).sum())
-        assert result.skipped == (falls if result.policy == "mixed_float16" else 0)
-    assert results[-1].skipped > 0  # the scale starts above what float16 holds
-    assert [len(result.sample) for result in results] == [24, 0] * 3 and results[0].sample.startswith("the ")
+def test_the_example_trains_samples_reports_and_plots(little_text, tmp_path, capsys):
+    arguments = [*SIZES, "--policy", "mixed_float16", "--rule", "layer_.*/attention=f32", "--sample", "20"]
+    path = tmp_path / "curves" / "loss.png"
+    (result,) = lm.main([*arguments, "--prompt", "the ", "--plot", str(path)])
+    assert len(result.losses) == 6 and np.isfinite(result.losses).all() and 0 < result.held_out < 10
+    assert 2 * result.parameter_bytes <= result.optimizer_bytes  # adam's two moments
+    falls = np.diff([2.0**20, *result.loss_scales]) < 0
+    assert result.skipped == falls.sum() > 0  # the scale starts above what float16 holds
+    assert len(result.sample) == 24 and result.sample.startswith("the ")
     printed = capsys.readouterr()
     for column in ("held-out", "final training loss", "params", "optimizer", "saved activations", "skipped", "scale"):
         assert column in printed.out.splitlines()[0]
-    assert "mixed_float16 - float32: " in printed.out and results[0].sample in printed.out
-    assert "mixed_float16 seed 1: 100%" in printed.err
-    written = json.loads((tmp_path / "lm.json").read_text())
+    assert result.sample in printed.out and "mixed_float16 seed 0: 100%" in printed.err
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_comparison_runs_each_policy_from_each_seed(little_text, monkeypatch, tmp_path, capsys):
+    """What it does around the programs; these record the policy in force, and give a loss by it."""
+
+    def fake_programs(policy, config):
+        params = jnp.ones(4)
+
+        def init(key, tokens):
+            return params, lm.optimizer(policy, config).init(params)
+
+        def loss(params, tokens, key=None):
+            return params.sum() / 2 + (current_policy() != policy)
+
+        def step(params, opt_state, tokens, key):
+            return params, opt_state, jnp.float32(tokens.std())
+
+        def sample(params, given, known, temperature, key):
+            return np.full_like(given, 2)
+
+        return lm.Programs(init, loss, step, sample)
+
+    monkeypatch.setattr(lm, "programs", fake_programs)
+    arguments = [*SIZES, "--compare", "--seeds", "2", "--seed", "5", "--sample", "20", "--prompt", ""]
+    results = lm.main([*arguments, "--json", str(tmp_path / "json/lm.json"), "--plot", str(tmp_path / "lm.png")])
+    assert [(result.policy, result.seed) for result in results] == [(name, i) for name in lm.COMPARED for i in (5, 6)]
+    assert {result.held_out for result in results} == {2.0}  # each under its own policy
+    assert results[0].losses == results[2].losses == results[4].losses != results[1].losses  # the same batches a seed
+    assert [result.sample for result in results] == [" " * 20, ""] * 3
+    printed = capsys.readouterr().out
+    assert "mixed_float16 - float32: +0.0000 nats/char, 2 standard errors 0.0000 (pooled): within noise" in printed
+    assert "2^20, 2^20" in printed and "2.0000 ± 0.0000" in printed
+    written = json.loads((tmp_path / "json/lm.json").read_text())
     assert len(written["runs"]) == 6 and len(written["noise"]) == 2 and written["config"]["width"] == 16
     assert set(written["versions"]) == {"jax", "flax", "optax"} and written["date"].startswith("20")
-    assert (tmp_path / "curves/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert written["runs"][3]["losses"] == results[3].losses and written["runs"][3]["policy"] == "mixed_bfloat16"
 
 
 @pytest.mark.parametrize(
