@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import language_model as lm
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 from policy import current_policy, get_policy, loss_scale_of, use_policy
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
@@ -79,6 +80,10 @@ class FlaxBlock(flax.linen.Module):
         return x + FlaxMlp(self.config, name="mlp")(h)
 
 
+def config_of(tied: bool) -> lm.Config:
+    return dataclasses.replace(SMALL, tied=True, layers=1) if tied else SMALL
+
+
 def tokens_of(config: lm.Config) -> np.ndarray:
     shape = (config.batch_size, config.length)
     return np.random.default_rng(0).integers(1, config.vocab_size, shape).astype(np.int32)
@@ -94,7 +99,7 @@ def random_params(config: lm.Config) -> Any:
 @functools.cache
 def logits_of(policy: str, tied: bool = False) -> np.ndarray:
     """(batch, length, vocab) of the random tree under a policy, in the dtype that the policy returns."""
-    config = dataclasses.replace(SMALL, tied=tied)
+    config = config_of(tied)
     with use_policy(policy):
         return np.asarray(jax.jit(lm.Decoder(config).apply)({"params": random_params(config)}, tokens_of(config)))
 
@@ -104,7 +109,7 @@ def logits_of(policy: str, tied: bool = False) -> np.ndarray:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
-    config = dataclasses.replace(SMALL, tied=tied)
+    config = config_of(tied)
     twin, params, tokens = FlaxDecoder(config), random_params(config), tokens_of(config)
     shapes = jax.eval_shape(twin.init, jax.random.key(0), tokens)["params"]
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
@@ -137,11 +142,10 @@ def test_logits_under_a_half_policy_are_close_to_float32(policy, dtype):
     assert 0.01 < ulps < 3  # of the largest logit; 0 would be float32 under another name
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("policy", "tied"), [("mixed_bfloat16", False), ("mixed_float16", True)])
 def test_every_matmul_runs_in_half_and_every_sum_in_float32(policy, tied):
-    config = dataclasses.replace(SMALL, tied=tied)
-    model, params, tokens = lm.Decoder(config), random_params(config), tokens_of(config)
+    config = config_of(tied)
+    model, params, tokens = lm.Decoder(config), random_params(config), jnp.asarray(tokens_of(config))
 
     def loss_fn(params):
         logits: Any = model.apply({"params": params}, tokens)
@@ -240,7 +244,7 @@ def test_held_out_text_is_never_trained_on():
     seen, judged = set(), []
 
     def loss(params, tokens, key=None):
-        if not isinstance(tokens, jax.core.Tracer) and key is None:
+        if not isinstance(tokens, Tracer) and key is None:
             judged.append(tokens)
         return params.sum()
 
@@ -368,7 +372,7 @@ def test_the_comparison_runs_each_policy_from_each_seed(little_text, monkeypatch
             return params, lm.optimizer(policy, config).init(params)
 
         def loss(params, tokens, key=None):
-            return params.sum() / 2 + (current_policy() != policy)
+            return params.sum() / 2 if current_policy() == policy else params.sum()
 
         def step(params, opt_state, tokens, key):
             return params, opt_state, jnp.float32(tokens.std())
