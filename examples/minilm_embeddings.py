@@ -19,7 +19,18 @@ Transformers (model.safetensors, config.json, tokenizer.json), such as all-MiniL
 Truth: the cosine similarities printed in the documentation of Sentence Transformers (Reimers and Gurevych,
 "Sentence-BERT", EMNLP 2019), on the pages in `PUBLISHED`.
 
-Expected: @EXPECTED@
+Expected: every published similarity to its last digit in float32 (within 5e-5), and these largest errors of an element
+of an embedding (root mean square of the elements: 0.05). Ten seconds on two cores, with --compare twenty; at the end
+two tables, and a heat map of the similarities.
+
+    policy           weights MiB   error    --plain   Flax, its dtypes threaded by hand
+    mixed_bfloat16          86.1   8.5e-4   1.3e-3    1.3e-3
+    mixed_float16           86.1   1.1e-4   2.0e-4    2.4e-4
+    bfloat16                43.0   1.4e-3   2.0e-3
+    float16                 43.0   1.7e-4   2.5e-4
+
+Where it is not plain, the policy holds for what is multiplied by a matrix of weights, and what runs between those, the
+residual stream, its norms and the attention's weights, stays in float32.
 """
 
 from __future__ import annotations
@@ -242,8 +253,8 @@ class Result:
 def plan(policy: mp.Policy, rules: mp.PolicyRules, plain: bool) -> tuple[mp.Policy, mp.PolicyRules]:
     """The root's policy and the rules: the policy holds for the multiplications by `MATRICES`, float32 between them.
 
-    So the residual stream, its sums and its norms are not rounded, which is how torch's autocast runs a BERT as well.
-    The weights are stored as the policy says. The rules given come first; a plain policy holds everywhere.
+    So the residual stream, its norms and the attention's weights are not rounded, which takes few multiplications where
+    sentences are short. Weights are stored as the policy says. The rules given come first; a plain policy is all.
     """
     if plain:
         return policy, rules
