@@ -52,7 +52,7 @@ class AddPositionEmbs(nn.Module):
             if started:
                 i = index.value
                 index.value = i + 1
-                pe = lax.dynamic_slice(table, (0, i, 0), (1, 1, inputs.shape[-1]))
+                pe = lax.dynamic_slice_in_dim(table, i, 1, axis=1)
         return inputs + pe  # goes
         # + return inputs + pe.astype(inputs.dtype)  # stays
 

@@ -17,6 +17,8 @@ from policy import use_policy
 from tests.porting import recipe
 
 BATCH, LENGTH = 6, 8
+# Compiling is the slow part, and these programs run for a moment.
+QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
@@ -54,16 +56,16 @@ def batch(name: str, seed: int = 0) -> dict[str, Any]:
     return {"tokens": tokens, "labels": tokens, **sources}
 
 
-def _linen(name: str, model: Any, policy: Any) -> Model:
+def _linen(name: str, model: Any, policy: Any, rules: Any = None) -> Model:
     names = {"imagenet": ("images",), "lm1b": ("tokens",), "wmt": ("sources", "tokens")}[name]
 
     def init() -> Any:
-        with use_policy(policy):
+        with use_policy(policy, rules):
             return model.init(jax.random.key(0), *(jnp.asarray(batch(name)[n]) for n in names))
 
     def logits(variables: Any, inputs: Any) -> Any:
         promotion = "standard" if policy is None else "strict"  # Flax's norms and attention mix half with float32
-        with use_policy(policy), jax.numpy_dtype_promotion(promotion):
+        with use_policy(policy, rules), jax.numpy_dtype_promotion(promotion):
             if name != "imagenet":
                 return model.apply(variables, *(inputs[n] for n in names))
             return model.apply(variables, inputs["images"], mutable=["batch_stats"])[0]
@@ -104,14 +106,14 @@ def by_hand(name: str, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32)
     if name == "imagenet":
         return _linen(name, module.ResNet(dtype=dtype), None)
     if name == "gemma":
-        config = module.TransformerConfig(dtype=dtype, weight_dtype=param_dtype)
+        config = module.TransformerConfig(num_layers=1, dtype=dtype, weight_dtype=param_dtype)
         return _nnx(lambda: module.Transformer(config, rngs=flax_nnx.Rngs(0)))
     model = module.TransformerLM if name == "lm1b" else module.Transformer
-    return _linen(name, model(module.TransformerConfig(dtype=dtype)), None)
+    return _linen(name, model(module.TransformerConfig(num_layers=1, dtype=dtype)), None)
 
 
-def by_policy(name: str, policy: Any) -> Model:
-    """The model after the port, under a policy."""
+def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
+    """The model after the port, under a policy and, for linen, rules."""
     module = after(name)
     if name == "imagenet":
         return _linen(name, module.ResNet(), policy)
@@ -119,11 +121,11 @@ def by_policy(name: str, policy: Any) -> Model:
 
         def make() -> Any:
             with use_policy(policy):
-                return module.Transformer(module.TransformerConfig(), rngs=flax_nnx.Rngs(0))
+                return module.Transformer(module.TransformerConfig(num_layers=1), rngs=flax_nnx.Rngs(0))
 
         return _nnx(make)
     model = module.TransformerLM if name == "lm1b" else module.Transformer
-    return _linen(name, model(module.TransformerConfig()), policy)
+    return _linen(name, model(module.TransformerConfig(num_layers=1)), policy, rules)
 
 
 def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
@@ -145,7 +147,7 @@ def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
 
 
 def loss_of(model: Model) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """(variables, batch) -> the mean cross-entropy as the examples compute it, from the logits as they come."""
+    """(variables, batch) -> the mean cross-entropy as the examples compute it, in the logits' dtype, and the logits."""
 
     def loss(variables: Any, inputs: Any) -> tuple[Any, Any]:
         logits = model.logits(variables, inputs)
@@ -153,3 +155,14 @@ def loss_of(model: Model) -> Callable[[Any, Any], tuple[Any, Any]]:
         return -jnp.sum(wanted * jax.nn.log_softmax(logits), -1).mean(), logits
 
     return loss
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    return jax.jit(function).lower(*args).compile(compiler_options=QUICKLY)
+
+
+def relative_error(actual: Any, desired: Any) -> float:
+    """The root of the mean square of what is off, over all leaves, by that of what is right."""
+    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True))
+    off = sum(np.square(np.asarray(a, np.float64) - np.asarray(b, np.float64)).sum() for a, b in pairs)
+    return float(np.sqrt(off / sum(np.square(np.asarray(b, np.float64)).sum() for _, b in pairs)))
