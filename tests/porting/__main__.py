@@ -6,7 +6,7 @@ from tabulate import tabulate
 
 import policy
 from tests.porting import models, recipe
-from tests.porting.test_ports import DIFFERENTIATED, HALVES, gradients_error, logits_error, loss_error, pair, shapes
+from tests.porting.test_ports import DIFFERENTIATED, HALVES, error, gradients_error, pair, shapes
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -25,12 +25,12 @@ def main() -> None:
         for dtype in HALVES:
             ulp = float(jnp.finfo(dtype).eps)
             made = ["hand", "policy", *(["rules"] if name in ("lm1b", "wmt") else [])]
-            both = dtype == "bfloat16" and name in DIFFERENTIATED
-            errors = [logits_error(name, by, dtype, gradients=both and by != "rules") / ulp for by in made]
-            gradients = [f"{gradients_error(name, by):.3f}" for by in made[:2]] if both else ["", ""]
+            errors = [error(name, by, dtype) / ulp for by in made]
+            differentiated = name in DIFFERENTIATED[dtype]
+            gradients = [f"{gradients_error(name, by, dtype):.3f}" if differentiated else "" for by in made[:2]]
             audited = findings(name) if dtype == "bfloat16" else ["", ""]
-            losses = [f"{loss_error(name, by, dtype, gradients=both):.1e}" for by in made[:2]]
-            logits = [*(f"{error:.2f}" for error in errors), *[""] * (3 - len(made))]
+            losses = [f"{error(name, by, dtype, 'loss'):.1e}" for by in made[:2]]
+            logits = [*(f"{e:.2f}" for e in errors), *[""] * (3 - len(made))]
             rows.append([name, dtype, *logits, *losses, *gradients, *audited])
     header = ["model", "dtype", "logits: by hand", "ported", "with two rules", "loss: by hand", "ported"]
     header += ["gradients: by hand", "ported"]

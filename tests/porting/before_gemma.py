@@ -73,8 +73,8 @@ class RMSNorm(nnx.Module):
 
 
 class ScaledEmbed(nnx.Embed):
-    def __call__(self, x):
-        x = super().__call__(x)
+    def __call__(self, inputs, out_sharding=None):
+        x = super().__call__(inputs, out_sharding)
         x *= jnp.sqrt(x.shape[-1])
         return x
 

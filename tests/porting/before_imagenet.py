@@ -126,7 +126,7 @@ def train_step(state, images, labels):
         weight_l2 = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
         return loss + 0.5 * 1e-4 * weight_l2, new_model_state
 
-    dynamic_scale = state.dynamic_scale  # goes
+    dynamic_scale, is_finite = state.dynamic_scale, True  # goes
     if dynamic_scale:  # goes
         grad_fn = dynamic_scale.value_and_grad(loss_fn, has_aux=True)  # goes
         dynamic_scale, is_finite, (loss, model_state), grads = grad_fn(state.params)  # goes

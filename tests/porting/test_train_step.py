@@ -29,7 +29,8 @@ def stepped(tree):
         ("hand", models.before("imagenet"), True),
         ("policy", models.after("imagenet"), POLICY),
     ):
-        model = module.ResNet(dtype=jnp.float16) if by == "hand" else module.create_model(half)
+        dtypes = {"dtype": jnp.float16} if by == "hand" else {"dtype_policy": half}
+        model = module.ResNet(models.STAGES, **dtypes)
         with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
             patch.setattr(module, "initialized", lambda *args: (tree["params"], tree["batch_stats"]))
             state = module.create_train_state(jax.random.key(0), model, 16, half)
@@ -52,11 +53,17 @@ def test_a_step_that_overflows_is_skipped_with_its_batch_statistics(stepped, tre
     for was, now in ((start.params, skipped.params), (start.batch_stats, skipped.batch_stats)):
         jax.tree.map(np.testing.assert_array_equal, was, now)
     assert not policy.finite_of(skipped.opt_state)
-    scales = [float(policy.loss_scale_of(state.opt_state).loss_scale) for state in (start, skipped)]
-    assert scales[1] == scales[0] / 2
+    before, after = (policy.loss_scale_of(state.opt_state).loss_scale for state in (start, skipped))
+    np.testing.assert_array_equal(after, before / 2)
 
 
 def test_by_hand_the_batch_statistics_of_a_skipped_step_are_lost(stepped):
     start, _, _, skipped = stepped["hand"]
     jax.tree.map(np.testing.assert_array_equal, start.params, skipped.params)
     assert not policy.all_finite(skipped.batch_stats)
+
+
+def test_the_model_is_made_under_the_policy_that_it_is_given():
+    model = models.after("imagenet").create_model(POLICY)
+    assert model.dtype_policy == policy.get_policy(POLICY)
+    assert models.before("imagenet").create_model(True).dtype == jnp.float16  # what it takes on a CPU and a GPU
