@@ -43,7 +43,7 @@ def test_gradients_are_matmuls_of_half_and_come_back_in_it(dtype):
     truths = np.einsum("btns,bsnh->btnh", wide[2], wide[1]), np.einsum("btns,btnh->bsnh", wide[2], wide[0])
     for gradient, truth in zip(ours, truths, strict=True):
         assert gradient.dtype == dtype
-        assert_close_in_ulps(gradient, truth, 1, floor=1.0)
+        assert_close_in_ulps(gradient, truth, 2, floor=1.0)  # a backend may round within the sum
 
 
 def test_float32_is_jax_s_own_einsum():

@@ -26,6 +26,7 @@ AS_UPSTREAM = {"embed": "float32", ".*posembed": "p=f32,c=f32,o={half}"}
 DIFFERENTIATED = {"float32": ("imagenet", "lm1b", "gemma"), "bfloat16": ("gemma",), "float16": ()}
 
 
+@functools.cache
 def shapes(name: str) -> Any:
     return jax.eval_shape(models.by_hand(name).init)
 
