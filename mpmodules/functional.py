@@ -14,6 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
+from policy.accumulators import accumulating, bilinear_tangent
 from policy.remembering import traced_once
 
 Array = jax.Array
@@ -77,37 +78,6 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """A bilinear operation that returns its accumulator, with both backward operations in the operands' dtype.
-
-    `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`. With that alone, JAX
-    would run both backward operations as float32 times half, or refuse (convolutions); here the tangent runs in the
-    operands' dtype and is widened, so that the transpose rounds the cotangent first. Both modes of derivative work.
-    """
-    dtype = jnp.dtype(accumulator_dtype)
-
-    @jax.custom_jvp
-    def run(lhs: Array, rhs: Array) -> Array:
-        return bilinear(lhs, rhs, preferred_element_type=dtype)
-
-    def run_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
-        y = run(*primals)
-        return y, _bilinear_tangent(bilinear, primals, tangents, y)
-
-    run.defjvp(run_jvp, symbolic_zeros=True)
-    return run
-
-
-def _bilinear_tangent(
-    bilinear: Callable[..., Array], operands: tuple[Array, Array], tangents: tuple[Any, Any], y: Array
-) -> Array:
-    """The tangent of a bilinear operation, run in the operands' dtype and returned in that of `y`, its result."""
-    pairs = ((tangents[0], operands[1]), (operands[0], tangents[1]))
-    known = [not any(isinstance(x, SymbolicZero) for x in pair) for pair in pairs]  # a frozen operand costs nothing
-    parts = [bilinear(*pair) for pair, is_known in zip(pairs, known, strict=True) if is_known]
-    return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
-
-
 def with_operand_gradients(y: Array, lhs: Array, rhs: Array, bilinear: Callable[[Array, Array], Array]) -> Array:
     """`y` itself, which is or has in it `bilinear(lhs, rhs)` accumulated in a wider dtype, with their gradients.
 
@@ -126,7 +96,7 @@ def with_operand_gradients(y: Array, lhs: Array, rhs: Array, bilinear: Callable[
 
     def run_jvp(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Any]:
         y, *operands = primals
-        through = _bilinear_tangent(bilinear, (operands[0], operands[1]), tangents[1:], y)
+        through = bilinear_tangent(bilinear, (operands[0], operands[1]), tangents[1:], y)
         return y, through if isinstance(tangents[0], SymbolicZero) else tangents[0] + through
 
     run.defjvp(run_jvp, symbolic_zeros=True)

@@ -4,6 +4,7 @@ from policy import losses as losses
 from policy import reductions as reductions
 from policy.accumulation import accumulate_gradients as accumulate_gradients
 from policy.accumulation import split_batch as split_batch
+from policy.accumulators import einsum as einsum
 from policy.amp import autocast as autocast
 from policy.amp import full_precision as full_precision
 from policy.casting import cast_floating as cast_floating
