@@ -76,7 +76,7 @@ class Config:
 def rotation_of(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines (B, T, 1, width / 2) of positions (B, T), in float32: bfloat16 has 256 and 257 in one."""
     frequencies = theta ** -(np.arange(0, width, 2, dtype=np.float32) / width)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
         if self.cached_key is not None:
             key, value = written(self.cached_key, key, positions), written(self.cached_value, value, positions)
         # What lies beyond a row's position is padding, or not written yet: each token overwrites it before it is seen.
-        mask = jnp.arange(key.shape[1]) <= positions[:, None, :, None]  # (B, 1, T, S)
+        mask = jnp.arange(key.shape[1])[None, None, None, :] <= positions[:, None, :, None]  # (B, 1, T, S)
         return self.out(nnx.dot_product_attention(query, key, value, mask=mask))  # (B, T, N, H) -> (B, T, D)
 
 
@@ -315,7 +315,7 @@ class Generation:
     logits: np.ndarray  # (B, N, vocabulary) float32
     cache_bytes: int
     cache_dtypes: str
-    milliseconds: float  # a step, for the whole batch, compiled
+    milliseconds: float | None  # a step of the whole batch, compiled; None where only one chunk was generated
 
 
 @nnx.jit(static_argnames="cache_length")
@@ -370,7 +370,8 @@ def generate(
         parts.append(jax.device_get(part))
         bar.update(min(CHUNK, steps - CHUNK * (len(parts) - 1)) * len(prompts))
     tokens, chosen_by = (np.concatenate(part)[:steps].swapaxes(0, 1) for part in zip(*parts, strict=True))
-    return Generation(tokens, chosen_by, cache_bytes, cache_dtypes, 1000 * min(seconds) / CHUNK)
+    milliseconds = 1000 * min(seconds[1:]) / CHUNK if len(seconds) > 1 else None  # the first one is compiled
+    return Generation(tokens, chosen_by, cache_bytes, cache_dtypes, milliseconds)
 
 
 def rounded_up(number: int, multiple: int) -> int:
@@ -457,7 +458,7 @@ def table(results: list[Result], prompts: list[str]) -> str:
                 generation.cache_dtypes,
                 f"{same} of {len(prompts)} prompts" if compared else "",
                 f"{result.errors.max():.4f}" if result.errors is not None else "",
-                f"{generation.milliseconds:.0f}",
+                "" if generation.milliseconds is None else f"{generation.milliseconds:.0f}",
                 f"{result.seconds:.1f}",
             )
         )
@@ -525,7 +526,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         sys.exit(f"smollm2_generate: {error}")
     reader = gguf.GGUFReader(find_weights())
     config, tokenizer = config_of(reader), tokenizer_of(reader)
-    prompts = options.prompt or list(PROMPTS)
+    prompts: list[str] = list(options.prompt or PROMPTS)
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     if max(map(len, encoded)) + options.tokens > config.context:
         sys.exit(f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in {config.context}.")
@@ -535,7 +536,10 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     for text, policy in zip(texts, policies, strict=True):
         start = time.perf_counter()
         reference = results[0].generation if results else None
-        model = build(config, weights, policy, rules)
+        try:
+            model = build(config, weights, policy, rules)
+        except ValueError as error:  # a rule that matches nothing
+            sys.exit(f"smollm2_generate: {error}")
         with tqdm(total=len(prompts) * options.tokens, desc=text, unit="token") as bar:
             forced = None if reference is None else reference.tokens
             generation = generate(model, encoded, options.tokens, bar, forced)
