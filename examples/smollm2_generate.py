@@ -108,7 +108,8 @@ class Attention(nnx.Module):
         linear = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
         self.query, self.key, self.value = (linear(config.width, shape) for shape in (heads, key_heads, key_heads))
         self.out = linear(heads, config.width, axis=(-2, -1))
-        self.cached_key = self.cached_value = nnx.data(None)
+        self.cached_key: nnx.Cache | Any = nnx.data(None)
+        self.cached_value: nnx.Cache | Any = nnx.data(None)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, rotation: tuple[jax.Array, jax.Array], cache_length: int | None
@@ -359,7 +360,12 @@ def generate(
     if forced is not None:
         choices[:steps] = forced.T
     model = nnx.merge(*nnx.split(model))  # the cache is this one's, not the caller's
-    logits = prefill(model, padded, lengths, cache_length=rounded_up(padded.shape[1] + len(choices), BUCKET))
+    logits = prefill(
+        model,
+        jnp.asarray(padded),
+        jnp.asarray(lengths),
+        cache_length=rounded_up(padded.shape[1] + len(choices), BUCKET),
+    )
     graph, params, cache = nnx.split(model, nnx.Param, nnx.Cache)
     carry, parts, seconds = (cache, logits, jnp.asarray(lengths)), [], []
     cache_bytes, cache_dtypes = nbytes(cache), dtypes_of(cache)
@@ -413,7 +419,7 @@ class Result:
     errors: np.ndarray | None = None  # (B, N): the largest error of the logits at each token
 
 
-def until_end(tokens: np.ndarray, ends: list[int]) -> np.ndarray:
+def until_end(tokens: np.ndarray, ends: list[int | None]) -> np.ndarray:
     """The tokens before the first that ends the text."""
     return tokens[: int(np.isin(tokens, ends).argmax())] if np.isin(tokens, ends).any() else tokens
 
@@ -526,12 +532,12 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         sys.exit(f"smollm2_generate: {error}")
     reader = gguf.GGUFReader(find_weights())
     config, tokenizer = config_of(reader), tokenizer_of(reader)
+    ends = [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     prompts: list[str] = list(options.prompt or PROMPTS)
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     if max(map(len, encoded)) + options.tokens > config.context:
         sys.exit(f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in {config.context}.")
     weights = weights_of(reader, config)
-    ends = [reader.get_field("tokenizer.ggml.eos_token_id").contents(), tokenizer.token_to_id("<|endoftext|>")]
     results: list[Result] = []
     for text, policy in zip(texts, policies, strict=True):
         start = time.perf_counter()
