@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import flax.nnx
@@ -29,6 +29,7 @@ import optax
 import mpmodules.linen
 import mpmodules.nnx
 import policy as mp
+from policy.inspection.report import Audit
 
 try:
     import matplotlib
@@ -175,7 +176,7 @@ class NnxViT(flax.nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    epochs: int = 30
+    epochs: int = 20
     batch_size: int = 64
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
@@ -230,7 +231,7 @@ def nnx_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> 
         return model(images)
 
     opened = functools.partial(flax.nnx.merge, graph)
-    return Runnable(params.to_pure_dict(), opened, *_autocast_if(way, apply, policy, rules))
+    return Runnable(flax.nnx.to_pure_dict(params), opened, *_autocast_if(way, apply, policy, rules))
 
 
 def _autocast_if(way: str, apply: Callable[..., Any], policy: mp.Policy, rules: mp.PolicyRules) -> Any:
@@ -285,7 +286,7 @@ class Result:
     losses: list[float]
     accuracy: float
     activation_bytes: int
-    audit: mp.Audit
+    audit: Audit
     skipped: int
     seconds: float
     model: Runnable
@@ -420,20 +421,27 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         sys.exit(f"autocast_third_party: {error}")
     config, data = Config(epochs=options.epochs, seed=options.seed), load()
     build = linen_model if options.wing == "linen" else nnx_model
+    policies = {way: mp.get_policy("float32") if way == "float32" else policy for way in options.way or WAYS}
+    try:
+        models = {way: build(way, obeyed, rules, config.seed) for way, obeyed in policies.items()}
+        for model in models.values():  # traced, so that a rule that matches nothing is told before anything is trained
+            jax.eval_shape(model.apply, model.opened(model.params), data.test_images)
+    except ValueError as error:
+        sys.exit(f"autocast_third_party: {error}")
     results = []
-    for way in dict.fromkeys(options.way or WAYS):
-        obeyed = mp.get_policy("float32") if way == "float32" else policy
+    for way, model in models.items():
         with tqdm(total=steps_of(data, config), desc=f"{options.wing} {way}", unit="step") as bar:
-            results.append(train(way, build(way, obeyed, rules, config.seed), obeyed, data, config, bar))
+            results.append(train(way, model, policies[way], data, config, bar))
     print(table(results))
-    print("\n" + table_of_findings(results))
-    images = data.test_images[:64]
+    if any(result.audit.findings for result in results):
+        print("\n" + table_of_findings(results))
+    images = jnp.asarray(data.test_images[:64])
     for result in results:
         if result.name != "float32":
             held = result.model.opened(results[0].params)  # the same weights for all
             print(f"\n{result.name}: {mp.compare(result.model.apply, held, images)}")
             if options.explain and result.name == "autocast":
-                print(f"\n{result.model.apply.explain(held, images)}")
+                print(f"\nautocast explains itself\n{cast(Any, result.model.apply).explain(held, images)}")
     plot(results, options.plot)
     print(f"\nloss curves: {os.path.relpath(options.plot)}")
     return results

@@ -421,7 +421,8 @@ class Result:
 
 def until_end(tokens: np.ndarray, ends: list[int | None]) -> np.ndarray:
     """The tokens before the first that ends the text."""
-    return tokens[: int(np.isin(tokens, ends).argmax())] if np.isin(tokens, ends).any() else tokens
+    found = [i for i, token in enumerate(tokens) if token in ends]
+    return tokens[: found[0]] if found else tokens
 
 
 def beside(reference: Generation, other: Generation) -> tuple[np.ndarray, list[Difference]]:
