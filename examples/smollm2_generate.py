@@ -499,9 +499,10 @@ def plot(results: list[Result], path: Path) -> None:
     axes.plot((best[..., 1] - best[..., 0]).ravel(), color="black", linewidth=1.5, label="margin of float32's choice")
     for result in results:
         if result.errors is not None:
-            axes.plot(result.errors.ravel(), linewidth=1, label=f"logit error, {result.name}")
+            style = "-" if result.parameter_dtypes == "float32" else ":"  # those that coincide are both seen
+            axes.plot(result.errors.ravel(), style, linewidth=1.5, label=f"logit error, {result.name}")
     axes.set(xlabel="generated token, prompt after prompt", ylabel="logits", yscale="log", title="SmolLM2-135M")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
