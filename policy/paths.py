@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from policy.programs import programs_of
@@ -20,6 +20,8 @@ _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", 
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 # A module that flax.linen named: twice in a row it is one whose call calls its base class's.
 _NUMBERED = re.compile(r"[A-Z]\w*_\d+")
+# Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not what is folded already, `0..29`.
+_NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
 AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
 
 
@@ -86,6 +88,32 @@ def _paths(body: Any, above: Path) -> Iterator[Path]:
         else:
             for program in programs_of(equation):
                 yield from _paths(program, path)
+
+
+def folded(paths: Iterable[str]) -> list[str]:
+    """Paths, with three or more that differ in one number alone written as one: ``layers/0..29/norm``.
+
+    Numbers are places in lists and the counters at the ends of names; those that are not consecutive stay apart.
+    """
+    texts = list(dict.fromkeys(paths))
+    for place in reversed(range(max((len(_NUMBERS.findall(text)) for text in texts), default=0))):
+        families: dict[tuple[str, str], list[int]] = {}
+        for text in texts:
+            found = [*_NUMBERS.finditer(text)]
+            if place < len(found):
+                number = found[place]
+                families.setdefault((text[: number.start()], text[number.end() :]), []).append(int(number[0]))
+            else:
+                families[text, ""] = []
+        texts = [member for (before, after), numbers in families.items() for member in _members(before, after, numbers)]
+    return texts
+
+
+def _members(before: str, after: str, numbers: list[int]) -> list[str]:
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    if len(numbers) > 2 and high - low == len(numbers) - 1:
+        return [f"{before}{low}..{high}{after}"]
+    return [f"{before}{number}{after}" for number in numbers] or [before + after]
 
 
 def _parts(name_stack: str) -> list[str]:

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from policy.paths import folded
 from policy.policy import Policy, get_policy
+
+_MOST_LISTED = 32  # paths that an error lists one by one
 
 Pattern = str | type
 
@@ -147,7 +150,8 @@ class PolicyRules:
             rules are not checked.
 
         Raises:
-          ValueError: names every rule that matched nothing, and lists the paths. Never where `strict` is False.
+          ValueError: names every rule that matched nothing, and lists the paths (of many, those that differ in a number
+            alone as one, ``layers/0..29/norm``). Never where `strict` is False.
         """
         if not self.strict:
             return
@@ -163,7 +167,9 @@ class PolicyRules:
             )
         ]
         if unmatched:
-            listed = ", ".join(sorted(path for path in seen if path)) or "only the root, whose path is empty"
+            modules = sorted(path for path in seen if path)
+            listed = ", ".join(folded(modules) if len(modules) > _MOST_LISTED else modules)
+            listed = listed or "only the root, whose path is empty"
             plural = "s" if len(unmatched) > 1 else ""
             raise ValueError(f"Rule{plural} {', '.join(unmatched)} matched no module. Modules seen: {listed}.")
 

