@@ -1,5 +1,7 @@
 """Layers that are alike are traced once; what tells them apart, and what Flax refuses, is theirs all the same."""
 
+from typing import Any
+
 import flax.errors
 import flax.linen
 import jax
@@ -112,4 +114,5 @@ def test_partitioned_params_are_read_from_their_boxes():
     model, x = linen.LayerNorm(scale_init=boxed, dtype_policy="mixed_bfloat16"), jnp.asarray([[1.0, -1.0]], HALF)
     params = model.init(jax.random.key(0), x)
     assert isinstance(params["params"]["scale"], flax.linen.Partitioned)
-    np.testing.assert_allclose(model.apply(params, x), [[1, -1]], atol=1e-5)
+    y: Any = model.apply(params, x)
+    np.testing.assert_allclose(y, [[1, -1]], atol=1e-5)
