@@ -16,12 +16,13 @@ import numpy as np
 from flax.core import meta
 
 from mpmodules import functional
+from mpmodules._normalization_calls import NormalizationCall, frozen
 from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective
-from policy.remembering import is_hashable, keeping_inputs, keeping_inputs_once
+from policy.remembering import keeping_inputs, keeping_inputs_once
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
@@ -105,24 +106,7 @@ class Normalization(Layer):
         return value if self._reads_in is None else cast_array(value, self._reads_in)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """What a call of a normalisation does with its input.
-
-    Attributes:
-      method: Flax's.
-      output_dtype: of the result.
-      shifts: whether the variance may be taken in one pass over shifted data.
-      args, rest: the other arguments of the call.
-    """
-
-    method: Callable[..., Any]
-    policy: Policy
-    output_dtype: Any
-    shifts: bool
-    args: tuple[Any, ...]
-    rest: tuple[tuple[str, Any], ...]
-
+class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The result, and the values of the running statistics that the call writes."""
         updates: dict[str, jax.Array] = {}
@@ -130,8 +114,7 @@ class _Run:
         fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
         fields |= half_safe_inits(layer, self.policy.param_dtype)
         x = jnp.asarray(x, self.policy.reduction_dtype)
-        use_running_average = self.args[0] if self.args else rest.get("use_running_average")
-        shift = layer._shift(x, use_running_average) if self.shifts else None
+        shift = layer._shift(x, self.use_running_average) if self.shifts else None
         if shift is not None:
             x, fields["use_fast_variance"] = x - shift, True
         with fields_set(layer, fields), _mixing_allowed():
@@ -159,20 +142,13 @@ class _Parts(NamedTuple):
     variables: dict[str, jax.Array]
 
 
-_INITIALISERS = ("scale_init", "bias_init")  # a new function in each layer, of no use where the variables are there
 _VARIABLES = {"params": ("scale", "bias"), "batch_stats": ("mean", "var")}
 
 
 def _parts(layer: Any, run: _Run) -> _Parts | None:
     """The parts of a layer of ours whose call is Flax's own and needs no more of it, else None."""
-    is_own = type(layer).__module__ == __name__ and run.method.__module__.startswith("flax.")
-    if not is_own or layer.is_initializing():
-        return None
-    left_out = {"parent", "name", *_INITIALISERS}
-    fields = [(f.name, getattr(layer, f.name)) for f in dataclasses.fields(layer) if f.name not in left_out]
-    fields = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in fields)
-    arguments = (*run.args, *(value for _, value in run.rest))
-    if not all(value is None or isinstance(value, bool) for value in arguments) or not is_hashable(fields):
+    fields = frozen((field.name, getattr(layer, field.name)) for field in dataclasses.fields(layer))
+    if fields is None or layer.is_initializing() or not run.is_of(layer, __name__):
         return None
     variables = {
         name: meta.unbox(layer.get_variable(collection, name))
@@ -189,7 +165,7 @@ def _run_apart(
     """`run` of a layer put together again from its parts, bound to nothing."""
     layer: Any = object.__new__(kind)
     layer.__dict__.update(fields)
-    layer.__dict__.update(dict.fromkeys(_INITIALISERS))
+    layer.__dict__.update(dict.fromkeys(("scale_init", "bias_init")))
 
     def param(name: str, init: Any, shape: tuple[int, ...], *_: Any) -> jax.Array:
         if name not in variables or getattr(variables[name], "shape", None) != tuple(shape):

@@ -15,10 +15,11 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from mpmodules import functional
+from mpmodules._normalization_calls import NormalizationCall, frozen
 from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
-from policy.remembering import is_hashable, keeping_inputs, keeping_inputs_once
+from policy.remembering import keeping_inputs, keeping_inputs_once
 from policy.sources import Source
 
 
@@ -108,24 +109,7 @@ class Normalization(Layer):
         return not self._running
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """What a call of a normalisation does with its input.
-
-    Attributes:
-      method: Flax's.
-      output_dtype: of the result.
-      shifts: whether the variance may be taken in one pass over shifted data.
-      args, rest: the other arguments of the call.
-    """
-
-    method: Callable[..., Any]
-    policy: Policy
-    output_dtype: Any
-    shifts: bool
-    args: tuple[Any, ...]
-    rest: tuple[tuple[str, Any], ...]
-
+class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The result, and the running statistics after the call."""
         rest = dict(self.rest)
@@ -133,8 +117,7 @@ class _Run:
         view = _in(layer, self.policy.reduction_dtype)
         for statistic in layer._running:  # written in here, put in place outside
             view.__dict__[statistic] = flax_nnx.BatchStat(getattr(layer, statistic)[...])
-        use_running_average = self.args[0] if self.args else rest.get("use_running_average")
-        shift = layer._shift(x, use_running_average) if self.shifts else None
+        shift = layer._shift(x, self.use_running_average) if self.shifts else None
         if layer._chooses_variance:
             view.__dict__["use_fast_variance"] = shift is not None
         x = x if shift is None else x - shift
@@ -157,17 +140,12 @@ def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[st
 
 def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
     """What decides the program of a layer of ours, and the variables that enter it, by name; None of any other."""
-    arguments = (*run.args, *(value for _, value in run.rest))
-    is_own = type(layer).__module__ == __name__ and run.method.__module__.startswith("flax.")
-    if not is_own or not all(value is None or isinstance(value, bool) for value in arguments):
+    namespace = {name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")}
+    variables = {name: value for name, value in namespace.items() if isinstance(value, flax_nnx.Variable)}
+    attributes = frozen((name, value) for name, value in namespace.items() if name not in variables)
+    if attributes is None or not run.is_of(layer, __name__):
         return None
-    namespace = {n: v for n, v in vars(layer).items() if n not in _INITIALISERS and not n.startswith("_pytree__")}
-    variables = {n: v[...] for n, v in namespace.items() if isinstance(v, flax_nnx.Variable)}
-    attributes = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in namespace.items() if n not in variables)
-    return (attributes, variables) if is_hashable(attributes) else None
-
-
-_INITIALISERS = ("scale_init", "bias_init", "rngs")  # others in each layer, of no use once the variables are there
+    return attributes, {name: variable[...] for name, variable in variables.items()}
 
 
 def _run_apart(
