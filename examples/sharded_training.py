@@ -54,6 +54,7 @@ AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")  # the batch is split over both: every device of these has other rows
 ALIASES = {"model": "tensor", "dp": "data", "tp": "tensor"}
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EVERYWHERE, ROWS = PartitionSpec(), PartitionSpec(BATCH)
 
 
@@ -214,9 +215,10 @@ def trainer(policy: mp.Policy, config: Config, mesh: Mesh, all_reduce_dtype: str
         return loss, mp.ScaledGradients(tree, loss_scale.loss_scale)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        used = lax.with_sharding_constraint(params, whole)  # a fully sharded param is gathered here
+        used = lax.with_sharding_constraint(params, whole)  # a fully sharded param is gathered here,
         gradients = gradients_of if all_reduce_dtype is None else reduced_gradients_of
         loss, grads = gradients(used, tokens, mp.loss_scale_of(opt_state))
+        grads = grads.with_tree(lax.with_sharding_constraint(grads.tree, whole))  # and its gradient split after the sum
         params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
         return params, opt_state, loss
 
@@ -316,13 +318,13 @@ def spawn(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def run_together(commands: list[list[str]]) -> None:
-    """Runs commands until all have ended, or one has failed, or this process is stopped. None outlives this call.
+    """Runs commands until all have ended, one has failed, or this process is told to stop. None outlives the call.
 
     Raises:
-      SystemExit: names the first process that failed.
-      KeyboardInterrupt: of this process; the others, in sessions of their own, hear of it from here.
+      SystemExit: names the processes that failed; or with 128 and the signal's number, as of Ctrl-C, which the
+        processes, in sessions of their own, hear of from here.
     """
-    handlers = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, _stop) for number in STOPPING}
     processes: list[subprocess.Popen[bytes]] = []
     codes: list[int | None] = [None]
     try:
@@ -339,6 +341,7 @@ def run_together(commands: list[list[str]]) -> None:
             signal.signal(number, handler)
     failed = ", ".join(f"process {i} with exit code {code}" for i, code in enumerate(codes) if code)
     if failed:
+        print(file=sys.stderr)  # a progress bar that was cut off has no end of line
         sys.exit(f"sharded_training: of {len(commands)} processes ended {failed}. The others were stopped.")
 
 
@@ -349,9 +352,20 @@ def _stop(number: int, _: Any) -> None:
 # --------------------------------------------------------------------------------------------------------- the report
 
 
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What devices exchange in a step by one operation, in one dtype, over the same axes; bytes each one receives."""
+
+    operation: str
+    dtype: str
+    axes: str
+    count: int
+    bytes: int
+
+
 @dataclasses.dataclass
 class Result:
-    """What a run was and did. Bytes are those of one device, `exchanged` what it receives in a step, by dtype.
+    """What a run was and did. Bytes are those of one device; `exchanges` is None where they weren't asked for.
 
     `losses` begin with step 0, also where the run was resumed at step `start`.
     """
@@ -362,7 +376,7 @@ class Result:
     all_reduce_dtype: str | None
     parameter_bytes: int
     optimizer_bytes: int
-    exchanged: dict[str, int]
+    exchanges: list[Exchange] | None
     start: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     held_out: float = math.nan  # nats a character
@@ -382,24 +396,29 @@ def kib(count: int) -> str:
     return f"{count / 1024:.1f}"
 
 
-def exchanged_bytes(found: Sequence[mp.Collective]) -> dict[str, int]:
-    """By dtype."""
-    totals: collections.Counter[str] = collections.Counter()
+def exchanges_of(found: Sequence[mp.Collective]) -> list[Exchange]:
+    groups: dict[tuple[str, str, str], list[int]] = {}
     for collective in found:
-        totals[collective.dtype] += collective.size * jnp.dtype(collective.dtype).itemsize
-    return dict(totals)
+        group = groups.setdefault((collective.operation, collective.dtype, ",".join(collective.axes) or "?"), [])
+        group.append(collective.size * jnp.dtype(collective.dtype).itemsize)
+    return [Exchange(*group, len(sizes), sum(sizes)) for group, sizes in sorted(groups.items())]
 
 
-def exchange_table(found: Sequence[mp.Collective]) -> str:
-    """What a step exchanges: one row an operation, dtype and set of mesh axes."""
-    if not found:
+def exchange_table(exchanges: Sequence[Exchange]) -> str:
+    if not exchanges:
         return "a step exchanges nothing"
-    groups: dict[tuple[str, str, str], list[mp.Collective]] = {}
-    for collective in found:
-        axes = ",".join(collective.axes) or "?"
-        groups.setdefault((collective.operation, collective.dtype, axes), []).append(collective)
-    rows = [(*group, str(len(of)), kib(sum(exchanged_bytes(of).values()))) for group, of in sorted(groups.items())]
+    rows = [(e.operation, e.dtype, e.axes, str(e.count), kib(e.bytes)) for e in exchanges]
     return tabulate(rows, ("a step's exchanges", "dtype", "over", "count", "KiB"), disable_numparse=True)
+
+
+def exchanged(exchanges: Sequence[Exchange] | None) -> str:
+    """The bytes by dtype."""
+    if exchanges is None:
+        return "not listed"
+    totals: collections.Counter[str] = collections.Counter()
+    for exchange in exchanges:
+        totals[exchange.dtype] += exchange.bytes
+    return ", ".join(f"{dtype} {kib(count)}" for dtype, count in sorted(totals.items())) or "nothing"
 
 
 def describe(run: Trainer, mesh: Mesh) -> str:
@@ -432,7 +451,7 @@ def table(result: Result) -> str:
         f"{result.held_out:.4f}",
         kib(result.parameter_bytes),
         kib(result.optimizer_bytes),
-        ", ".join(f"{dtype} {kib(count)}" for dtype, count in sorted(result.exchanged.items())) or "nothing",
+        exchanged(result.exchanges),
         f"{result.seconds:.1f}",
     )
     return tabulate([row], header, disable_numparse=True)
@@ -488,14 +507,15 @@ def prepare(options: argparse.Namespace, devices: int) -> Job:
     dtype = DTYPES.get(options.all_reduce_dtype, options.all_reduce_dtype)
     if dtype not in (None, *DTYPES.values()):
         raise ValueError(f"--all-reduce-dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}.")
-    if options.checkpoint_every < 1 or (options.resume and not options.checkpoint):
-        raise ValueError("--checkpoint-every should be at least 1, and --resume needs --checkpoint FOLDER.")
+    for name in ("steps", "width", "layers", "heads", "mlp_width", "length", "checkpoint_every"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} should be at least 1, but got {getattr(options, name)}.")
+    if options.resume and not options.checkpoint:
+        raise ValueError("--resume needs --checkpoint FOLDER.")
     sizes = mesh_sizes(options, devices)
     text = Text.split(options.text.read_text(encoding="utf-8") if options.text else load_text())
     fields = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(Config)}
     config = Config(**{**fields, "vocab_size": text.vocab_size})
-    if min(config.steps, config.width, config.layers, config.heads, config.mlp_width, config.length) < 1:
-        raise ValueError("--steps and the sizes of the model should be at least 1.")
     if config.width % 2 or config.width % config.heads:
         raise ValueError(f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}.")
     if (size := config.batch_size * config.length) > len(text.held_out):
@@ -524,9 +544,11 @@ def train(job: Job, options: argparse.Namespace) -> Result:
             checkpoints.require_empty()
             params, opt_state = run.init()
         tokens = jax.ShapeDtypeStruct((job.config.batch_size, job.config.length), jnp.int32, sharding=run.rows)
-        found = mp.collectives_of(run.step, *run.abstract, tokens)
+        exchanges = exchanges_of(mp.collectives_of(run.step, *run.abstract, tokens)) if options.exchanges else None
         if first:
-            print(describe(run, mesh), exchange_table(found), sep="\n", flush=True)
+            print(
+                describe(run, mesh), *([] if exchanges is None else [exchange_table(exchanges)]), sep="\n", flush=True
+            )
         result = Result(
             mesh=job.sizes,
             processes=jax.process_count(),
@@ -534,7 +556,7 @@ def train(job: Job, options: argparse.Namespace) -> Result:
             all_reduce_dtype=job.all_reduce_dtype,
             parameter_bytes=device_bytes(params),
             optimizer_bytes=device_bytes(opt_state),
-            exchanged=exchanged_bytes(found),
+            exchanges=exchanges,
             start=start,
             losses=losses,
         )
@@ -546,7 +568,7 @@ def train(job: Job, options: argparse.Namespace) -> Result:
                 os._exit(13)
             params, opt_state, loss = run.step(params, opt_state, run.place(batch))
             losses.append(float(loss))
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             checkpoints.save(step + 1, job.config.steps, (params, opt_state), losses)
         result.seconds = time.perf_counter() - begun
         loss_of = lambda params, batch: run.loss(params, run.place(batch))  # noqa: E731
@@ -563,6 +585,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     mesh.add_argument("--tensor", type=int, default=1, metavar="N", help="devices that share each matmul")
     mesh.add_argument(
         "--all-reduce-dtype", metavar="DTYPE", help="bf16, f16 or f32; default: what each weight gradient's dot returns"
+    )
+    mesh.add_argument(
+        "--exchanges",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="list what a step exchanges, for which it is compiled twice",
     )
     places = parser.add_argument_group("devices and processes")
     places.add_argument("--devices", type=int, metavar="N", help="so many CPU devices in each process")
