@@ -292,6 +292,9 @@ def start(options: argparse.Namespace) -> None:
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
+        # XLA:CPU's devices share a pool of as many threads as there are cores, and a device that waits for others in
+        # an exchange holds some: with fewer cores than devices all of them may wait. NPROC is the size of that pool.
+        os.environ.setdefault("NPROC", str(32 * options.devices))
     if options.coordinator:
         jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id)
     elif options.distributed:

@@ -95,6 +95,7 @@ def runs(folder, tiny, killed):
         folder / "results.json",
         XLA_FLAGS=f"{FAST} --xla_force_host_platform_device_count=8",
         PYTHONPATH=PATHS,
+        NPROC="256",  # as --devices 8 sets it
     )
     return json.loads((folder / "results.json").read_text())
 
