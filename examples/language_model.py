@@ -12,6 +12,10 @@ JSON object a verse. The verses are joined in order, one a line: 4137451 charact
 Model: the decoder of Flax's lm1b example (pre-LayerNorm blocks, causal attention without biases and with a cache for
 decoding, sinusoidal positions, inputs shifted right), 4 layers of width 128. lm1b threads a dtype through 20 lines;
 here there is none, and the policy decides. Texts have no padding, so lm1b's padding mask is left out.
+
+Expected: under 2.0 nats a character of the held-out text under every policy, in 2 to 4 minutes on two free cores
+(XLA:CPU emulates bfloat16 and float16, so half precision saves memory there and no time). A progress bar while it
+trains; at the end a table, a plot of the loss curves, and a sample drawn from a cache, one character at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import datetime
 import functools
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -65,7 +70,7 @@ class Config:
     dropout: float = 0.0
     tied: bool = False  # logits from the embedding's own table, as lm1b's logits_via_embedding
     batch_size: int = 32
-    steps: int = 600
+    steps: int = 400
     learning_rate: float = 3e-3
     weight_decay: float = 0.01
     seed: int = 0
@@ -215,7 +220,7 @@ class Decoder(nn.Module):
         embed = nn.Embed(
             config.vocab_size, config.width, embedding_init=nn.initializers.normal(stddev=1.0), name="embed"
         )
-        mask = None if decode else nn.make_causal_mask(tokens)  # (batch, 1, length, length)
+        mask = None if decode else nn.make_causal_mask(tokens[:1])  # (1, 1, length, length)
         x = embed(tokens if decode else shift_right(tokens))  # (batch, length, width)
         x = Positions(config, name="positions")(x, decode)
         x = nn.Dropout(config.dropout, deterministic=not train)(x)
@@ -223,7 +228,7 @@ class Decoder(nn.Module):
             x = Block(config, name=f"layer_{layer}")(x, mask, train, decode)
         x = nn.LayerNorm(name="norm")(x)
         if config.tied:
-            return embed.attend(x) / np.sqrt(config.width)
+            return embed.attend(x) / math.sqrt(config.width)
         return nn.Dense(config.vocab_size, kernel_init=nn.initializers.xavier_uniform(), name="head")(x)
 
 
@@ -238,14 +243,14 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def optimizer(policy: mp.Policy, config: Config) -> optax.GradientTransformationExtraArgs:
     """AdamW with warm-up and a cosine decay, clipped; under float16 with a dynamic loss scale.
 
-    The scale starts high and grows again after every 100 finite steps: it loses a few steps to find its level.
+    The scale starts high and grows after every 50 finite steps, so that a few steps are lost to finding its level.
     """
     warmup = max(config.steps // 10, 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, max(config.steps, warmup + 1))
     return mp.mixed_precision(
         optax.adamw(schedule, b2=0.98, weight_decay=config.weight_decay),
         policy,
-        loss_scale=mp.DynamicLossScale(2.0**20, period=100) if policy.compute_dtype == jnp.float16 else None,
+        loss_scale=mp.DynamicLossScale(2.0**20, period=50) if policy.compute_dtype == jnp.float16 else None,
         clip_global_norm=1.0,
     )
 
@@ -271,10 +276,9 @@ class Programs:
     """What a policy's runs share, each compiled once. Called inside `use_policy`."""
 
     init: Callable[..., Any]  # key, tokens -> params, optimizer state
-    step: Callable[..., Any]  # params, optimizer state, tokens, key -> params, optimizer state, loss, loss scale
-    loss: Callable[..., Any]  # params, tokens -> loss, without dropout
+    loss: Callable[..., Any]  # params, tokens -> loss; with a key for dropout as it is in training
+    step: Callable[..., Any]  # params, optimizer state, tokens, key -> params, optimizer state, loss
     sample: Callable[..., Any]  # params, given, known, temperature, key -> tokens
-    training_loss: Callable[..., Any]  # params, tokens, key -> loss; not compiled
 
 
 def programs(policy: mp.Policy, config: Config) -> Programs:
@@ -284,27 +288,23 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
         params = model.init(key, tokens)["params"]
         return params, tx.init(params)
 
-    def training_loss(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, tokens, train=True, rngs={"dropout": key})
+    def loss_fn(params: Any, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        rngs = None if key is None else {"dropout": key}
+        logits: Any = model.apply({"params": params}, tokens, train=key is not None, rngs=rngs)
         return cross_entropy(logits, tokens)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> Any:
-        scale = mp.loss_scale_of(opt_state)
         key = jax.random.fold_in(key, opt_state.count + opt_state.skipped)  # the number of this step
-        loss, grads = mp.value_and_grad(training_loss, loss_scale=scale, grads="compute")(params, tokens, key)
+        gradients = mp.value_and_grad(loss_fn, loss_scale=mp.loss_scale_of(opt_state), grads="compute")
+        loss, grads = gradients(params, tokens, key)
         params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
-        return params, opt_state, loss, jnp.asarray(scale.loss_scale, jnp.float32)
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, tokens)
-        return cross_entropy(logits, tokens)
+        return params, opt_state, loss
 
     return Programs(
         init=jax.jit(init),
+        loss=jax.jit(loss_fn),
         step=jax.jit(step, donate_argnums=(0, 1)),
-        loss=jax.jit(loss),
         sample=jax.jit(functools.partial(sample_window, model)),
-        training_loss=training_loss,
     )
 
 
@@ -339,20 +339,20 @@ def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result,
     start, key = time.perf_counter(), jax.random.key(config.seed)
     tokens = batch_of(text.train, config, 0)
     params, opt_state = run.init(key, tokens)
-    activation_bytes = saved_bytes(lambda p, batch: run.training_loss(p, batch, key), params, tokens)
-    losses, scales = [], []
+    activation_bytes = saved_bytes(lambda p, batch: run.loss(p, batch, key), params, tokens)
+    losses: list[Any] = []
+    scales: list[Any] = []
     with tqdm(batches(text.train, config), total=config.steps, desc=f"{name} seed {config.seed}", unit="step") as bar:
         for tokens in bar:
-            params, opt_state, loss, scale = run.step(params, opt_state, tokens, key)
+            params, opt_state, loss = run.step(params, opt_state, tokens, key)
             losses.append(loss)
-            scales.append(scale)
+            scales.append(jnp.array(mp.loss_scale_of(opt_state).loss_scale))  # a copy: the state is donated
             if len(losses) % 20 == 0:
                 bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}")
-    held_out = held_out_loss(run.loss, params, text.held_out, config)
     result = Result(
         policy=name,
         seed=config.seed,
-        held_out=held_out,
+        held_out=held_out_loss(run.loss, params, text.held_out, config),
         losses=[float(loss) for loss in losses],
         loss_scales=[float(scale) for scale in scales],
         parameter_bytes=nbytes(params),
@@ -482,10 +482,11 @@ def plot(results: list[Result], path: Path) -> None:
 
 
 def write_json(path: Path, config: Config, results: list[Result], lines: list[str]) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
     measured = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {jax.devices()[0].device_kind}",
+        "machine": f"{jax.device_count()} {jax.devices()[0].device_kind}, {cores} CPU cores to run on",
         "versions": versions,
         "config": dataclasses.asdict(config),
         "noise": lines,
@@ -530,8 +531,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     fields = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(Config)}
     config = Config(**{**fields, "vocab_size": text.vocab_size})
     try:
-        texts = COMPARED if options.compare else (options.policy,)
-        policies, rules = [mp.get_policy(text) for text in texts], mp.PolicyRules.from_texts(options.rule)
+        names = COMPARED if options.compare else (options.policy,)
+        policies, rules = [mp.get_policy(name) for name in names], mp.PolicyRules.from_texts(options.rule)
         check(options, config, text)
         for policy in policies:
             with mp.use_policy(policy, rules):  # a rule that matches nothing is found before anything runs
@@ -539,7 +540,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     except (TypeError, ValueError) as error:
         sys.exit(f"language_model: {error}")
     results = []
-    for name, policy in zip(texts, policies, strict=True):
+    for name, policy in zip(names, policies, strict=True):
         run = programs(policy, config)
         with mp.use_policy(policy, rules):
             for seed in range(options.seed, options.seed + options.seeds):
