@@ -26,13 +26,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from language_model import Config, Decoder, Text, batches, cross_entropy, held_out_loss, load_text, optimizer
@@ -159,70 +160,78 @@ class Trainer:
         return jax.make_array_from_callback(tokens.shape, self.rows, lambda index: tokens[index])
 
 
+def abstract_state(init: Callable[[], Any], tx: optax.GradientTransformation, mesh: Mesh) -> Any:
+    """What `init` returns, params and opt_state, as shapes with their shardings. Nothing is computed."""
+
+    def split(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return on_mesh(leaf, NamedSharding(mesh, param_spec(name, leaf.shape, mesh.shape)))
+
+    params, opt_state = jax.eval_shape(init)
+    params = jax.tree_util.tree_map_with_path(split, params)
+    return params, jax.tree.map(on_mesh, opt_state, mp.state_shardings(tx, params))
+
+
+def on_mesh(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def reduced_gradients(gradients_of: Callable[..., Any], mesh: Mesh, specs: Any, dtype: str) -> Callable[..., Any]:
+    """`gradients_of`, a function of params, tokens and a loss scale, with its sums over the batch in `dtype`.
+
+    Mapped over the batch's axes, where the tensor axis is left to the partitioner, each device takes the gradients of
+    its own rows. A second map, over all axes, takes their mean: in one over some axes XLA:CPU knows no bfloat16 sum.
+    """
+
+    def own(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
+        loss, grads = gradients_of(mp.vary(params, BATCH), tokens, loss_scale)
+        return jax.tree.map(lambda x: x[None], (loss, grads.tree))  # an axis of one, to be split over the batch's axes
+
+    def mean(own: Any, loss_scale: Any) -> Any:
+        loss, tree = jax.tree.map(lambda x: x[0], own)
+        grads = mp.ScaledGradients(tree, loss_scale.loss_scale)
+        return lax.pmean(loss, BATCH), mp.all_reduce(grads, BATCH, dtype).tree
+
+    given, stacked = (EVERYWHERE, ROWS, EVERYWHERE), jax.tree.map(lambda spec: PartitionSpec(BATCH, *spec), specs)
+    map_batch = jax.shard_map(own, mesh=mesh, axis_names=set(BATCH), in_specs=given, out_specs=ROWS)
+    map_all = jax.shard_map(mean, mesh=mesh, in_specs=((ROWS, stacked), EVERYWHERE), out_specs=(EVERYWHERE, specs))
+
+    def gradients(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
+        loss, tree = map_all(map_batch(params, tokens, loss_scale), loss_scale)
+        return loss, mp.ScaledGradients(tree, loss_scale.loss_scale)
+
+    return gradients
+
+
 def trainer(policy: mp.Policy, config: Config, mesh: Mesh, all_reduce_dtype: str | None) -> Trainer:
     """Built and called within `use_policy`."""
     model, tx = Decoder(config), optimizer(policy, config)
-    nothing = jnp.zeros((config.batch_size, config.length), jnp.int32)
-
-    def init_params() -> Any:
-        return model.init(jax.random.key(config.seed), nothing)["params"]
 
     def init() -> Any:
-        params = init_params()
+        nothing = jnp.zeros((config.batch_size, config.length), jnp.int32)
+        params = model.init(jax.random.key(config.seed), nothing)["params"]
         return params, tx.init(params)
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         logits: Any = model.apply({"params": params}, tokens)
         return cross_entropy(logits, tokens)
 
-    def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        spec = param_spec(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, mesh.shape)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    params = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(init_params))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params), mp.state_shardings(tx, params)
-    abstract = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        jax.eval_shape(init),
-        shardings,
-    )
-    specs = jax.tree.map(lambda leaf: gathered(leaf.sharding.spec), params)
-    whole = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
     def gradients_of(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
         return mp.value_and_grad(loss_fn, loss_scale=loss_scale, grads="compute")(params, tokens)
 
-    def own(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
-        """This device's rows alone: its loss and its gradients, each with an axis of one in front."""
-        loss, grads = gradients_of(mp.vary(params, BATCH), tokens, loss_scale)
-        return jax.tree.map(lambda x: x[None], (loss, grads.tree))
-
-    def mean(own: Any, loss_scale: Any) -> Any:
-        """The mean over the devices that have other rows, of gradients in the dtype that was asked for."""
-        loss, tree = jax.tree.map(lambda x: x[0], own)
-        grads = mp.ScaledGradients(tree, loss_scale.loss_scale)
-        return lax.pmean(loss, BATCH), mp.all_reduce(grads, BATCH, all_reduce_dtype or "float32").tree
-
-    def reduced_gradients_of(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
-        """Mapped over the batch's axes, the tensor axis left to the partitioner; then mapped over all, for the sums.
-
-        In one map of some axes only, XLA:CPU has no bfloat16 sum.
-        """
-        given, stacked = (EVERYWHERE, ROWS, EVERYWHERE), jax.tree.map(lambda spec: PartitionSpec(BATCH, *spec), specs)
-        map_batch = jax.shard_map(own, mesh=mesh, axis_names=set(BATCH), in_specs=given, out_specs=ROWS)
-        map_all = jax.shard_map(mean, mesh=mesh, in_specs=((ROWS, stacked), EVERYWHERE), out_specs=(EVERYWHERE, specs))
-        loss, tree = map_all(map_batch(params, tokens, loss_scale), loss_scale)
-        return loss, mp.ScaledGradients(tree, loss_scale.loss_scale)
+    abstract = abstract_state(init, tx, mesh)
+    specs = jax.tree.map(lambda leaf: gathered(leaf.sharding.spec), abstract[0])
+    whole = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    asked = None if all_reduce_dtype is None else reduced_gradients(gradients_of, mesh, specs, all_reduce_dtype)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
         used = lax.with_sharding_constraint(params, whole)  # a fully sharded param is gathered here,
-        gradients = gradients_of if all_reduce_dtype is None else reduced_gradients_of
-        loss, grads = gradients(used, tokens, mp.loss_scale_of(opt_state))
+        loss, grads = (asked or gradients_of)(used, tokens, mp.loss_scale_of(opt_state))
         grads = grads.with_tree(lax.with_sharding_constraint(grads.tree, whole))  # and its gradient split after the sum
         params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
         return params, opt_state, loss
 
-    everywhere = NamedSharding(mesh, EVERYWHERE)
+    everywhere, shardings = NamedSharding(mesh, EVERYWHERE), jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return Trainer(
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, everywhere)),
