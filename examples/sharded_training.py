@@ -8,7 +8,28 @@
 
 On GPUs and TPUs leave --devices and --spawn out: one process on one host takes all of its devices, and on a cluster
 each process says --distributed (SLURM, Cloud TPU, Kubernetes and MPI are found by themselves), or --coordinator
-HOST:PORT --num-processes N --process-id I.
+HOST:PORT --num-processes N --process-id I. The folder of checkpoints is then one that all processes share.
+
+Data and model: those of `language_model.py` beside this file, or any text with --text FILE.
+
+The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its optimizer state, which
+are gathered where they are used; `tensor` splits attention by heads and the MLP by its hidden width. Nothing in the
+model knows of it: params lie as `param_spec` says, optimizer state lies beside its params (`policy.state_shardings`),
+and XLA's partitioner does the rest. It sums gradients in what each weight gradient's dot returns: under mixed_bfloat16
+bfloat16 for kernels, float32 for biases, norms and the embedding. With --all-reduce-dtype each device takes its own
+gradients under `jax.shard_map`, and `policy.all_reduce` sums all of them in that dtype, whatever the mesh. Params are
+gathered as they are stored, and what the tensor axis sums are activations, in compute dtype. The table printed at the
+start is read from the program as it was partitioned (`policy.collectives_of`).
+
+Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far. Batches are drawn from
+the seed and the step, initial params from the seed, neither from the mesh, and there is no dropout: so a run that is
+killed goes on with the losses that it would have had, on whatever mesh.
+
+Expected, for the default sizes and --steps 30: in float32 one device, eight, and two processes of four (data=2,fsdp=2,
+tensor=2) give the same losses to 9e-6 of each, and so does a run of two processes that died at step 25 and went on from
+step 20 on fsdp=4,tensor=2; held out 2.501 nats a character. Under mixed_bfloat16 losses lie within 3e-4 of float32's on
+one device, within 4e-4 on eight with sums in bfloat16, which halves the 3157 KiB of gradients that cross. Half a minute
+for 30 steps on two cores that pretend to be eight devices; the 600 of the default reach `language_model.py`'s loss.
 """
 
 from __future__ import annotations
@@ -478,7 +499,7 @@ def plot(result: Result, path: Path) -> None:
     axes.plot(np.arange(window - 1, len(result.losses)), smooth, linewidth=1, label=label)
     if result.start:
         axes.axvline(result.start, color="0.6", linewidth=0.8, label=f"resumed at step {result.start}")
-    axes.set(xlabel="step", ylabel=f"nats a character (mean of {window} steps)", title="King James text, by characters")
+    axes.set(xlabel="step", ylabel=f"nats a character (mean of {window} steps)", title="language model")
     axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
