@@ -190,20 +190,33 @@ def _groups(attributes: str) -> Groups | None:
     if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
         return frozenset(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([0-9,]+)\}", listed[1]))
     if counted := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):
-        shape, sizes = ([int(n) for n in part.split(",")] for part in counted.groups()[:2])
-        order = [int(n) for n in counted[3].split(",")] if counted[3] else None
-        numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(shape[0], -1)
+        numbers = _numbers(counted[2], counted[3]).reshape(_ints(counted[1])[0], -1)
         return frozenset(frozenset(map(int, row)) for row in numbers)
-    if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'([^']*)'=([0-9]+)", meshed[1]))
-        named = re.findall(r"'([^']*)'", meshed[2])
-        if "device_ids" not in meshed[1] and ":" not in meshed[2] and set(named) <= set(sizes):
-            return _groups_over([int(n) for n in sizes.values()], [list(sizes).index(a) for a in named])
+    order = r"(?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))?"
+    if meshed := re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} \{{([^}}]*)\}}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=([0-9]+)", meshed[1])}
+        named = re.findall(r"'([^']*)'", meshed[4])
+        if ":" not in meshed[4] and set(named) <= set(sizes):
+            numbers = _numbers(meshed[2] or str(math.prod(sizes.values())), meshed[3])
+            return _groups_over(list(sizes.values()), [list(sizes).index(a) for a in named], numbers)
     return None
 
 
-def _groups_over(sizes: Any, axes: Any) -> Groups:
-    """The groups of partitions that differ in their place along some axes of a mesh only."""
-    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def _numbers(sizes: str, order: str | None) -> np.ndarray:
+    """Partitions counted along axes of these sizes, then transposed."""
+    shape = _ints(sizes)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(_ints(order) if order else None)
+
+
+def _groups_over(sizes: Any, axes: Any, numbers: np.ndarray | None = None) -> Groups:
+    """The groups of partitions that differ in their place along some axes of a mesh only.
+
+    They are counted along the mesh's axes, or are `numbers`.
+    """
+    numbers = (np.arange(math.prod(sizes)) if numbers is None else numbers).reshape(sizes)
     rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(-1, math.prod(sizes[a] for a in axes))
     return frozenset(frozenset(map(int, row)) for row in rows)

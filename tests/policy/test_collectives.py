@@ -35,6 +35,10 @@ def parsed(attributes, result="bf16[4,8]{1,0}", operation="all-reduce", mesh: An
         ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}", ("data",)),
         ("mesh['a'=8] {'a'}", ("data", "model")),
         ("mesh['a'=8] {'a':(1)2}", ()),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ("data",)),
+        ("mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'a'}", ("model",)),
+        ("mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", ("model",)),
+        ("mesh['a'=4,'b'=2], device_ids=(7,6,5,4,3,2,1,0) {'b'}", ()),
         ("something new", ()),
     ],
 )

