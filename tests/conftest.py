@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from typing import Any
 
 # A folder of compiled programs for each worker of a run, and for the processes that its tests start one at a time:
 # compiling is the slow part of the suite, and most of its programs are the same few operations. JAX does not lock what
@@ -20,6 +21,14 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    """A file's tests run on one worker, where they share fixtures and traces; the files with most tests begin."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 @pytest.fixture(autouse=True)
