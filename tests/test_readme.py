@@ -24,6 +24,11 @@ def test_the_readme_gives_one_command_for_the_main_job_and_one_for_the_tests():
     assert (ROOT / "examples/train_digits.py").exists()
 
 
+def test_the_readme_lists_every_example():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", README, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
 def test_a_shadowed_policy_package_is_named_in_one_line(tmp_path):
     (tmp_path / "policy.py").write_text("")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({str(ROOT)!r}); import mpmodules"
