@@ -22,9 +22,9 @@ statistics are those of the whole batch: they are synchronised, and any number o
 `--all-reduce-dtype` each device takes its own statistics of its part, as in Flax's example, whose `pmap` synchronises
 none; running statistics are averaged at every step.
 
-Expected: at least 90% of the test images under every policy after five epochs, in one to two minutes on two cores (the
-digits: 98%). A progress bar while it trains; at the end a table and a plot of loss, accuracy and, in float16, the loss
-scale, which doubles until a step overflows and is skipped.
+Expected: at least 90% of the test images under every policy after five epochs, in two minutes and a half on two cores
+(the digits: 98%). A progress bar while it trains; at the end a table and a plot of loss, accuracy and, in float16, the
+loss scale, which doubles until a step overflows and is skipped.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def test_every_epoch_holds_each_image_at_most_once_and_mirrors_half(folder):
         ),
         (idx(np.zeros((63, 8, 8))), "one label below 10 for each image, but has 63 images and 64 labels up to 9"),
     ],
+    ids=("no gzip", "cut off", "floats", "labels", "no shape", "too few bytes", "too few images"),  # gzip writes a time
 )
 def test_a_malformed_file_is_refused_by_name_in_one_line(folder, content, message):
     (folder / "train-images-idx3-ubyte.gz").write_bytes(content)
