@@ -13,8 +13,9 @@ Model: the decoder of Flax's lm1b example (pre-LayerNorm blocks, causal attentio
 decoding, sinusoidal positions, inputs shifted right), 4 layers of width 128. lm1b threads a dtype through 20 lines;
 here there is none, and the policy decides. Texts have no padding, so lm1b's padding mask is left out.
 
-Expected: 1.69 nats a character of the held-out text under every policy, in 2 to 4 minutes on two free cores (XLA:CPU emulates bfloat16 and float16, so half precision saves memory there and no time). A progress bar while it
-trains; at the end a table, a plot of the loss curves, and a sample drawn from a cache, one character at a time.
+Expected: 1.69 nats a character of the held-out text under every policy, in 2 to 4 minutes on two free cores (XLA:CPU
+emulates bfloat16 and float16, so half precision saves memory there and no time). A progress bar while it trains; at the
+end a table, a plot of the loss curves, and a sample drawn from a cache, one character at a time.
 """
 
 from __future__ import annotations
