@@ -51,8 +51,8 @@ def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
     where = ", ".join(f"{name} {value}" for name, value in environment.items() if name not in ("date", "device"))
     parts = [
         "# Benchmarks",
-        "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; with `--check` it fails "
-        "where a bound is missed, and names the row.",
+        "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; with `--check` it "
+        "fails where a bound is missed, and names the row.",
         f"{environment['date']}, on {environment['device']}, {where}.",
         "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at most."
         if "gpu" not in tables
