@@ -22,7 +22,7 @@ and normalisations the programs are the same. What differs in the other rows is 
     "scale": """
 From 1 to 96 layers, 0.14 to 70 billion params and 1 to 64 devices, all of them shapes. What one more layer (param,
 device) costs at the far end, against what it costs at the near end: 1 is a straight line. Rows that say "beside" hold
-ours against the same by hand, or plain optax.
+ours against the same by hand, or plain optax. Time to compile is XLA's, and bends by hand as well.
 """,
     "peers": """
 Ours against jmp's cast of a Flax model without dtypes, and against the model's Equinox twin under mpx. `bytes` as
