@@ -456,7 +456,7 @@ def exchanged(exchanges: Sequence[Exchange] | None) -> str:
 
 def describe(run: Trainer, mesh: Mesh) -> str:
     devices = mesh.devices.flat[0].device_kind
-    lines = [f"mesh {shown(mesh.shape)}: {mesh.size} devices ({devices}) of {jax.process_count()} processes"]
+    lines = [f"mesh {shown(mesh.shape)}: {mesh.size} devices ({devices}), processes: {jax.process_count()}"]
     for name, tree in zip(("params", "optimizer"), run.abstract, strict=True):
         lines.append(f"{name}: {kib(whole_bytes(tree))} KiB, {kib(device_bytes(tree))} KiB on each device")
     return "\n".join(lines)

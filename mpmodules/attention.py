@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.functional import accumulating, complex_input, is_wider
+from mpmodules.functional import complex_input, is_wider
+from policy.accumulators import accumulating
 from policy.remembering import is_hashable, keeping_inputs_once, traced_once
 from policy.scope import current_policy
 

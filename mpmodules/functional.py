@@ -157,7 +157,6 @@ def with_bias_gradient(y: Array, bias: Array, shape: Sequence[int], reduction_dt
       bias: as it is stored.
       shape: of the bias, with as many axes as `y`.
     """
-
     return traced_once(_with_bias_gradient, tuple(shape), jnp.dtype(reduction_dtype))(y, bias)
 
 

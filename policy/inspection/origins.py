@@ -29,14 +29,14 @@ _ASKED = _CASTS | _SUMS
 def is_promotion(equation: Any) -> bool:
     """Whether a cast comes of two dtypes that met, and of no function that was asked for a dtype.
 
-    A function of a library whose name says so (Flax's ``promote_dtype``) counts as one that promotes; of this library's
-    own casts no other does. False where the traceback is not known.
+    A function of a library whose name says so (Flax's ``promote_dtype``) counts as one that promotes. False where the
+    traceback is not known, and of what this library traced once and JAX inlined: its traceback ends at the call.
     """
     _, author = author_of(equation)
-    if _promotes(author) or is_ours(equation):
-        return _promotes(author)
     inner = [function for _, function in _until_author(equation)]
-    return bool(inner) and not _ASKED.intersection(inner)
+    if inner[-1:] == ["reraise_with_filtered_traceback"] and is_ours(equation):
+        return False
+    return _promotes(author) or (bool(inner) and not _ASKED.intersection(inner))
 
 
 def author_of(equation: Any) -> tuple[str, str]:

@@ -164,5 +164,5 @@ def test_the_page_s_table_says_what_is_measured():
     rows = re.findall(r"^\| (\w+) \| (bfloat16|float16) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
     assert [row[:2] for row in rows] == [(name, dtype) for name in recipe.NAMES for dtype in HALVES]
     for name, dtype, *said in rows:
-        measured = [error(name, by, dtype) for by in ("hand", "policy")]
+        measured = [error(name, by, dtype) for by in ("hand", "policy")]  # other releases of XLA round elsewhere: 15%
         np.testing.assert_allclose(np.array(measured) / float(jnp.finfo(dtype).eps), np.array(said, float), rtol=0.15)
