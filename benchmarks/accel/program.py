@@ -1,0 +1,111 @@
+"""Compiles a function for a target, and says what its program costs there."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.accel.hlo import Costs, costs_of
+from benchmarks.accel.targets import Chip, Target
+
+OutOfMemory = jax.errors.JaxRuntimeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one compiled program, on one of the target's devices.
+
+    Attributes:
+      cycles: the compiler's estimate, kernels without one at the chip's roofline; 0 of a GPU.
+      bytes: moved by kernels, of the TPU's compiler its own count where no loop runs.
+      temporary: bytes of temporary memory at their peak.
+      arguments: bytes of the arguments.
+      kernels: how many run.
+      flops: the compiler's count; 0 of a GPU.
+      collectives: bytes of one device's results, by operation and dtype.
+      exchange: seconds of the collectives at the published bandwidth of the links.
+      uncounted: what the figures leave out.
+      seconds: CPU seconds of the compiler.
+    """
+
+    cycles: float
+    bytes: float
+    temporary: float
+    arguments: float
+    kernels: int
+    flops: float
+    collectives: dict[tuple[str, str], float]
+    exchange: float
+    uncounted: tuple[str, ...]
+    seconds: float
+    costs: Costs = dataclasses.field(repr=False, default_factory=Costs)
+
+
+def placed(target: Target, tree: Any) -> Any:
+    """Shapes on the target's first device; keys stay keys."""
+    sharding = jax.sharding.SingleDeviceSharding(target.devices[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def measure(
+    target: Target, function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = (), **options: Any
+) -> Figures:
+    """Compiles `function` of shapes that lie on the target's devices. Nothing is run.
+
+    Args:
+      arguments: trees of `jax.ShapeDtypeStruct` with shardings, as `placed` makes them.
+      donated: positions of arguments that may be overwritten.
+      **options: of `jax.jit`.
+
+    Raises:
+      OutOfMemory: the chip has not the memory; the message has the figure.
+    """
+    jitted = jax.jit(function, donate_argnums=tuple(donated), **options)
+    return of_lowered(target, jitted.trace(*arguments).lower(lowering_platforms=(target.chip.platform,)))
+
+
+def of_lowered(target: Target, lowered: Any) -> Figures:
+    """The figures of what `jax.jit(...).lower(...)` returned."""
+    start = time.process_time()
+    compiled = lowered.compile()
+    seconds = time.process_time() - start
+    text = compiled.as_text()
+    chip = target.chip
+    is_tpu = chip.platform == "tpu"
+    costs = costs_of(text, (lambda flops, moved: roofline(chip, flops, moved) * chip.clock) if is_tpu else None)
+    analysis = compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
+    loops = " while(" in text
+    return Figures(
+        cycles=costs.cycles if is_tpu else 0.0,
+        bytes=costs.bytes if loops or not is_tpu else analysis["bytes accessed"],
+        temporary=memory.temp_size_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+        kernels=costs.kernels,
+        flops=analysis.get("flops", 0.0),
+        collectives=costs.collectives,
+        exchange=exchange_seconds(chip, costs.collectives),
+        uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
+        seconds=seconds,
+        costs=costs,
+    )
+
+
+def roofline(chip: Chip, flops: float, moved: float) -> float:
+    """Seconds that a kernel takes at least, by the chip's published peaks."""
+    return max(flops / chip.flops, moved / chip.bandwidth)
+
+
+def exchange_seconds(chip: Chip, collectives: dict[tuple[str, str], float]) -> float:
+    """Seconds that collectives take at least: an all-reduce sends its result twice, the others once."""
+    sent = sum(size * (2 if operation == "all-reduce" else 1) for (operation, _), size in collectives.items())
+    return sent / chip.link_bandwidth
+
+
+def half(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16)
