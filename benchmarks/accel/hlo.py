@@ -18,11 +18,30 @@ _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations|call
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # Instructions that move nothing and run nothing.
 _FREE = frozenset(
-    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
-    + ("opt-barrier", "add-dependency", "domain", "copy-done", "all-reduce-done", "all-gather-done")
-    + ("collective-permute-done", "async-done", "async-update", "send-done", "recv-done", "slice-done")
+    [
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "add-dependency",
+        "domain",
+        "copy-done",
+        "all-reduce-done",
+        "all-gather-done",
+        "collective-permute-done",
+        "async-done",
+        "async-update",
+        "send-done",
+        "recv-done",
+        "slice-done",
+    ]
 )
-_ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound")
+_ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +279,7 @@ class Costs:
       kernels: how many run.
       collectives: bytes of one device's results, by operation and dtype.
       uncounted: what no cycles are known for, and loops whose turns are not.
+      rooflines: kernels whose cycles are `kernel_cycles`'.
       by_name: cycles by JAX operation.
     """
 
@@ -268,6 +288,7 @@ class Costs:
     kernels: int = 0
     collectives: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     uncounted: list[str] = dataclasses.field(default_factory=list)
+    rooflines: list[str] = dataclasses.field(default_factory=list)
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add(self, other: Costs, times: int = 1) -> None:
@@ -279,6 +300,7 @@ class Costs:
         for name, value in other.by_name.items():
             self.by_name[name] = self.by_name.get(name, 0.0) + times * value
         self.uncounted += other.uncounted
+        self.rooflines += other.rooflines
 
 
 def costs_of(text: str, kernel_cycles: Callable[[float, float], float] | None = None) -> Costs:
@@ -341,6 +363,7 @@ class _Counter:
             flops = re.search(r'"flops":"?(\d+)', instruction.rest)
             if self.kernel_cycles is not None:
                 cycles = self.kernel_cycles(float(flops[1]) if flops else 0.0, moved)
+                costs.rooflines.append(_short(instruction.op_name) or instruction.target)
         if cycles is None and opcode == "custom-call":
             costs.uncounted.append(f"cycles of {instruction.target} ({instruction.op_name})")
         name = _short(instruction.op_name) or opcode

@@ -30,6 +30,7 @@ class Figures:
       collectives: bytes of one device's results, by operation and dtype.
       exchange: seconds of the collectives at the published bandwidth of the links.
       uncounted: what the figures leave out.
+      rooflines: kernels whose cycles are the chip's roofline, as the compiler gives none.
       seconds: CPU seconds of the compiler.
     """
 
@@ -42,6 +43,7 @@ class Figures:
     collectives: dict[tuple[str, str], float]
     exchange: float
     uncounted: tuple[str, ...]
+    rooflines: tuple[str, ...]
     seconds: float
     costs: Costs = dataclasses.field(repr=False, default_factory=Costs)
 
@@ -91,6 +93,7 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         collectives=costs.collectives,
         exchange=exchange_seconds(chip, costs.collectives),
         uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
+        rooflines=tuple(dict.fromkeys(costs.rooflines)),
         seconds=seconds,
         costs=costs,
     )

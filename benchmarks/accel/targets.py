@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+from collections.abc import Sequence
 from typing import Any
-
-# Before JAX is imported: the process needs no accelerator, and libtpu is not to look for one.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import numpy as np
@@ -108,3 +101,16 @@ def _topology(name: str) -> Any:
         )
     except Exception as error:  # what a missing plugin raises differs by release
         raise RuntimeError(f"No compiler for {name}: {str(error).splitlines()[0]}. {INSTALL}") from error
+
+
+def chosen(on: Sequence[str], default: Sequence[str], others: Sequence[str] = ()) -> list[Target]:
+    """The targets of a table: its default ones, or those that `on` names.
+
+    Args:
+      on: chips, as in ``v5e``, each of which is the topology of that chip among `default` and `others`; or targets.
+
+    Raises:
+      ValueError: a chip that there is not.
+    """
+    known = {name.split(":")[0]: name for name in (*default, *others)}
+    return [Target(known.get(name, name)) for name in on or default]
