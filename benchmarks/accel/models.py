@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import models
 from benchmarks.accel.program import Figures, measure, placed
-from benchmarks.accel.report import amount, rows_of, unknown
+from benchmarks.accel.report import alike, amount, rows_of, unknown
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.models import POLICY, REFERENCE, Case, Program
 from benchmarks.table import Row, run
@@ -40,7 +40,7 @@ from policy.amp import autocast
 
 TARGETS = ("v5e:2x2", "v6e:2x2", "h100")
 OTHERS = ("v5p:2x2x1", "tpu7x:2x2x1", "a100", "b200")
-CYCLES: dict[str, float | None] = {"cycles": 1.00, "/autocast": 1.02, "bytes": 1.02, "temporary": 1.05}
+TPU: dict[str, float | None] = {"cycles": 1.00, "/autocast": 1.02, "bytes": 1.02, "temporary": 1.05}
 GPU: dict[str, float | None] = {"bytes": 1.02, "temporary": 1.05}
 
 
@@ -118,21 +118,22 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
 
 def _model(target: Target, case: Case, wing: str, small: bool) -> Iterator[Row]:
     name = f"{case.name}, {wing}"
-    measured = {key: figures(target, program) for key, program in programs(case, wing, small).items()}
-    ours, hand = measured.pop("ours"), measured.pop(REFERENCE)
-    bounds = CYCLES if target.chip.clock else GPU
+    built = programs(case, wing, small)
+    ours, hand = (figures(target, built.pop(key)) for key in ("ours", REFERENCE))
+    bounds = TPU if target.chip.clock else GPU
     yield from rows_of(name, target, ours, hand, bounds)
-    quantity = "cycles" if target.chip.clock else "bytes"
-    beside = functools.partial(_beside, name, target, quantity)
-    yield beside("/autocast", ours, measured["autocast"], bounds.get("/autocast"))
-    for key, figure in measured.items():
-        yield beside(key, figure, hand, None)
+    beside = functools.partial(_beside, name, target, "cycles" if target.chip.clock else "bytes")
+    for key, program in built.items():
+        measured = figures(target, program)
+        if key == "autocast":
+            yield beside("/autocast", ours, measured, bounds.get("/autocast"))
+        yield beside(key, measured, hand, None)
 
 
 def _beside(
     name: str, target: Target, quantity: str, called: str, ours: Figures, reference: Figures, bound: float | None
 ) -> Row:
-    first, second = (amount(target, figure, quantity) for figure in (ours, reference))
+    first, second = (amount(target, figure, quantity) for figure in alike(ours, reference))
     left_out = unknown(quantity, ours, reference)
     return Row(called, name, first, second, bound, target=target.name, unknown=left_out)
 

@@ -23,6 +23,8 @@ class Figures:
     Attributes:
       cycles: the compiler's estimate, kernels without one at the chip's roofline; 0 of a GPU.
       bytes: moved by kernels, of the TPU's compiler its own count where no loop runs.
+      moved: the same by the shapes in the program's text, whatever runs; memory of the chip's own is free.
+      has_loops: whether a loop runs, which the compiler's own count takes once.
       temporary: bytes of temporary memory at their peak.
       arguments: bytes of the arguments.
       kernels: how many run.
@@ -36,6 +38,8 @@ class Figures:
 
     cycles: float
     bytes: float
+    moved: float
+    has_loops: bool
     temporary: float
     arguments: float
     kernels: int
@@ -79,13 +83,15 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
     text = compiled.as_text()
     chip = target.chip
     is_tpu = chip.platform == "tpu"
-    costs = costs_of(text, (lambda flops, moved: roofline(chip, flops, moved) * chip.clock) if is_tpu else None)
+    costs = costs_of(text, lambda flops, moved: roofline(chip, flops, moved) * chip.clock)
     analysis = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
     loops = " while(" in text
     return Figures(
         cycles=costs.cycles if is_tpu else 0.0,
         bytes=costs.bytes if loops or not is_tpu else analysis["bytes accessed"],
+        moved=costs.bytes,
+        has_loops=loops,
         temporary=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         kernels=costs.kernels,
@@ -93,7 +99,7 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         collectives=costs.collectives,
         exchange=exchange_seconds(chip, costs.collectives),
         uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
-        rooflines=tuple(dict.fromkeys(costs.rooflines)),
+        rooflines=tuple(dict.fromkeys(costs.rooflines)) if is_tpu else (),
         seconds=seconds,
         costs=costs,
     )

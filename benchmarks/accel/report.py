@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 from benchmarks.accel.program import Figures
@@ -20,6 +21,7 @@ def rows_of(
       bounds: the largest ratios, by quantity: "cycles", "bytes", "temporary", "kernels", "exchange", "seconds".
     """
     bounds = bounds or {}
+    ours, reference = alike(ours, reference)
     for quantity in quantities(target, ours, reference):
         yield Row(
             quantity,
@@ -31,6 +33,13 @@ def rows_of(
             target=target.name,
             unknown=unknown(quantity, ours, reference),
         )
+
+
+def alike(*figures: Figures) -> tuple[Figures, ...]:
+    """The figures with bytes that are counted in one way: by shapes, where a loop runs in one of the programs."""
+    if any(figure.has_loops for figure in figures):
+        return tuple(dataclasses.replace(figure, bytes=figure.moved) for figure in figures)
+    return figures
 
 
 def quantities(target: Target, *figures: Figures) -> tuple[str, ...]:
