@@ -40,13 +40,15 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def load(file: Path = FILE) -> Recorded:
-    """What is recorded, by compiler, target, table, row and quantity."""
+def load(file: Path | None = None) -> Recorded:
+    """What is recorded, in `FILE` or another, by compiler, target, table, row and quantity."""
+    file = file or FILE
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def record(tables: Mapping[str, Iterable[Mapping[str, Any]]], file: Path = FILE) -> None:
+def record(tables: Mapping[str, Iterable[Mapping[str, Any]]], file: Path | None = None) -> None:
     """Writes the references of these tables' rows beside what is recorded already."""
+    file = file or FILE
     recorded = load(file)
     for table, rows in tables.items():
         for row in rows:

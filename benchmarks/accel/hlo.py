@@ -33,7 +33,7 @@ class Costs:
       kernels: how many run.
       collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation and dtype.
       uncounted: what no cycles are known for, and loops whose turns are not.
-      rooflines: kernels whose cycles are `kernel_cycles`'.
+      rooflines: cycles by `kernel_cycles`, which `cycles` holds too, by JAX operation.
       by_name: cycles by JAX operation.
     """
 
@@ -42,7 +42,7 @@ class Costs:
     kernels: int = 0
     collectives: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     uncounted: list[str] = dataclasses.field(default_factory=list)
-    rooflines: list[str] = dataclasses.field(default_factory=list)
+    rooflines: dict[str, float] = dataclasses.field(default_factory=dict)
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add(self, other: Costs, times: int = 1) -> None:
@@ -53,8 +53,9 @@ class Costs:
             self.collectives[key] = self.collectives.get(key, 0.0) + times * value
         for name, value in other.by_name.items():
             self.by_name[name] = self.by_name.get(name, 0.0) + times * value
+        for name, value in other.rooflines.items():
+            self.rooflines[name] = self.rooflines.get(name, 0.0) + times * value
         self.uncounted += other.uncounted
-        self.rooflines += other.rooflines
 
 
 def costs_of(text: str, kernel_cycles: Callable[[float, float], float] | None = None) -> Costs:
@@ -62,16 +63,22 @@ def costs_of(text: str, kernel_cycles: Callable[[float, float], float] | None = 
 
     Args:
       text: of `Compiled.as_text()`.
-      kernel_cycles: cycles of a kernel that the compiler gives none for, from its FLOPs and bytes (a roofline); None
-        leaves it uncounted.
+      kernel_cycles: cycles of a kernel that the compiler gives none for, from its FLOPs and bytes (a roofline), those
+        to and from the chip's own memory among them; None leaves it uncounted.
     """
     computations, entry = parse(text)
-    return _Counter(computations, kernel_cycles).of(entry)
+    anywhere, _ = parse(re.sub(r"S\(\d+\)", "", text))
+    return _Counter(computations, anywhere, kernel_cycles).of(entry)
 
 
 class _Counter:
-    def __init__(self, computations: dict[str, Computation], kernel_cycles: Callable[[float, float], float] | None):
-        self.computations, self.kernel_cycles = computations, kernel_cycles
+    def __init__(
+        self,
+        computations: dict[str, Computation],
+        anywhere: dict[str, Computation],
+        kernel_cycles: Callable[[float, float], float] | None,
+    ):
+        self.computations, self.anywhere, self.kernel_cycles = computations, anywhere, kernel_cycles
         self.found: dict[str, Costs] = {}
         self.channels: set[tuple[str, str]] = set()
 
@@ -127,7 +134,7 @@ class _Counter:
             costs.add(Costs(bytes=bytes_moved))
             return
         if cycles is None:
-            cycles = self._by_roofline(costs, instruction, name, bytes_moved)
+            cycles = self._by_roofline(costs, inside, instruction, name)
         costs.add(Costs(float(cycles), bytes_moved, 1, by_name={name: float(cycles)}))
 
     def _fused_collectives(self, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
@@ -146,14 +153,17 @@ class _Counter:
         arrays = [array for i in (instruction, *operands) for array in i.results]
         return instruction.opcode not in ("fusion", "custom-call") and not any(array.shape for array in arrays)
 
-    def _by_roofline(self, costs: Costs, instruction: Instruction, name: str, bytes_moved: float) -> float:
+    def _by_roofline(self, costs: Costs, inside: Computation, instruction: Instruction, name: str) -> float:
         """Cycles of what the compiler gives none for: a custom call is told its FLOPs, anything else only moves."""
         flops = re.search(r'"flops":"?(\d+)', instruction.rest) if "cost_estimate" in instruction.rest else None
         if self.kernel_cycles is None or (instruction.opcode == "custom-call" and flops is None):
             costs.uncounted.append(f"cycles of {instruction.target or instruction.opcode} ({instruction.op_name})")
             return 0.0
-        costs.rooflines.append(name)
-        return self.kernel_cycles(float(flops[1]) if flops else 0.0, bytes_moved)
+        holder = self.anywhere[inside.name]
+        touched = moved(self.anywhere, holder, holder.instructions[instruction.name])
+        cycles = self.kernel_cycles(float(flops[1]) if flops else 0.0, touched)
+        costs.rooflines[name] = costs.rooflines.get(name, 0.0) + cycles
+        return cycles
 
 
 def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> None:

@@ -7,14 +7,17 @@
 
 value_and_grad of the mean square of a layer's result, by params and by a bfloat16 input, compiled for one chip and not
 run: the layers of `benchmarks.layers`, of larger inputs. The quantities are those of `benchmarks.accel.models`. An
-RNN's loop counts as often as it runs.
+RNN's loop counts as often as it runs. A kernel that the compiler gives no cycles for counts at the chip's roofline and
+is named; so that attention's does not hide what surrounds it, attention is measured without the kernel too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from benchmarks import layers
 from benchmarks.accel.program import Figures, measure, placed
@@ -41,7 +44,7 @@ def cases() -> list[Case]:
         "gradients of a token's uses are summed in float32",
     )
     return [
-        *layers.cases(ROWS, IMAGE, SEQUENCE, groups=IMAGE, steps=SEQUENCE),
+        *layers.cases(ROWS, IMAGE, SEQUENCE, groups=SEQUENCE, steps=SEQUENCE),
         layer(
             "InstanceNorm",
             IMAGE,
@@ -50,7 +53,24 @@ def cases() -> list[Case]:
             layers.NORM,
         ),
         dataclasses.replace(embed, integers=True),
+        layer("attention in XLA", SEQUENCE, _linen_attention, _nnx_attention, layers.ATTENTION),
     ]
+
+
+# Where attention is one kernel its cycles are a roofline: without it the bound is to hold as well.
+def _linen_attention(wing: Any, **options: Any) -> Any:
+    return wing.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **_in_xla(wing, options))
+
+
+def _nnx_attention(wing: Any, **options: Any) -> Any:
+    return wing.MultiHeadAttention(4, SEQUENCE[-1], use_bias=False, decode=False, **_in_xla(wing, options))
+
+
+def _in_xla(wing: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of ours that turn the kernel off; Flax's layers, which are given a dtype, have none."""
+    if "dtype" in options:
+        return options
+    return options | {"attention_fn": functools.partial(wing.dot_product_attention, implementation="xla")}
 
 
 def figures(target: Target, case: Case, wing: str, *, ours: bool) -> Figures:

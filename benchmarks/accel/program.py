@@ -32,7 +32,7 @@ class Figures:
       collectives: bytes of one device's results, by operation and dtype.
       exchange: seconds of the collectives at the published bandwidth of the links.
       uncounted: what the figures leave out.
-      rooflines: kernels whose cycles are the chip's roofline, as the compiler gives none.
+      rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's roofline.
       seconds: CPU seconds of the compiler.
     """
 
@@ -99,7 +99,7 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         collectives=costs.collectives,
         exchange=exchange_seconds(chip, costs.collectives),
         uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
-        rooflines=tuple(dict.fromkeys(costs.rooflines)) if is_tpu else (),
+        rooflines=tuple(name for name, cycles in costs.rooflines.items() if is_tpu and cycles > 0.01 * costs.cycles),
         seconds=seconds,
         costs=costs,
     )

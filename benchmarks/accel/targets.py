@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from benchmarks.accel.gpu_configs import GPU_CONFIGS
 
 INSTALL = (
-    "python -m benchmarks accel needs the accelerators' compilers: pip install 'jax[tpu]', and "
-    "pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION of jax's version (Linux on x86)."
+    "python -m benchmarks accel needs the accelerators' compilers, which there are for Linux on x86: "
+    "pip install 'mpmodules[accel]', or of a checkout '.[accel]'."
 )
 
 
