@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from mpmodules.functional import complex_input, is_wider
@@ -53,6 +54,89 @@ def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
     return jax.numpy_dtype_promotion("standard") if mixes else contextlib.nullcontext()
 
 
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    precision: Any = None,
+    reduction_dtype: DTypeLike = jnp.float32,
+) -> Array:
+    """softmax(q k^T / sqrt(H) + bias) v, whose weights nobody else needs.
+
+    The sum of the values is divided by the sum of the exponentials, not each weight; and backward takes the sum of
+    weights times their cotangents from the result, as FlashAttention does (Dao et al. 2022, section B.2). That leaves
+    two matmuls each way with elementwise operations around them, and no pass over all weights more than by hand.
+
+    Args:
+      query: (B..., T, N, H), half precision.
+      key: (B..., S, K, H), `value`: (B..., S, K, any width); the same dtype.
+      bias, mask, is_causal, precision, reduction_dtype: as in `dot_product_attention_weights`.
+
+    Returns:
+      (B..., T, N, width of `value`) in the values' dtype.
+    """
+    check_shapes(query, key, value)
+    logits = _logits(query, key, bias, mask, is_causal, precision, None, reduction_dtype)
+    attend = traced_once(_attend, precision) if is_hashable(precision) else functools.partial(_attend, precision)
+    return attend(logits, value)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(precision: Any, logits: Array, value: Array) -> Array:
+    """softmax(logits) value, rounded once; backward keeps the exponentials in the values' dtype."""
+    return _exponentials(precision, logits, value)[2].astype(value.dtype)
+
+
+def _exponentials(precision: Any, logits: Array, value: Array) -> tuple[Array, Array, Array]:
+    """The exponentials (B..., N, T, S) in the values' dtype, their sums (B..., T, N, 1), and the unrounded result."""
+    highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    exponentials = jnp.exp(logits - highest).astype(value.dtype)
+    # Of the rounded ones: then the weights add up to 1, and what backward subtracts from their cotangents is exact.
+    total = jnp.swapaxes(jnp.sum(exponentials.astype(logits.dtype), axis=-1, keepdims=True), -2, -3)
+    weigh = accumulating(functools.partial(weighted_values, precision=precision), logits.dtype)
+    return exponentials, total, weigh(exponentials, value) / total
+
+
+def _attend_jvp(precision: Any, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    logits, value = primals
+    exponentials, total, exact = _exponentials(precision, logits, value)
+    result = exact.astype(value.dtype)
+    rounded_off = (exact - result.astype(exact.dtype)).astype(value.dtype)
+    logits_tangent, value_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+    wide = functools.partial(lax.convert_element_type, new_dtype=logits.dtype)
+
+    def derivative(
+        exponentials: Array,
+        total: Array,
+        result: Array,
+        rounded_off: Array,
+        value: Array,
+        logits_tangent: Any,
+        value_tangent: Any,
+    ) -> Array:
+        through = jnp.zeros_like(result, logits.dtype)
+        if logits_tangent is not None:
+            moved = wide(exponentials) / jnp.swapaxes(total, -2, -3) * logits_tangent
+            along = jnp.swapaxes(jnp.sum(moved, axis=-1, keepdims=True), -2, -3)
+            sums = weighted_values(moved.astype(value.dtype), value, precision=precision)
+            through = wide(sums) - along * (wide(result) + wide(rounded_off))
+        if value_tangent is not None:
+            through = through + wide(weighted_values(exponentials, value_tangent, precision=precision)) / total
+        return through.astype(value.dtype)
+
+    # Checkpointed, so that nothing is kept but the exponentials and what is as small as the result. Behind the barrier
+    # XLA can't keep the logits instead, which are twice as large, and take the exponentials again.
+    kept = (lax.optimization_barrier(exponentials), total, result, rounded_off, value)
+    return result, jax.checkpoint(derivative, prevent_cse=False)(*kept, logits_tangent, value_tangent)
+
+
+_attend.defjvp(_attend_jvp, symbolic_zeros=True)
+
+
 def dot_product_attention_weights(
     query: Array,
     key: Array,
@@ -85,6 +169,23 @@ def dot_product_attention_weights(
       (B..., N, T, S) in `dtype`.
     """
     check_shapes(query, key)
+    logits = _logits(query, key, bias, mask, is_causal, precision, einsum, reduction_dtype)
+    if dtype is None or logits.dtype == dtype:
+        return jax.nn.softmax(logits, axis=-1)
+    return traced_once(_rounded_softmax, jnp.dtype(dtype))(logits)
+
+
+def _logits(
+    query: Array,
+    key: Array,
+    bias: Array | None,
+    mask: Array | None,
+    is_causal: bool,
+    precision: Any,
+    einsum: Callable[..., Array] | None,
+    reduction_dtype: DTypeLike,
+) -> Array:
+    """q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in `reduction_dtype`."""
     heads, key_heads = query.shape[-2], key.shape[-2]
     if einsum is not None:
         logits = einsum("...qhd,...khd->...hqk", query, key).astype(reduction_dtype)
@@ -99,9 +200,7 @@ def dot_product_attention_weights(
         logits = logits + jnp.asarray(bias, logits.dtype)
     if mask is not None or is_causal:
         logits = keeping_inputs_once(_masked, is_causal)(logits, mask)
-    if dtype is None or logits.dtype == dtype:
-        return jax.nn.softmax(logits, axis=-1)
-    return traced_once(_rounded_softmax, jnp.dtype(dtype))(logits)
+    return logits
 
 
 def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
@@ -135,21 +234,25 @@ def _rounded_softmax_jvp(dtype: np.dtype, primals: tuple[Array], tangents: tuple
     return weights, jax.checkpoint(derivative, prevent_cse=False)(weights, tangents[0])
 
 
-def weighted_values(weights: Array, value: Array, *, precision: Any = None) -> Array:
+def weighted_values(
+    weights: Array, value: Array, *, precision: Any = None, preferred_element_type: DTypeLike | None = None
+) -> Array:
     """Sums the values by attention weight.
 
     Args:
       weights: (B..., N, T, S), the values' dtype.
       value: (B..., S, K, H), K a divisor of N.
+      preferred_element_type: of the result; None is the values' dtype.
 
     Returns:
-      (B..., T, N, H) in the values' dtype.
+      (B..., T, N, H).
     """
     heads, value_heads = weights.shape[-3], value.shape[-2]
+    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=preferred_element_type)
     if heads == value_heads:
-        return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=precision)
+        return einsum("...hqk,...khd->...qhd", weights, value)
     grouped = weights.reshape(*weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:])
-    out = jnp.einsum("...hgqk,...khd->...qhgd", grouped, value, precision=precision)
+    out = einsum("...hgqk,...khd->...qhgd", grouped, value)
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
 
