@@ -9,7 +9,7 @@ import pytest
 from benchmarks import __main__ as everything
 from benchmarks import page
 from benchmarks.accel import __main__ as command
-from benchmarks.accel import baseline, gpu_configs, layers, models, report, targets
+from benchmarks.accel import baseline, claims, gpu_configs, layers, models, report, targets
 from benchmarks.accel.program import Figures
 from benchmarks.accel.targets import Target
 from benchmarks.table import Row
@@ -265,3 +265,15 @@ def test_chips_are_of_the_accelerators_tables_alone(capsys):
     with pytest.raises(SystemExit):
         everything.main(["models", "--on", "v5e"])
     assert "--on and --record are of the table accel: python -m benchmarks accel --on v5e" in capsys.readouterr().err
+
+
+def test_the_readmes_sentences_are_the_rows_figures(tmp_path, capsys):
+    rows = [Row("cycles", name, ratio, 1.0, target="v5e:2x2") for name, ratio in (("a", 0.9), ("b", 1.1))]
+    written = [{"table": "models", **row.as_json()} for row in rows]
+    (tmp_path / "rows.json").write_text(json.dumps(written))
+    claims.main([str(tmp_path / "rows.json")])
+    printed = capsys.readouterr().out
+    assert "takes 0.90 to 1.10 of the cycles on v5e" in printed and "(the most: b, v5e:2x2)" in printed
+    (tmp_path / "all.json").write_text(json.dumps({"tables": {"accel": written}}))
+    claims.main([str(tmp_path / "all.json")])
+    assert capsys.readouterr().out == printed
