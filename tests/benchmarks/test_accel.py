@@ -13,6 +13,7 @@ from benchmarks.accel import baseline, claims, gpu_configs, layers, models, repo
 from benchmarks.accel.program import Figures
 from benchmarks.accel.targets import Target
 from benchmarks.table import Row
+from tests.benchmarks import accelerators
 
 V5E = Target("v5e:1x1")
 
@@ -57,6 +58,20 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
     with pytest.raises(RuntimeError, match=r"No compiler for h100: Unable to find the plugin\. .*mpmodules\[accel\]"):
         _ = Target("h100").devices
+
+
+def test_a_missing_compiler_skips_a_test_and_fails_it_where_it_is_required(monkeypatch):
+    def missing(**_):
+        raise RuntimeError("no plugin")
+
+    targets._topology.cache_clear()
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
+    monkeypatch.delenv(accelerators.REQUIRED, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="No compiler for h100: no plugin"):
+        accelerators.target("h100")
+    monkeypatch.setenv(accelerators.REQUIRED, "1")
+    with pytest.raises(RuntimeError, match="No compiler for h100: no plugin"):
+        accelerators.target("h100")
 
 
 def test_a_gpus_configuration_holds_its_figures():
