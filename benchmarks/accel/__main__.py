@@ -78,14 +78,14 @@ def run(name: str, on: Sequence[str], quick: bool, check: bool, file: Path) -> t
     return status, json.loads(file.read_text()) if file.exists() else []
 
 
-def _beside_recorded(tables: dict[str, list[dict[str, Any]]]) -> list[Row]:
+def _beside_recorded(tables: dict[str, list[dict[str, Any]]], *, records: bool) -> list[Row]:
     """Compares the baselines with the recorded ones, says what is not recorded, and returns the rows."""
     rows, absent = baseline.beside_recorded(tables, baseline.load())
     dearer = [row for row in rows if row.is_missed]
     print(f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them dearer", flush=True)
     for row in dearer:
         print(line(row))
-    for where in absent:
+    for where in absent if not records else ():
         print(where)
     return rows
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed += [name] if status else []
     # A quick table's rows may have the names of larger ones.
     baselines = {f"{name}, quick" if options.quick else name: rows for name, rows in tables.items()}
-    compared = _beside_recorded(baselines)
+    compared = _beside_recorded(baselines, records=options.record)
     for row in (row for row in compared if row.is_missed and options.check):
         print(f"dearer than recorded: {missed_line(row)}", file=sys.stderr)
         failed = [*failed, "baseline"] if "baseline" not in failed else failed
