@@ -199,7 +199,7 @@ def fake_table(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{page.__file__.rpartition('/benchmarks/')[0]}")
-    monkeypatch.setattr(command, "TABLES", {"fake": "fake_accel"})
+    monkeypatch.setattr(command, "TABLES", {"fake": command.Table("fake_accel", ("v5e", "h100"))})
     monkeypatch.setattr(command, "QUICK", ("fake",))
     monkeypatch.setattr(Target, "devices", [None])
     monkeypatch.setattr(baseline, "FILE", tmp_path / "baseline.json")
@@ -267,6 +267,15 @@ def test_a_table_or_a_chip_that_there_is_not_is_refused(capsys):
     assert capsys.readouterr().err.startswith("There is no table 'modles' of accelerators. Tables: models, layers,")
     assert command.main(["--only", "models", "--on", "v9"]) == 2
     assert capsys.readouterr().err.startswith("There is no target 'v9'.")
+    assert command.main(["--only", "scale", "--on", "h100"]) == 2
+    assert capsys.readouterr().err == "No table has rows of h100. Chips: scale: v5e, v5p.\n"
+
+
+def test_a_table_is_of_the_chips_that_it_has():
+    found = command.chosen([], on=["v5p", "h100:8"])
+    assert found == {"models": ["v5p", "h100:8"], "layers": ["v5p", "h100:8"], "scale": ["v5p"]}
+    assert command.chosen([], quick=True) == {"models": [], "layers": [], "optimizer": []}
+    assert list(command.chosen([])) == list(command.TABLES)
 
 
 def test_the_accelerators_tables_are_chosen_by_name(monkeypatch):
