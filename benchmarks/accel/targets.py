@@ -106,7 +106,8 @@ def _topology(name: str) -> Any:
             platform="cuda", topology_name="", target_config=config, topology=f"1x1x{shape or 1}"
         )
     except Exception as error:  # what a missing plugin raises differs by release
-        raise RuntimeError(f"No compiler for {name}: {str(error).splitlines()[0]}. {INSTALL}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"No compiler for {name}: {reason}. {INSTALL}") from error
 
 
 def chosen(on: Sequence[str], default: Sequence[str], others: Sequence[str] = ()) -> list[Target]:
