@@ -89,13 +89,14 @@ def run(table: Table, quick: bool, check: bool, file: Path, more: Sequence[str] 
 def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path | None) -> None:
     if json_file is None and markdown_file is None:
         return
+    compilers = {}
+    if ACCEL in tables:
+        from benchmarks.accel import baseline  # before JAX, which it tells that nothing runs on an accelerator
+
+        compilers = baseline.compilers()
     from benchmarks.accuracy.report import environment  # imports JAX, which the tables' own processes are to do alone
 
-    where = environment()
-    if ACCEL in tables:
-        from benchmarks.accel.baseline import compilers
-
-        where |= compilers()
+    where = environment() | compilers
     if json_file is not None:
         json_file.write_text(json.dumps({"environment": where, "tables": tables}, indent=1) + "\n")
     if markdown_file is not None:

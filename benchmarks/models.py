@@ -33,7 +33,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen
@@ -149,7 +149,7 @@ def saved_bytes(program: Program) -> int:
     def saved(params: Any, *others: Any) -> Any:
         return jax.vjp(lambda params: program.loss(params, *others), params, has_aux=True)[1]
 
-    jaxpr = jax.make_jaxpr(saved)(*program.arguments).jaxpr
+    jaxpr: Any = jax.make_jaxpr(saved)(*program.arguments).jaxpr
     inputs = {id(variable) for variable in jaxpr.invars}
     kept = {id(atom): atom.aval for atom in jaxpr.outvars if id(atom) not in inputs}
     return sum(aval.size * aval.dtype.itemsize for aval in kept.values())
@@ -194,7 +194,7 @@ def kernels(hlo: str) -> int:
     return len(_KERNEL.findall(re.sub(r"\{[^{}]*\}", "", entry)))
 
 
-def tracing(programs: dict[str, Callable[[], Program]], times: int) -> dict[str, float]:
+def tracing(programs: Mapping[str, Callable[[], Program]], times: int) -> dict[str, float]:
     """CPU seconds to trace each, the best of several; a new function each time, JAX's own caches warm."""
     best = dict.fromkeys(programs, float("inf"))
     for _ in range(times + 1):

@@ -60,10 +60,11 @@ an element and CPU seconds to compile, against plain optax, which neither unscal
 ACCELERATORS = """
 Programs as the compilers of TPUs and GPUs make them, on a machine that has neither: nothing was timed. Each cell is the
 ratio ours / by hand and, in brackets, the two figures, of one chip. **cycles** are the compiler's estimate, a loop's
-body as often as it runs, of a `cond` the costlier branch; **seconds** are these and what the collectives take at the
-published bandwidth of the links; **bytes** are moved to and from memory, **temporary** is memory at its peak beside
-arguments and results, **exchange** is what collectives leave on a chip. **/autocast** holds ours against autocast of
-the model without a dtype. The compilers of GPUs estimate no cycles.
+body as often as it runs, of a `cond` the costlier branch, and kernels without an estimate at the roofline of the chip's
+published peaks; **seconds** are these and what the collectives take at the published bandwidth of the links; **bytes**
+are moved to and from memory, **temporary** is memory at its peak beside arguments and results, **exchange** is what
+collectives leave on a chip. **/autocast** holds ours against autocast of the model without a dtype. The compilers of
+GPUs estimate no cycles.
 """
 ACCELERATOR_NOTES = {
     "models": """
@@ -85,8 +86,7 @@ def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
         if "gpu" not in tables
         else "",
         accelerators(environment, tables["accel"]) if tables.get("accel") else "",
-        "# XLA for CPUs" if set(tables) - {"accel"} else "",
-        _where(environment),
+        f"# XLA for CPUs\n\n{_where(environment)}" if set(tables) - {"accel"} else "",
         "What XLA counts is the same on every run; CPU seconds are not. Numerics have pages of their own: "
         "[accuracy.md](accuracy.md) and [convergence.md](convergence.md); so has "
         "[the exchange between devices](bf16_all_reduce.md).",
@@ -101,7 +101,7 @@ def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any
     """The part of the page on TPUs and GPUs: a table for each chip and each of the command's tables."""
     versions = {name: version for name, version in environment.items() if version != "not installed"}
     parts = [OPENING, "# TPUs and GPUs", _where(versions), ACCELERATORS.strip()]
-    tables = dict.fromkeys(row["table"] for row in rows)
+    tables = dict.fromkeys(row["table"] for row in rows if row["table"] != "baseline")
     for name in tables:
         of_table = [row for row in rows if row["table"] == name]
         parts += [f"## {name} on accelerators", ACCELERATOR_NOTES.get(name, "").strip()]

@@ -18,6 +18,7 @@ It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 L
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import inspect
 import json
@@ -33,28 +34,51 @@ from typing import Any
 from benchmarks.accel import baseline, targets
 from benchmarks.table import Row, line, missed_line
 
-# Each is a module with `rows(small)` and the command line of `benchmarks.table.run`.
-TABLES = {name: f"benchmarks.accel.{name}" for name in ("models", "layers", "optimizer", "sharded", "scale")}
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A module with `rows(small)` and the command line of `benchmarks.table.run`.
+
+    Attributes:
+      module: its name.
+      chips: those that it has rows of.
+    """
+
+    module: str
+    chips: tuple[str, ...]
+
+
+TABLES = {
+    "models": Table("benchmarks.accel.models", tuple(targets.CHIPS)),
+    "layers": Table("benchmarks.accel.layers", tuple(targets.CHIPS)),
+    "optimizer": Table("benchmarks.accel.optimizer", ("v5e",)),
+    "sharded": Table("benchmarks.accel.sharded", ("v5e",)),
+    "scale": Table("benchmarks.accel.scale", ("v5e", "v5p")),
+}
 QUICK = ("models", "layers", "optimizer")
 
 
-def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> list[str]:
-    """The tables of these names; without names all, or with `on` those that can be of some targets alone.
+def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> dict[str, list[str]]:
+    """The tables of these names, or all, and which of the targets `on` each has rows of; without `on` none is named.
 
     Raises:
-      ValueError: a name that is none's.
+      ValueError: a name that is none's, or no table has rows of these targets.
     """
     for name in only:
         if name not in TABLES:
             raise ValueError(f"There is no table {name!r} of accelerators. Tables: {', '.join(TABLES)}.")
-    if only:
-        return [name for name in TABLES if name in only]
-    return [name for name in TABLES if not (quick and name not in QUICK) and not (on and not takes_targets(name))]
+    names = [name for name in TABLES if (name in only if only else name in QUICK or not quick)]
+    kinds = {name: targets.Target(name).kind for name in on}
+    found = {name: [target for target in on if kinds[target] in TABLES[name].chips] for name in names}
+    if on and not any(found.values()):
+        known = "; ".join(f"{name}: {', '.join(TABLES[name].chips)}" for name in names)
+        raise ValueError(f"No table has rows of {', '.join(on)}. Chips: {known}.")
+    return {name: found[name] for name in names if found[name] or not on}
 
 
 def takes_targets(name: str) -> bool:
     """Whether a table has ``--on``."""
-    return "on" in inspect.signature(importlib.import_module(TABLES[name]).rows).parameters
+    return "on" in inspect.signature(importlib.import_module(TABLES[name].module).rows).parameters
 
 
 def _compilers_of(on: Sequence[str]) -> None:
@@ -74,18 +98,20 @@ def run(name: str, on: Sequence[str], quick: bool, check: bool, file: Path) -> t
         arguments += ["--on", *on]
     # The GPU's compiler can't read back what it writes to JAX's cache, and a program is not to be of another day.
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    status = subprocess.run([sys.executable, "-m", TABLES[name], *arguments], check=False, env=environment).returncode
+    status = subprocess.run(
+        [sys.executable, "-m", TABLES[name].module, *arguments], check=False, env=environment
+    ).returncode
     return status, json.loads(file.read_text()) if file.exists() else []
 
 
-def _beside_recorded(tables: dict[str, list[dict[str, Any]]]) -> list[Row]:
+def _beside_recorded(tables: dict[str, list[dict[str, Any]]], *, records: bool) -> list[Row]:
     """Compares the baselines with the recorded ones, says what is not recorded, and returns the rows."""
     rows, absent = baseline.beside_recorded(tables, baseline.load())
     dearer = [row for row in rows if row.is_missed]
     print(f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them dearer", flush=True)
     for row in dearer:
         print(line(row))
-    for where in absent:
+    for where in absent if not records else ():
         print(where)
     return rows
 
@@ -112,15 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     tables, failed = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for name, on in names.items():
             print(f"\n== {name}", flush=True)
             start = time.monotonic()
-            status, tables[name] = run(name, options.on, options.quick, options.check, Path(folder) / f"{name}.json")
+            status, tables[name] = run(name, on, options.quick, options.check, Path(folder) / f"{name}.json")
             print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
             failed += [name] if status else []
     # A quick table's rows may have the names of larger ones.
     baselines = {f"{name}, quick" if options.quick else name: rows for name, rows in tables.items()}
-    compared = _beside_recorded(baselines)
+    compared = _beside_recorded(baselines, records=options.record)
     for row in (row for row in compared if row.is_missed and options.check):
         print(f"dearer than recorded: {missed_line(row)}", file=sys.stderr)
         failed = [*failed, "baseline"] if "baseline" not in failed else failed

@@ -63,7 +63,7 @@ def cases(chips: int) -> list[Case]:
         _case("ViT-S, 2 layers", "VisionTransformer", images, classes, layers=2),
         _case("decoder, 2 layers", "Transformer", ahead, ahead, **transformer, length=1024),
         _case("encoder, 2 layers", "Transformer", whole, whole, **transformer, length=512, causal=False),
-        _case("MLP", "Mlp", _shape(jnp.float32, 4096 * chips, 2048), None, width=2048),
+        _case("MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None),
     ]
 
 

@@ -44,9 +44,9 @@ def alike(*figures: Figures) -> tuple[Figures, ...]:
 
 def quantities(target: Target, *figures: Figures) -> tuple[str, ...]:
     """The quantities of a target's programs: of a GPU there are no cycles, of one device there is no exchange."""
-    exchanged = ("exchange",) if any(figure.exchange for figure in figures) else ()
-    cycles = ("cycles", "seconds") if target.chip.clock else ()
-    return (*cycles, "bytes", "temporary", "kernels", *exchanged)
+    exchanges = any(figure.exchange for figure in figures)
+    cycles = ("cycles", *(("seconds",) if exchanges else ())) if target.chip.clock else ()
+    return (*cycles, "bytes", "temporary", "kernels", *(("exchange",) if exchanges else ()))
 
 
 def amount(target: Target, figures: Figures, quantity: str) -> float:

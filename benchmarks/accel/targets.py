@@ -49,7 +49,7 @@ CHIPS = {
     "v5e": Chip("tpu", 16 * _GIB, 819e9, 197e12, 200e9, 1.5e9, "Google Cloud, TPU v5e: system architecture"),
     "v5p": Chip("tpu", 95 * _GIB, 2765e9, 459e12, 600e9, 1.75e9, "Google Cloud, TPU v5p: system architecture"),
     "v6e": Chip("tpu", 32 * _GIB, 1640e9, 918e12, 400e9, 1.75e9, "Google Cloud, TPU v6e: system architecture"),
-    "tpu7x": Chip("tpu", 96 * _GIB, 3690e9, 1153.5e12, 600e9, 2.2e9, "Google Cloud, TPU7x (Ironwood), half a chip"),
+    "tpu7x": Chip("tpu", 96 * _GIB, 3690e9, 1153.5e12, 300e9, 2.2e9, "Google Cloud, TPU7x (Ironwood), half a chip"),
     "h100": Chip("cuda", 80 * _GIB, 3350e9, 989.5e12, 450e9, 0.0, "NVIDIA H100 data sheet, 2024"),
     "a100": Chip("cuda", 80 * _GIB, 2039e9, 312e12, 300e9, 0.0, "NVIDIA A100 data sheet, 2022"),
     "b200": Chip("cuda", 180 * _GIB, 8000e9, 2250e12, 900e9, 0.0, "NVIDIA HGX B200 data sheet, 2025, an eighth of it"),
@@ -89,18 +89,25 @@ class Target:
         return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
+_ONE_CHIP = {"v5e": "1x1", "v6e": "1x1", "v5p": "1x1x1", "tpu7x": "1x1x1"}
+
+
 @functools.cache
 def _topology(name: str) -> Any:
     kind, _, shape = name.partition(":")
     try:
         if CHIPS[kind].platform == "tpu":
-            return topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape or '1x1'}")
+            shape = shape or _ONE_CHIP[kind]
+            # Hosts of two by two chips are the default, of which one chip is no multiple.
+            host = {"chips_per_host_bounds": (1, 1, 1)} if shape == _ONE_CHIP[kind] else {}
+            return topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **host)
         config = GPU_CONFIGS[kind]
         return topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=config, topology=f"1x1x{shape or 1}"
         )
     except Exception as error:  # what a missing plugin raises differs by release
-        raise RuntimeError(f"No compiler for {name}: {str(error).splitlines()[0]}. {INSTALL}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"No compiler for {name}: {reason}. {INSTALL}") from error
 
 
 def chosen(on: Sequence[str], default: Sequence[str], others: Sequence[str] = ()) -> list[Target]:

@@ -9,10 +9,11 @@ import pytest
 from benchmarks import __main__ as everything
 from benchmarks import page
 from benchmarks.accel import __main__ as command
-from benchmarks.accel import baseline, gpu_configs, layers, models, report, targets
+from benchmarks.accel import baseline, claims, gpu_configs, layers, models, report, targets
 from benchmarks.accel.program import Figures
 from benchmarks.accel.targets import Target
 from benchmarks.table import Row
+from tests.benchmarks import accelerators
 
 V5E = Target("v5e:1x1")
 
@@ -59,6 +60,20 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
         _ = Target("h100").devices
 
 
+def test_a_missing_compiler_skips_a_test_and_fails_it_where_it_is_required(monkeypatch):
+    def missing(**_):
+        raise RuntimeError("no plugin")
+
+    targets._topology.cache_clear()
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
+    monkeypatch.delenv(accelerators.REQUIRED, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="No compiler for h100: no plugin"):
+        accelerators.target("h100")
+    monkeypatch.setenv(accelerators.REQUIRED, "1")
+    with pytest.raises(RuntimeError, match="No compiler for h100: no plugin"):
+        accelerators.target("h100")
+
+
 def test_a_gpus_configuration_holds_its_figures():
     h100 = gpu_configs.GPUS["h100"].text()
     assert "core_count: 132" in h100 and "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in h100
@@ -71,10 +86,10 @@ def test_a_gpus_configuration_holds_its_figures():
 def test_rows_have_bounds_and_say_what_they_leave_out():
     rows = {r.quantity: r for r in report.rows_of("x", V5E, figures(cycles=1600.0), figures(), {"cycles": 1.05})}
     assert rows["cycles"].is_missed and not rows["bytes"].is_missed and rows["bytes"].bound is None
-    assert rows["seconds"].reference == 1500.0 / V5E.chip.clock
+    assert "seconds" not in rows and "exchange" not in rows
     left_out = figures(uncounted=("the turns of while.1 (f)",))
     rows = {r.quantity: r for r in report.rows_of("x", V5E, left_out, figures())}
-    assert {name for name, row in rows.items() if row.is_missed} == {"cycles", "seconds", "bytes", "kernels"}
+    assert {name for name, row in rows.items() if row.is_missed} == {"cycles", "bytes", "kernels"}
     assert "not counted: the turns of while.1 (f)" in command.line(rows["cycles"])
 
 
@@ -84,6 +99,8 @@ def test_rows_name_exchanges_and_rooflines():
     assert rows["exchange"].note == "all-gather of bf16" and rows["exchange"].ours == 8.0
     assert rows["cycles"].note == "why; at the roofline: splash"
     assert rows["seconds"].note == "2 us of them exchange"
+    assert rows["seconds"].reference == 1500.0 / V5E.chip.clock
+    assert rows["seconds"].ours == pytest.approx(1500.0 / V5E.chip.clock + 2e-6)
 
 
 def test_bytes_are_counted_in_one_way_on_both_sides():
@@ -182,7 +199,7 @@ def fake_table(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{page.__file__.rpartition('/benchmarks/')[0]}")
-    monkeypatch.setattr(command, "TABLES", {"fake": "fake_accel"})
+    monkeypatch.setattr(command, "TABLES", {"fake": command.Table("fake_accel", ("v5e", "h100"))})
     monkeypatch.setattr(command, "QUICK", ("fake",))
     monkeypatch.setattr(Target, "devices", [None])
     monkeypatch.setattr(baseline, "FILE", tmp_path / "baseline.json")
@@ -250,6 +267,15 @@ def test_a_table_or_a_chip_that_there_is_not_is_refused(capsys):
     assert capsys.readouterr().err.startswith("There is no table 'modles' of accelerators. Tables: models, layers,")
     assert command.main(["--only", "models", "--on", "v9"]) == 2
     assert capsys.readouterr().err.startswith("There is no target 'v9'.")
+    assert command.main(["--only", "scale", "--on", "h100"]) == 2
+    assert capsys.readouterr().err == "No table has rows of h100. Chips: scale: v5e, v5p.\n"
+
+
+def test_a_table_is_of_the_chips_that_it_has():
+    found = command.chosen([], on=["v5p", "h100:8"])
+    assert found == {"models": ["v5p", "h100:8"], "layers": ["v5p", "h100:8"], "scale": ["v5p"]}
+    assert command.chosen([], quick=True) == {"models": [], "layers": [], "optimizer": []}
+    assert list(command.chosen([])) == list(command.TABLES)
 
 
 def test_the_accelerators_tables_are_chosen_by_name(monkeypatch):
@@ -265,3 +291,15 @@ def test_chips_are_of_the_accelerators_tables_alone(capsys):
     with pytest.raises(SystemExit):
         everything.main(["models", "--on", "v5e"])
     assert "--on and --record are of the table accel: python -m benchmarks accel --on v5e" in capsys.readouterr().err
+
+
+def test_the_readmes_sentences_are_the_rows_figures(tmp_path, capsys):
+    rows = [Row("cycles", name, ratio, 1.0, target="v5e:2x2") for name, ratio in (("a", 0.9), ("b", 1.1))]
+    written = [{"table": "models", **row.as_json()} for row in rows]
+    (tmp_path / "rows.json").write_text(json.dumps(written))
+    claims.main([str(tmp_path / "rows.json")])
+    printed = capsys.readouterr().out
+    assert "takes 0.90 to 1.10 of the cycles on v5e" in printed and "(the most: b, v5e:2x2)" in printed
+    (tmp_path / "all.json").write_text(json.dumps({"tables": {"accel": written}}))
+    claims.main([str(tmp_path / "all.json")])
+    assert capsys.readouterr().out == printed

@@ -100,6 +100,15 @@ def test_what_a_loop_costs_is_proportional_to_its_steps(chip, function):
         assert (third - second) / (second - first) == pytest.approx(2, rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["v5e", "v6e"])
+def test_a_large_matmuls_cycles_are_the_published_peaks(name):
+    chip = target(name)
+    square = placed(chip, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
+    figures = measure(chip, lambda a, b: a @ b, [square, square])
+    at_the_peak = 2 * 4096**3 / chip.chip.flops
+    assert at_the_peak <= figures.cycles / chip.chip.clock < 1.4 * at_the_peak
+
+
 def test_without_loops_the_cycles_are_the_sum_of_all_estimates():
     chip = target("v5e:1x1")
     lowered = jax.jit(lambda w, x: jnp.tanh(x @ w).sum()).trace(*placed(chip, (W, X)))

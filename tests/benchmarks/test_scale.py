@@ -1,5 +1,7 @@
 """How programs grow: what is counted, and that nothing of ours bends upwards."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -58,7 +60,7 @@ def test_a_scanned_layer_adds_saved_bytes_and_no_equations(sizes):
 @pytest.mark.parametrize("name", ["nnx", "apply_policy", "autocast", "linen, a path rule a layer"])
 def test_every_program_multiplies_in_bfloat16(name):
     program = PROGRAMS[name](1)
-    jaxpr = jax.make_jaxpr(program.loss)(*program.arguments).jaxpr
+    jaxpr: Any = jax.make_jaxpr(program.loss)(*program.arguments).jaxpr
     assert {v.aval.dtype.name for eqn in _dots(jaxpr) for v in eqn.invars} == {"bfloat16"}
 
 
