@@ -7,6 +7,7 @@ higher order are XLA's. As a primitive, the kernel is also traced when it is low
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from mpmodules import _splash_kernel as kernels
@@ -49,7 +49,15 @@ class Splash:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def splash_attention(how: Splash, query: Array, key: Array, value: Array) -> Array:
-    """softmax(q k^T / sqrt(H)) v in one kernel: (B..., T, N, H) of queries (B..., T, N, H), keys and values (B..., S, K, H)."""
+    """softmax(q k^T / sqrt(H)) v in one kernel.
+
+    Args:
+      how: the masks, and what to lower to.
+      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), K a divisor of N.
+
+    Returns:
+      (B..., T, N, H) in the queries' dtype.
+    """
     (out,) = _kernel_p.bind(query, key, value, how=how, stage="forward")
     return out
 
@@ -112,9 +120,16 @@ def _kernel_avals(query: Any, key: Any, value: Any, *_: Any, how: Splash, stage:
     return [query] if stage == "forward" else [query, _log_sum(query)]
 
 
-def _run_kernel(*operands: Array, how: Splash, stage: str) -> list[Array]:
-    results = getattr(kernels, stage)(*operands, mask=how.mask, is_causal=how.is_causal)
-    return [results] if stage == "forward" else list(results)
+@functools.lru_cache(maxsize=256)
+def _program(how: Splash, stage: str, operands: tuple[jax.ShapeDtypeStruct, ...], interpret: bool) -> Any:
+    """The kernel's jaxpr.
+
+    It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`, JAX's kernel does
+    not say over which axes its outputs vary. Its `_kernel_avals` here do.
+    """
+    run = functools.partial(getattr(kernels, stage), mask=how.mask, is_causal=how.is_causal, interpret=interpret)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(jax.make_jaxpr(run), *operands).result()
 
 
 def _run_formula(*operands: Array, how: Splash, stage: str) -> list[Array]:
@@ -128,15 +143,36 @@ def _run_formula(*operands: Array, how: Splash, stage: str) -> list[Array]:
     return [out, jnp.zeros((*batch, heads, queries), jnp.float32)]
 
 
-def _lower(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
-    """Lowers to the kernel; to XLA's formula where Mosaic's kernels can't be partitioned, unless it is insisted on."""
-    kernel = mlir.lower_fun(functools.partial(_run_kernel, how=how, stage=stage))
-    try:
-        return kernel(context, *operands)
-    except NotImplementedError:
-        if how.insists:
-            raise
+def _lower_for_tpu(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
+    """Lowers to the kernel, and to XLA's formula in a program that XLA partitions: Mosaic's kernels can't be."""
+    if _is_whole(context.module_context.axis_context):
+        return _lower_kernel(context, *operands, how=how, stage=stage)
+    if how.insists:
+        raise ValueError(
+            "implementation='splash' is a kernel that XLA can't partition. Call it within jax.shard_map, or leave it out."
+        )
     return mlir.lower_fun(functools.partial(_run_formula, how=how, stage=stage))(context, *operands)
+
+
+def _lower_elsewhere(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
+    if not kernels.INTERPRET:
+        raise ValueError("implementation='splash' is a kernel for TPUs. Leave it out, or give implementation='xla'.")
+    return _lower_kernel(context, *operands, how=how, stage=stage)
+
+
+def _lower_kernel(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
+    shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_in)
+    program = _program(how, stage, shapes, kernels.INTERPRET)
+    lower = mlir.lower_fun(jex_core.jaxpr_as_fun(program))
+    return lower(context.replace(avals_in=program.in_avals), *operands)
+
+
+def _is_whole(axis_context: Any) -> bool:
+    """Whether arrays are whole in the program that is lowered: on one device, or within `shard_map`."""
+    if hasattr(axis_context, "num_devices"):
+        return axis_context.num_devices == 1
+    mesh = getattr(axis_context, "mesh", None)
+    return mesh is None or {*axis_context.manual_axes, *mesh.manual_axes} == set(mesh.axis_names)
 
 
 @functools.cache
@@ -146,9 +182,9 @@ def _compiled(how: Splash, stage: str) -> Any:
 
 def _batch(primitive: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
     """One more batch axis, before the others."""
-    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not batching.not_mapped)
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is batching.not_mapped else jnp.moveaxis(x, axis, 0)
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes, strict=True)
     ]
     results = primitive.bind(*operands, **params)
@@ -157,7 +193,8 @@ def _batch(primitive: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any
 
 _kernel_p.def_impl(lambda *operands, how, stage: _compiled(how, stage)(*operands))
 batching.primitive_batchers[_kernel_p] = functools.partial(_batch, _kernel_p)
-mlir.register_lowering(_kernel_p, _lower)
+mlir.register_lowering(_kernel_p, _lower_elsewhere)
+mlir.register_lowering(_kernel_p, _lower_for_tpu, platform="tpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

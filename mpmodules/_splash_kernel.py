@@ -55,19 +55,21 @@ def _as_written() -> Iterator[None]:
         yield
 
 
-def forward(query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool) -> Array:
+def forward(
+    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
+) -> Array:
     """softmax(q k^T / sqrt(H)) v: (B..., T, N, H)."""
-    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, INTERPRET)
+    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
     with _as_written():
         out = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
         return _heads_last(out, query)
 
 
 def forward_with_residuals(
-    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool
+    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
 ) -> tuple[Array, Array]:
     """The same, and the logarithm of the softmax's denominators: (B..., N, T) in float32."""
-    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, INTERPRET)
+    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, interpret)
     with _as_written():
         out, (log_sum,) = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
         return _heads_last(out, query), log_sum.reshape(*query.shape[:-3], *log_sum.shape[1:])
@@ -83,9 +85,10 @@ def backward(
     *,
     mask: StaticMask | None,
     is_causal: bool,
+    interpret: bool,
 ) -> tuple[Array, Array, Array]:
     """The cotangents of queries, keys and values, from what `forward_with_residuals` returned."""
-    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, INTERPRET)
+    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
     with _as_written():
         operands = [_scaled(query), *map(_heads_first, (key, value, out, cotangent))]
         log_sum = log_sum.reshape(-1, *log_sum.shape[-2:])
@@ -124,7 +127,9 @@ def _pullback(
         elif (atom.aval.shape, atom.aval.dtype) == (log_sum.shape, log_sum.dtype):
             leaves.append(log_sum)
         else:
-            raise NotImplementedError(f"JAX's splash attention keeps {atom.aval} for backward, which is not known here.")
+            raise NotImplementedError(
+                f"JAX's splash attention keeps {atom.aval} for backward, which is not known here."
+            )
     _, pull = jax.tree.unflatten(jax.tree.structure(shapes), [out, *leaves])
     return pull(cotangent)
 
