@@ -149,7 +149,8 @@ def _lower_for_tpu(context: Any, *operands: Any, how: Splash, stage: str) -> Any
         return _lower_kernel(context, *operands, how=how, stage=stage)
     if how.insists:
         raise ValueError(
-            "implementation='splash' is a kernel that XLA can't partition. Call it within jax.shard_map, or leave it out."
+            "implementation='splash' is a kernel that XLA can't partition. Call it within jax.shard_map, or leave it "
+            "out."
         )
     return mlir.lower_fun(functools.partial(_run_formula, how=how, stage=stage))(context, *operands)
 

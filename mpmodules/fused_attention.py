@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from mpmodules._cudnn_attention import cudnn_attention, fits_cudnn
 from mpmodules._splash_attention import Splash, splash_attention
 from mpmodules._splash_kernel import LANES, StaticMask
+from policy.remembering import traced_once
 
 Array = jax.Array
 Attention = Callable[[Array, Array, Array], Array]
@@ -38,7 +39,7 @@ def fused_kernel(
     is_causal: bool,
     reduction_dtype: DTypeLike,
     obstacles: dict[str, bool],
-) -> Callable[[Attention], Attention] | None:
+) -> Attention | None:
     """Chooses the kernel to compute attention with.
 
     With `implementation=None` there is one where nothing in `obstacles` is asked for, shapes and dtypes are such that
@@ -59,8 +60,8 @@ def fused_kernel(
       obstacles: what no kernel can do, by name, and whether it is asked for.
 
     Returns:
-      None where XLA computes attention. Else a function of what XLA would compute, `attention(query, key, value)`,
-      which returns what is to be computed in its place: the kernel, or on a TPU the kernel and elsewhere that.
+      `attention(query, key, value)`, which is the kernel, or on a TPU the kernel and elsewhere XLA's program. None
+      where it is XLA's everywhere.
 
     Raises:
       ValueError: an `implementation` that is none, or that can't do what is asked for.
@@ -105,18 +106,19 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
         )
 
 
-def _cudnn(bias: Array | None, mask: Any, is_causal: bool) -> Callable[[Attention], Attention]:
-    return lambda attention: functools.partial(cudnn_attention, bias=bias, mask=mask, is_causal=is_causal)
+def _cudnn(bias: Array | None, mask: Any, is_causal: bool) -> Attention:
+    return functools.partial(cudnn_attention, bias=bias, mask=mask, is_causal=is_causal)
 
 
-def _splash(mask: np.ndarray | None, is_causal: bool, *, insists: bool) -> Callable[[Attention], Attention]:
+def _splash(mask: np.ndarray | None, is_causal: bool, *, insists: bool) -> Attention:
     how = Splash(None if mask is None else StaticMask.of(mask), is_causal, insists)
+    return functools.partial(splash_attention, how) if insists else traced_once(_on_tpu, how)
+
+
+def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:
+    """The kernel in a program that is lowered for TPUs, XLA's formula in others."""
     kernel = functools.partial(splash_attention, how)
-
-    def by_platform(attention: Attention) -> Attention:
-        return lambda query, key, value: lax.platform_dependent(query, key, value, tpu=kernel, default=attention)
-
-    return (lambda attention: kernel) if insists else by_platform
+    return lax.platform_dependent(query, key, value, tpu=kernel, default=how.formula)
 
 
 def _splash_obstacles(query: Array, key: Array, value: Array, bias: Array | None) -> dict[str, bool]:

@@ -151,19 +151,17 @@ def dot_product_attention(
             "exclusive: give only one of them."
         )
     attention.check_shapes(query, key, value)
+    if fused is not None:
+        return fused(query, key, value)
+    weights = dot_product_attention_weights(
+        query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
+        force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
+    )  # fmt: skip
     if einsum_dot_general is not None:
         attn_weights_value_einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
-
-    def unfused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        weights = dot_product_attention_weights(
-            query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision,
-            module, force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
-        )  # fmt: skip
-        if attn_weights_value_einsum is not None:
-            return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
-        return attention.weighted_values(weights, value, precision=precision)
-
-    return (unfused if fused is None else fused(unfused))(query, key, value)
+    if attn_weights_value_einsum is not None:
+        return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
+    return attention.weighted_values(weights, value, precision=precision)
 
 
 def _reduction_dtype() -> Any:

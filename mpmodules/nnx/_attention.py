@@ -130,15 +130,13 @@ def dot_product_attention(
             precision, module, promote_dtype, is_causal,
         )  # fmt: skip
     attention.check_shapes(query, key, value)
-
-    def unfused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        weights = dot_product_attention_weights(
-            query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision,
-            module, is_causal=is_causal,
-        )  # fmt: skip
-        return attention.weighted_values(weights, value, precision=precision)
-
-    return (unfused if fused is None else fused(unfused))(query, key, value)
+    if fused is not None:
+        return fused(query, key, value)
+    weights = dot_product_attention_weights(
+        query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
+        is_causal=is_causal,
+    )  # fmt: skip
+    return attention.weighted_values(weights, value, precision=precision)
 
 
 def _is_ours(query: jax.Array) -> bool:
