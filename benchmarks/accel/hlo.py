@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 _SIZES = {"pred": 1, "token": 0, "opaque": 0, "c64": 8, "c128": 16, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
@@ -22,7 +22,7 @@ _FREE = frozenset(
     + ("opt-barrier", "add-dependency", "domain", "copy-done", "all-reduce-done", "all-gather-done")
     + ("collective-permute-done", "async-done", "async-update", "send-done", "recv-done", "slice-done")
 )
-_ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
+_ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,32 +92,18 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
     """The computations of a module, by name, and its entry."""
     computations: dict[str, Computation] = {}
     entry, current, lines = "", "", {}
-    for line in _lines(text):
+    for line in text.splitlines():
         if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
             current, lines = opened[2], {}
             entry = current if opened[1] else entry
             computations[current] = Computation(current, lines)
         elif current and (found := re.match(r"  (ROOT )?%?([\w.\-]+) = ", line)):
             lines[found[2]] = _instruction(found[2], line[found.end() :], bool(found[1]))
-        elif line.strip() == "}":
+        elif line.startswith("}"):
             current = ""
     if not entry:
         raise ValueError("The text is no HLO module: it has no ENTRY.")
     return computations, computations[entry]
-
-
-def _lines(text: str) -> Iterator[str]:
-    """The text's lines; an instruction whose attributes have line breaks (a Pallas kernel's metadata) is one."""
-    held = ""
-    for line in text.splitlines():
-        if held and line.strip() != "}" and not re.match(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(", line):
-            held += line
-            continue
-        if held:
-            yield held
-        held = line
-    if held:
-        yield held
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
@@ -260,34 +246,6 @@ def _step(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels without an estimate
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def flops_of(kernel: Instruction, operands: Sequence[Instruction]) -> float | None:
-    """FLOPs of a custom call: what its author estimated, or of JAX's splash attention what follows from its shapes.
-
-    Of splash attention all pairs of queries and keys are counted, also those in blocks that a mask lets it skip.
-
-    Returns:
-      None where neither is known.
-    """
-    if estimated := re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', kernel.rest):
-        return float(estimated[1])
-    phase = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", kernel.name)
-    arrays = [operand.results[0] for operand in operands if operand.results]
-    blocks = [array for array in arrays if len(array.shape) >= 3 and array.dtype in ("bf16", "f32")]
-    if not phase or len(blocks) < 2:
-        return None
-    query, key = blocks[:2]
-    outputs = [array for array in kernel.results if array.dtype == query.dtype and len(array.shape) >= 3]
-    width = outputs[0].shape[-1]
-    keys = math.prod(key.shape[-2:]) // width  # heads or positions are minor, as its block sizes say
-    matmuls = {"fwd": 2, "dq": 3, "dkv": 2 + len(outputs)}[phase[1]]  # the queries' gradient may be a third output
-    return 2.0 * matmuls * math.prod(query.shape) * keys
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Costs
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -378,14 +336,14 @@ class _Counter:
         if opcode == "custom-call" and (instruction.target in _ALLOCATIONS or not instruction.operands):
             return
         moved = sum(self._moved(inside, instruction))
-        cycles, name = instruction.cycles, _short(instruction.op_name) or opcode
+        cycles = instruction.cycles
+        if cycles is None and opcode == "custom-call" and "cost_estimate" in instruction.rest:
+            flops = re.search(r'"flops":"?(\d+)', instruction.rest)
+            if self.kernel_cycles is not None:
+                cycles = self.kernel_cycles(float(flops[1]) if flops else 0.0, moved)
         if cycles is None and opcode == "custom-call":
-            operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
-            flops = flops_of(instruction, operands)
-            if flops is None or self.kernel_cycles is None:
-                costs.uncounted.append(f"cycles of {instruction.target} ({instruction.op_name})")
-            else:
-                cycles, name = self.kernel_cycles(flops, moved), f"{name} (roofline)"
+            costs.uncounted.append(f"cycles of {instruction.target} ({instruction.op_name})")
+        name = _short(instruction.op_name) or opcode
         costs.add(Costs(float(cycles or 0), moved, 1, by_name={name: float(cycles or 0)}))
 
     def _moved(self, inside: Computation, instruction: Instruction) -> Iterator[float]:
