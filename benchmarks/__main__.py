@@ -6,6 +6,8 @@ python -m benchmarks --quick --check    # counts alone, of small models: under 3
 python -m benchmarks --only models      # one table, or several: --only models --only scale
 python -m benchmarks --json FILE        # the rows of all as JSON, with date, device and versions
 python -m benchmarks gpu                # at most 8 minutes on a GPU
+python -m benchmarks accel              # programs as TPUs and GPUs get them, compiled without one: 2 hours
+python -m benchmarks accel --only models layers --on v5e   # some of its tables, on some chips
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Table:
     by_default: bool = True
 
 
+ACCEL = "accel"
 TABLES = {
+    ACCEL: Table("benchmarks.accel", "programs as TPUs and GPUs get them", quick=("--quick",), by_default=False),
     "models": Table("benchmarks.models", "models beside Flax with its dtypes threaded by hand", quick=("--small",)),
     "layers": Table("benchmarks.layers", "layers, the repaired ones apart", quick=("--small",)),
     "peers": Table("benchmarks.peers", "models beside jmp's and mpx's", check=(), quick=("--small",)),
@@ -75,9 +79,9 @@ def chosen(names: Sequence[str], quick: bool) -> dict[str, Table]:
     return {n: t for n, t in TABLES.items() if t.by_default and not (quick and t.quick is None)}
 
 
-def run(table: Table, quick: bool, check: bool, file: Path) -> tuple[int, Any]:
-    """Runs a table's command. Returns its exit status and its rows."""
-    arguments = [*((table.quick or ()) if quick else ()), *(table.check if check else ()), "--json", str(file)]
+def run(table: Table, quick: bool, check: bool, file: Path, more: Sequence[str] = ()) -> tuple[int, Any]:
+    """Runs a table's command, with more arguments of its own. Returns its exit status and its rows."""
+    arguments = [*((table.quick or ()) if quick else ()), *(table.check if check else ()), *more, "--json", str(file)]
     status = subprocess.run([sys.executable, "-m", table.module, *arguments], check=False).returncode
     return status, json.loads(file.read_text()) if file.exists() else None
 
@@ -88,10 +92,22 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
     from benchmarks.accuracy.report import environment  # imports JAX, which the tables' own processes are to do alone
 
     where = environment()
+    if ACCEL in tables:
+        from benchmarks.accel.baseline import compilers
+
+        where |= compilers()
     if json_file is not None:
         json_file.write_text(json.dumps({"environment": where, "tables": tables}, indent=1) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(page.markdown(where, tables))
+
+
+def _of_accel(options: argparse.Namespace) -> list[str]:
+    """The arguments that are accel's own, taken from the options: ``--only`` then names its tables."""
+    given = {"--only": options.only, "--on": options.on}
+    options.only = []
+    chosen = [part for flag, names in given.items() if names for part in (flag, *names)]
+    return [*chosen, *(["--record"] if options.record else [])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,12 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"tables: {', '.join(TABLES)}")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="the same")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="NAME", help="the same; after accel, its tables"
+    )
+    parser.add_argument("--on", nargs="+", default=[], metavar="CHIP", help="chips of accel's tables, as in v5e h100")
+    parser.add_argument("--record", action="store_true", help="record the figures of accel's baselines")
     parser.add_argument("--quick", action="store_true", help="counts of small models")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="a file to write a page to")
     options = parser.parse_args(arguments)
+    if ACCEL not in options.names and (options.on or options.record):
+        parser.error("--on and --record are of the table accel: python -m benchmarks accel --on v5e")
+    more = _of_accel(options) if ACCEL in options.names else []
     try:
         tables = chosen([*options.names, *options.only], options.quick)
     except ValueError as error:
@@ -116,8 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, table in tables.items():
             print(f"\n== {name}: {table.what}", flush=True)
             start = time.monotonic()
-            status, results[name] = run(table, options.quick, options.check, Path(folder) / f"{name}.json")
+            file = Path(folder) / f"{name}.json"
+            status, results[name] = run(table, options.quick, options.check, file, more if name == ACCEL else ())
             print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+            if status == 2:  # what it needs is not there, and it said so
+                return 2
             failed += [name] if status else []
     _write(results, options.json, options.markdown)
     if failed:

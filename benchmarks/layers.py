@@ -25,7 +25,7 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import BF16, F32, POLICY, REFERENCE, Program, compiled, lowered, saved_bytes
+from benchmarks.models import BF16, F32, POLICY, REFERENCE, WINGS, Program, compiled, lowered, saved_bytes
 from benchmarks.table import Row, run
 from mpmodules import linen, nnx
 
@@ -42,6 +42,7 @@ class Case:
       name: as it is printed.
       linen, nnx: what makes it of a wing and its options, a dtype or none among them.
       shape: of its input.
+      integers: whether that is integers, by which there is no derivative.
       repair: what ours does that Flax's does not.
       bounds: the largest ratios.
     """
@@ -52,6 +53,18 @@ class Case:
     shape: tuple[int, ...]
     repair: str = ""
     bounds: dict[str, float | None] = dataclasses.field(default_factory=lambda: dict(SAME))
+    integers: bool = False
+
+    @property
+    def x(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, jnp.int32 if self.integers else BF16)
+
+    def program(self, wing: str, *, ours: bool) -> Program:
+        return (_linen if wing == "linen" else _nnx)(self, ours)
+
+    def differentiated(self, params: Any) -> tuple[Any, Any]:
+        """What the derivative is by."""
+        return (params, None) if self.integers else (params, self.x)
 
 
 def _objective(outputs: Any) -> jax.Array:
@@ -61,7 +74,6 @@ def _objective(outputs: Any) -> jax.Array:
 def _linen(case: Case, ours: bool) -> Program:
     wing: Any = linen if ours else flax.linen
     make, options = case.linen, {} if ours else {"dtype": BF16}
-    x = jax.ShapeDtypeStruct(case.shape, BF16)
 
     class Holder(wing.Module):
         """What obeys the policy; the layer inside hands on compute_dtype, as Flax's by hand."""
@@ -71,13 +83,14 @@ def _linen(case: Case, ours: bool) -> Program:
             return _objective(make(wing, **options)(x))
 
     holder = Holder(dtype_policy=POLICY) if ours else Holder()
-    state = dict(jax.eval_shape(holder.init, jax.random.key(0), x))
+    state = dict(jax.eval_shape(holder.init, jax.random.key(0), case.x))
     params = state.pop("params", {})
 
     def loss(params: Any, state: Any, x: Any, _: Any) -> Any:
-        return holder.apply({"params": params[0], **state}, params[1], mutable=list(state))
+        given = x if case.integers else params[1]
+        return holder.apply({"params": params[0], **state}, given, mutable=list(state))
 
-    return Program(loss, ((params, x), state, x, None))
+    return Program(loss, (case.differentiated(params), state, case.x, None))
 
 
 def _nnx(case: Case, ours: bool) -> Program:
@@ -94,13 +107,12 @@ def _nnx(case: Case, ours: bool) -> Program:
     given: dict[str, Any] = {"dtype_policy": POLICY} if ours else {}
     holder = flax.nnx.eval_shape(lambda: Holder(**given))
     graph, params, state = flax.nnx.split(holder, flax.nnx.Param, ...)
-    x = jax.ShapeDtypeStruct(case.shape, BF16)
 
     def loss(params: Any, state: Any, x: Any, _: Any) -> Any:
         module = flax.nnx.merge(graph, params[0], state, copy=True)
-        return module(params[1]), flax.nnx.state(module, flax.nnx.Not(flax.nnx.Param))
+        return module(x if case.integers else params[1]), flax.nnx.state(module, flax.nnx.Not(flax.nnx.Param))
 
-    return Program(loss, ((params, x), state, x, None))
+    return Program(loss, (case.differentiated(params), state, case.x, None))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,7 +128,7 @@ CELLS = "gradients of its weights are summed over the steps in float32"
 REPAIRED = SAME | {"flops": 1.10, "bytes": None, "c-flops": 1.06, "c-bytes": 1.03}
 
 
-def _layer(name: str, shape: tuple[int, ...], linen: Any, nnx: Any, repair: str = "", **bounds: float | None) -> Case:
+def layer(name: str, shape: tuple[int, ...], linen: Any, nnx: Any, repair: str = "", **bounds: float | None) -> Case:
     return Case(name, linen, nnx, shape, repair, (REPAIRED if repair else SAME) | bounds)
 
 
@@ -128,58 +140,87 @@ def _max_pool(wing: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.A
     return lambda x: wing.max_pool(x, (2, 2), (2, 2))
 
 
-ROWS, IMAGE, SEQUENCE = (512, 256), (4, 16, 16, 16), (4, 64, 256)
-CASES = [
-    _layer(
-        "Dense without a bias",
-        ROWS,
-        lambda w, **o: w.Dense(256, use_bias=False, **o),
-        lambda w, **o: w.Linear(256, 256, use_bias=False, **o),
-    ),
-    _layer(
-        "Conv without a bias",
-        IMAGE,
-        lambda w, **o: w.Conv(16, (3, 3), use_bias=False, **o),
-        lambda w, **o: w.Conv(16, 16, (3, 3), use_bias=False, **o),
-    ),
-    _layer("max_pool", IMAGE, _max_pool, _max_pool),
-    _layer("Dense", ROWS, lambda w, **o: w.Dense(256, **o), lambda w, **o: w.Linear(256, 256, **o), BIAS),
-    _layer("Conv", IMAGE, lambda w, **o: w.Conv(16, (3, 3), **o), lambda w, **o: w.Conv(16, 16, (3, 3), **o), BIAS),
-    _layer("LayerNorm", ROWS, lambda w, **o: w.LayerNorm(**o), lambda w, **o: w.LayerNorm(256, **o), NORM),
-    _layer("RMSNorm", ROWS, lambda w, **o: w.RMSNorm(**o), lambda w, **o: w.RMSNorm(256, **o), NORM),
-    _layer(
-        "GroupNorm", (32, 16, 256), lambda w, **o: w.GroupNorm(8, **o), lambda w, **o: w.GroupNorm(256, 8, **o), NORM
-    ),
-    _layer(
-        "BatchNorm",
-        ROWS,
-        lambda w, **o: w.BatchNorm(use_running_average=False, **o),
-        lambda w, **o: w.BatchNorm(256, **o),
-        NORM,
-    ),
-    _layer(
-        "attention",
-        SEQUENCE,
-        lambda w, **o: w.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **o),
-        lambda w, **o: w.MultiHeadAttention(4, 256, use_bias=False, decode=False, **o),
-        ATTENTION,
-    ),
-    _layer(
-        "RNN of LSTM",
-        (4, 16, 64),
-        lambda w, **o: w.RNN(w.LSTMCell(64, **o)),
-        lambda w, rngs, **o: w.RNN(w.LSTMCell(64, 64, rngs=rngs, **o), rngs=rngs),
-        CELLS,
-    ),
-    _layer("avg_pool", IMAGE, _pool, _pool, POOL, flops=None, converts=None),
-]
+def cases(
+    rows: tuple[int, ...],
+    image: tuple[int, ...],
+    sequence: tuple[int, ...],
+    groups: tuple[int, ...],
+    steps: tuple[int, ...],
+) -> list[Case]:
+    """The layers, of these inputs: as many features are in as out.
+
+    Args:
+      rows: of Dense, LayerNorm, RMSNorm and BatchNorm.
+      image: of Conv and pooling.
+      sequence: of attention.
+      groups: of GroupNorm.
+      steps: of an RNN.
+    """
+    width, channels, last = rows[-1], image[-1], steps[-1]
+    return [
+        layer(
+            "Dense without a bias",
+            rows,
+            lambda w, **o: w.Dense(width, use_bias=False, **o),
+            lambda w, **o: w.Linear(width, width, use_bias=False, **o),
+        ),
+        layer(
+            "Conv without a bias",
+            image,
+            lambda w, **o: w.Conv(channels, (3, 3), use_bias=False, **o),
+            lambda w, **o: w.Conv(channels, channels, (3, 3), use_bias=False, **o),
+        ),
+        layer("max_pool", image, _max_pool, _max_pool),
+        layer("Dense", rows, lambda w, **o: w.Dense(width, **o), lambda w, **o: w.Linear(width, width, **o), BIAS),
+        layer(
+            "Conv",
+            image,
+            lambda w, **o: w.Conv(channels, (3, 3), **o),
+            lambda w, **o: w.Conv(channels, channels, (3, 3), **o),
+            BIAS,
+        ),
+        layer("LayerNorm", rows, lambda w, **o: w.LayerNorm(**o), lambda w, **o: w.LayerNorm(width, **o), NORM),
+        layer("RMSNorm", rows, lambda w, **o: w.RMSNorm(**o), lambda w, **o: w.RMSNorm(width, **o), NORM),
+        layer(
+            "GroupNorm",
+            groups,
+            lambda w, **o: w.GroupNorm(8, **o),
+            lambda w, **o: w.GroupNorm(groups[-1], 8, **o),
+            NORM,
+        ),
+        layer(
+            "BatchNorm",
+            rows,
+            lambda w, **o: w.BatchNorm(use_running_average=False, **o),
+            lambda w, **o: w.BatchNorm(width, **o),
+            NORM,
+        ),
+        layer(
+            "attention",
+            sequence,
+            lambda w, **o: w.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **o),
+            lambda w, **o: w.MultiHeadAttention(4, sequence[-1], use_bias=False, decode=False, **o),
+            ATTENTION,
+        ),
+        layer(
+            "RNN of LSTM",
+            steps,
+            lambda w, **o: w.RNN(w.LSTMCell(last, **o)),
+            lambda w, rngs, **o: w.RNN(w.LSTMCell(last, last, rngs=rngs, **o), rngs=rngs),
+            CELLS,
+        ),
+        layer("avg_pool", image, _pool, _pool, POOL, flops=None, converts=None),
+    ]
+
+
+CASES = cases(rows=(512, 256), image=(4, 16, 16, 16), sequence=(4, 64, 256), groups=(32, 16, 256), steps=(4, 16, 64))
 
 
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured; all are counts."""
     for case in CASES:
-        for wing, build in (("linen", _linen), ("nnx", _nnx)):
-            programs = {name: build(case, ours=name == "ours") for name in ("ours", REFERENCE)}
+        for wing in WINGS:
+            programs = {name: case.program(wing, ours=name == "ours") for name in ("ours", REFERENCE)}
             figures = {name: lowered(p) | {"saved": saved_bytes(p)} for name, p in programs.items()}
             if not small:
                 figures = {name: figures[name] | compiled(programs[name]) for name in figures}

@@ -98,10 +98,10 @@ def loss_of(outputs: jax.Array, y: jax.Array | None) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
 
 
-def _linen(case: Case, ours: bool) -> Program:
+def _linen(case: Case, ours: bool, dtype: Any = BF16) -> Program:
     wing: Any = linen if ours else flax.linen
     model = getattr(linen_models.of(wing), case.model)
-    module = model(None if ours else BF16, **dict(case.options))
+    module = model(None if ours else dtype, **dict(case.options))
 
     def loss(params: Any, state: Any, x: Any, y: Any) -> Any:
         outputs, state = module.apply({"params": params, **state}, x, mutable=list(state))
@@ -112,15 +112,10 @@ def _linen(case: Case, ours: bool) -> Program:
     return Program(use_policy(POLICY)(loss) if ours else loss, (params, state, case.x, case.y))
 
 
-def dtype_free(case: Case, transform: Callable[[Loss], Loss] = lambda loss: loss) -> Program:
-    """The model over Flax's linen with no dtype in it, in float32; its loss transformed."""
-    module = getattr(linen_models.of(_FLAX), case.model)(None, **dict(case.options))
-
-    def loss(params: Any, state: Any, x: Any, y: Any) -> Any:
-        outputs, state = module.apply({"params": params, **state}, x, mutable=list(state))
-        return loss_of(outputs, y), state
-
-    return Program(transform(loss), by_hand(case).arguments)
+def dtype_free(case: Case, transform: Callable[[Loss], Loss] = lambda loss: loss, wing: str = "linen") -> Program:
+    """The model over Flax with no dtype in it, in float32; its loss transformed."""
+    program = (_linen if wing == "linen" else _nnx)(case, ours=False, dtype=None)
+    return dataclasses.replace(program, loss=transform(program.loss))
 
 
 def by_hand(case: Case) -> Program:
@@ -128,10 +123,10 @@ def by_hand(case: Case) -> Program:
     return _linen(case, ours=False)
 
 
-def _nnx(case: Case, ours: bool) -> Program:
+def _nnx(case: Case, ours: bool, dtype: Any = BF16) -> Program:
     wing: Any = nnx if ours else flax.nnx
     model = getattr(nnx_models.of(wing), case.model)
-    options = dict(case.options) | ({"dtype_policy": POLICY} if ours else {"dtype": BF16})
+    options = dict(case.options) | ({"dtype_policy": POLICY} if ours else {"dtype": dtype})
     built = flax.nnx.eval_shape(lambda: model(**options, rngs=flax.nnx.Rngs(0)))
     graph, params, state = flax.nnx.split(built, flax.nnx.Param, ...)
 

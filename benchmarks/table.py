@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ class Row:
       bound: the largest ratio ours / reference that is allowed; None where the row only reports.
       at_least: the smallest.
       note: why it has another bound than its neighbours, or none.
+      target: the chip or topology that the figures are of; "" is the machine that measured them.
+      unknown: what the figures leave out. Such a row is missed.
     """
 
     quantity: str
@@ -30,6 +33,8 @@ class Row:
     bound: float | None = None
     at_least: float = 0.0
     note: str = ""
+    target: str = ""
+    unknown: str = ""
 
     @property
     def ratio(self) -> float:
@@ -42,7 +47,7 @@ class Row:
         """Whether a ratio is out of its bounds, at the four digits that are printed; of nothing, where there is to be
         something.
         """
-        if self.at_least and not self.reference:
+        if self.unknown or (self.at_least and not self.reference):
             return True
         return self.bound is not None and not self.at_least <= round(self.ratio, 4) <= self.bound
 
@@ -57,8 +62,10 @@ def header(reference: str = "reference") -> str:
 def line(row: Row) -> str:
     bound = "" if row.bound is None else f"{row.bound:g}"
     numbers = f"{row.ours:11.4g}{row.reference:11.4g}{row.ratio:8.4f}{bound:>7}"
-    return f"{row.quantity:10}{row.name:48}{numbers}{'  missed' if row.is_missed else ''}" + (
-        f"  ({row.note})" if row.note else ""
+    name = f"{row.name}, {row.target}" if row.target else row.name
+    remarks = (f"not counted: {row.unknown}" if row.unknown else "", row.note)
+    return f"{row.quantity:10}{name:48}{numbers}{'  missed' if row.is_missed else ''}" + "".join(
+        f"  ({remark})" for remark in remarks if remark
     )
 
 
@@ -75,7 +82,7 @@ def shown(rows: Iterable[Row], reference: str) -> list[Row]:
 
 def run(
     description: str | None,
-    rows: Callable[[bool], Iterable[Row]],
+    rows: Callable[..., Iterable[Row]],
     reference: str,
     arguments: Sequence[str] | None = None,
 ) -> int:
@@ -83,18 +90,31 @@ def run(
 
     Args:
       description: the module's docstring.
-      rows: measures the rows, the small ones or all.
+      rows: measures the rows: called with True for the small ones, False for all. Where it takes ``on`` or ``only``,
+        the command has ``--on TARGET ...`` and ``--only NAME ...``.
       reference: what the ratios are taken against, in a word.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio misses its bound")
     parser.add_argument("--small", action="store_true", help="smaller models")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    selections = {"on": "chips or targets", "only": "parts of names"}
+    taken = [name for name in selections if name in inspect.signature(rows).parameters]
+    for name in taken:
+        parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME", help=selections[name])
     options = parser.parse_args(arguments)
-    measured = shown(rows(options.small), reference)
+    measured = shown(rows(options.small, **{name: getattr(options, name) for name in taken}), reference)
     if options.json:
         Path(options.json).write_text(json.dumps([row.as_json() for row in measured], indent=1))
     missed = [row for row in measured if row.is_missed]
     for row in missed if options.check else ():
-        print(f"missed: {row.quantity} of {row.name}: {row.ratio:.4f}, bound {row.bound:g}", file=sys.stderr)
+        print(f"missed: {missed_line(row)}", file=sys.stderr)
     return int(options.check and bool(missed))
+
+
+def missed_line(row: Row) -> str:
+    """What a row misses, in a line."""
+    what = f"{row.quantity} of {row.name}" + (f" on {row.target}" if row.target else "")
+    if row.unknown:
+        return f"{what}: not counted is {row.unknown}"
+    return f"{what}: {row.ratio:.4f}, bound {row.bound:g}"

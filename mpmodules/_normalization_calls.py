@@ -1,23 +1,114 @@
-"""A call of a normalisation taken apart, so that JAX traces it once for all layers that are alike."""
+"""What both wings' normalisations share: what each reduces over, and a call taken apart so that JAX traces it once."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from mpmodules.functional import is_half
+from mpmodules.moments import Region
+from mpmodules.normalization import normalize
 from policy.policy import Policy
 
 # Fields of a layer that differ from layer to layer, and are of no use once its variables are there.
 UNUSED = frozenset(("scale_init", "bias_init", "rngs", "parent", "name"))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What a layer reduces over: methods of both wings' layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
+    """The axes that a LayerNorm reduces over."""
+    return Region.of(_listed(layer.reduction_axes), x.ndim)
+
+
+def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
+    """The axes and groups of a GroupNorm; None where Flax refuses them."""
+    size, channels = getattr(layer, "group_size", None), x.shape[-1]
+    groups = layer.num_groups if size is None else channels // max(size, 1)
+    if not groups or groups < 0 or channels % groups:
+        return None
+    axes = range(1, x.ndim - 1) if layer.reduction_axes is None else _listed(layer.reduction_axes)
+    return Region.of(_without(axes, x.ndim, x.ndim - 1), x.ndim, groups)
+
+
+def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
+    """The axes that an InstanceNorm reduces over: all but the batch's and the features'."""
+    return Region.of(_without(range(1, x.ndim), x.ndim, layer.feature_axes), x.ndim)
+
+
+def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
+    """The axes that a BatchNorm reduces over: all but the features'."""
+    return Region.of(_without(range(x.ndim), x.ndim, layer.axis), x.ndim)
+
+
+def _listed(axes: int | Sequence[int]) -> list[int]:
+    return [int(axis) for axis in np.atleast_1d(np.asarray(axes))]
+
+
+def _without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:
+    """`axes` of an array of `ndim` axes, but for those `left_out`; negative ones count from the end."""
+    out = {axis % ndim for axis in _listed(left_out)}
+    return [axis % ndim for axis in axes if axis % ndim not in out]
+
+
+def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
+    """The axes along which a normalisation has scales and biases."""
+    axes = layer.axis if hasattr(layer, "axis") else getattr(layer, "feature_axes", -1)
+    return tuple(sorted({axis % ndim for axis in _listed(axes)}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A call in closed form
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def takes_exact_moments(x: jax.Array, policy: Policy) -> bool:
+    """Whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest."""
+    return bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
+
+
+def is_flax_method(method: Callable[..., Any]) -> bool:
+    """Whether what runs is Flax's own code, and no user's."""
+    return getattr(method, "__wrapped__", method).__module__.startswith("flax.")
+
+
+def normalized(
+    layer: Any, x: jax.Array, region: Region, scale: Any, bias: Any, dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a layer makes of `x`, and the mean and the variance of its region.
+
+    Args:
+      scale, bias: as they are stored, along the layer's feature axes; or None.
+      dtype: of the result.
+    """
+    features = feature_axes(layer, x.ndim)
+    shape = [size if axis in features else 1 for axis, size in enumerate(x.shape)]
+    scale, bias = (None if p is None else jnp.asarray(p, jnp.float32).reshape(shape) for p in (scale, bias))
+    return normalize(x, scale, bias, region=region, epsilon=layer.epsilon, dtype=dtype)
+
+
+def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
+    """A BatchNorm's running statistic after a batch's."""
+    return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A call of Flax's code
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class NormalizationCall(abc.ABC):
-    """What a call of a normalisation does with its input; a wing says how.
+    """What a call of a normalisation does with its input, by Flax's code; a wing says how.
 
     Attributes:
       method: Flax's.
@@ -32,10 +123,6 @@ class NormalizationCall(abc.ABC):
     shifts: bool
     args: tuple[Any, ...]
     rest: tuple[tuple[str, Any], ...]
-
-    @property
-    def use_running_average(self) -> Any:
-        return self.args[0] if self.args else dict(self.rest).get("use_running_average")
 
     def is_of(self, layer: Any, module: str) -> bool:
         """Whether the call is Flax's own, of a class of ours in `module`, with nothing but flags beside its input."""

@@ -23,6 +23,8 @@ class Figures:
     Attributes:
       cycles: the compiler's estimate, kernels without one at the chip's roofline; 0 of a GPU.
       bytes: moved by kernels, of the TPU's compiler its own count where no loop runs.
+      moved: the same by the shapes in the program's text, whatever runs; memory of the chip's own is free.
+      has_loops: whether a loop runs, which the compiler's own count takes once.
       temporary: bytes of temporary memory at their peak.
       arguments: bytes of the arguments.
       kernels: how many run.
@@ -30,11 +32,14 @@ class Figures:
       collectives: bytes of one device's results, by operation and dtype.
       exchange: seconds of the collectives at the published bandwidth of the links.
       uncounted: what the figures leave out.
+      rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's roofline.
       seconds: CPU seconds of the compiler.
     """
 
     cycles: float
     bytes: float
+    moved: float
+    has_loops: bool
     temporary: float
     arguments: float
     kernels: int
@@ -42,6 +47,7 @@ class Figures:
     collectives: dict[tuple[str, str], float]
     exchange: float
     uncounted: tuple[str, ...]
+    rooflines: tuple[str, ...]
     seconds: float
     costs: Costs = dataclasses.field(repr=False, default_factory=Costs)
 
@@ -77,13 +83,15 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
     text = compiled.as_text()
     chip = target.chip
     is_tpu = chip.platform == "tpu"
-    costs = costs_of(text, (lambda flops, moved: roofline(chip, flops, moved) * chip.clock) if is_tpu else None)
+    costs = costs_of(text, lambda flops, moved: roofline(chip, flops, moved) * chip.clock)
     analysis = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
     loops = " while(" in text
     return Figures(
         cycles=costs.cycles if is_tpu else 0.0,
         bytes=costs.bytes if loops or not is_tpu else analysis["bytes accessed"],
+        moved=costs.bytes,
+        has_loops=loops,
         temporary=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         kernels=costs.kernels,
@@ -91,6 +99,7 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         collectives=costs.collectives,
         exchange=exchange_seconds(chip, costs.collectives),
         uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
+        rooflines=tuple(name for name, cycles in costs.rooflines.items() if is_tpu and cycles > 0.01 * costs.cycles),
         seconds=seconds,
         costs=costs,
     )

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+from collections.abc import Sequence
 from typing import Any
-
-# Before JAX is imported: the process needs no accelerator, and libtpu is not to look for one.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import numpy as np
@@ -21,8 +14,8 @@ from jax.experimental import topologies
 from benchmarks.accel.gpu_configs import GPU_CONFIGS
 
 INSTALL = (
-    "python -m benchmarks accel needs the accelerators' compilers: pip install 'jax[tpu]', and "
-    "pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION of jax's version (Linux on x86)."
+    "python -m benchmarks accel needs the accelerators' compilers, which there are for Linux on x86: "
+    "pip install 'mpmodules[accel]', or of a checkout '.[accel]'."
 )
 
 
@@ -108,3 +101,16 @@ def _topology(name: str) -> Any:
         )
     except Exception as error:  # what a missing plugin raises differs by release
         raise RuntimeError(f"No compiler for {name}: {str(error).splitlines()[0]}. {INSTALL}") from error
+
+
+def chosen(on: Sequence[str], default: Sequence[str], others: Sequence[str] = ()) -> list[Target]:
+    """The targets of a table: its default ones, or those that `on` names.
+
+    Args:
+      on: chips, as in ``v5e``, each of which is the topology of that chip among `default` and `others`; or targets.
+
+    Raises:
+      ValueError: a chip that there is not.
+    """
+    known = {name.split(":")[0]: name for name in (*default, *others)}
+    return [Target(known.get(name, name)) for name in on or default]

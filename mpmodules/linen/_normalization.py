@@ -12,13 +12,25 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.core import meta
 
 from mpmodules import functional
-from mpmodules._normalization_calls import NormalizationCall, frozen
+from mpmodules._normalization_calls import (
+    NormalizationCall,
+    averaged,
+    batch_norm_region,
+    feature_axes,
+    frozen,
+    group_norm_region,
+    instance_norm_region,
+    is_flax_method,
+    layer_norm_region,
+    normalized,
+    takes_exact_moments,
+)
 from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
 from mpmodules.linen._resolution import dtype_fields, fields_set
+from mpmodules.moments import Region, shift_of
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -53,14 +65,16 @@ class Normalization(Layer):
     half input is that input and the statistics, no float32 copy.
 
     `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] - E[x]^2, under a
-    policy a variance that does not cancel: one pass over data shifted by a few of its elements, or two passes where
-    there is a mask or an axis name. A value given by the user is obeyed.
+    policy a variance that does not cancel: of half inputs exact sums in one pass (`mpmodules.moments`), of others one
+    pass over data shifted by a few of its elements, and two passes where there is a mask or an axis name. A value given
+    by the user is obeyed.
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
     # While a call is under way: the dtype to read parameters in, and what it writes to variables.
     _reads_in: ClassVar[Any] = None
     _updates: ClassVar[dict[str, jax.Array] | None] = None
+    _running: ClassVar[tuple[str, ...]] = ()  # the running statistics
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
         fast = declared_field(self, "use_fast_variance")
@@ -69,9 +83,13 @@ class Normalization(Layer):
         fields = dtype_fields(self, policy) | {"dtype": policy.reduction_dtype, "_reads_in": policy.reduction_dtype}
         return fields | {"use_fast_variance": False if fast is None else fast}
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        """What to subtract from `x` before a one-pass variance; None for two passes over `x` itself."""
+    def _region(self, x: jax.Array) -> Region | None:
+        """What of `x` shares a mean and a variance; None where the layer takes no mean, or Flax refuses the shape."""
         return None
+
+    def _takes_statistics(self, use_running_average: bool | None) -> bool:
+        """Whether a call with that argument takes statistics of its input."""
+        return use_running_average is None
 
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
@@ -85,8 +103,13 @@ class Normalization(Layer):
         rest = {name: value for name, value in kwargs.items() if name != "x"}
         shifts = getattr(self, "axis_name", None) is None and rest.get("mask") is None
         shifts = shifts and declared_field(self, "use_fast_variance") is None
-        run = _Run(method, policy, output_dtype, shifts, args[1:], tuple(rest.items()))
+        use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
+        shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
+        if shifts and is_flax_method(method) and takes_exact_moments(x, policy):
+            with contextlib.suppress(_NotThere):
+                return self._normalized(x, output_dtype)
+        run = _Run(method, policy, output_dtype, shifts, args[1:], tuple(rest.items()))
         widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
         # A call that may create parameters can't do so inside of a transform.
         remembered = widens and not self.is_mutable_collection("params")
@@ -94,6 +117,31 @@ class Normalization(Layer):
         for name, value in updates.items():
             self.put_variable("batch_stats", name, value)
         return y
+
+    def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array:
+        """The result, from exact statistics; running statistics are updated.
+
+        Raises:
+          _NotThere: Flax's code is to run, which makes what is missing or refuses what doesn't fit.
+        """
+        region = self._region(x)
+        if region is None or type(self).param is not Normalization.param:  # a user's `param` is to be asked
+            raise _NotThere
+        shape = tuple(x.shape[axis] for axis in feature_axes(self, x.ndim))
+        scale = self._stored("params", "scale", shape) if self.use_scale else None
+        bias = self._stored("params", "bias", shape) if self.use_bias else None
+        running = {name: self._stored("batch_stats", name, shape) for name in self._running}
+        y, *statistics = normalized(self, x, region, scale, bias, output_dtype)
+        for (name, value), batch in zip(running.items(), statistics if running else (), strict=True):
+            self.put_variable("batch_stats", name, averaged(self, value, batch))
+        return y
+
+    def _stored(self, collection: str, name: str, shape: tuple[int, ...]) -> jax.Array:
+        """The value of a variable that is there and has that shape."""
+        value = meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
+        if getattr(value, "shape", None) != shape:
+            raise _NotThere
+        return value
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
         """The updates of variables, as they are for the input as it came."""
@@ -114,7 +162,8 @@ class _Run(NormalizationCall):
         fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
         fields |= half_safe_inits(layer, self.policy.param_dtype)
         x = jnp.asarray(x, self.policy.reduction_dtype)
-        shift = layer._shift(x, self.use_running_average) if self.shifts else None
+        region = layer._region(x) if self.shifts else None
+        shift = None if region is None else shift_of(region, x)
         if shift is not None:
             x, fields["use_fast_variance"] = x - shift, True
         with fields_set(layer, fields), _mixing_allowed():
@@ -187,8 +236,7 @@ class LayerNorm(Normalization, flax_nn.LayerNorm):
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        return functional.shift_of(x, self.reduction_axes)
+    _region = layer_norm_region
 
 
 class RMSNorm(Normalization, flax_nn.RMSNorm):
@@ -204,10 +252,7 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        groups = self.num_groups if self.group_size is None else x.shape[-1] // max(self.group_size, 1)
-        axes = range(1, x.ndim - 1) if self.reduction_axes is None else np.atleast_1d(np.asarray(self.reduction_axes))
-        return functional.shift_of_groups(x, functional.without(axes, x.ndim, x.ndim - 1), groups or 0)
+    _region = group_norm_region
 
 
 class InstanceNorm(Normalization, flax_nn.InstanceNorm):
@@ -216,8 +261,7 @@ class InstanceNorm(Normalization, flax_nn.InstanceNorm):
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        return functional.shift_of(x, functional.without(range(1, x.ndim), x.ndim, self.feature_axes))
+    _region = instance_norm_region
 
 
 class BatchNorm(Normalization, flax_nn.BatchNorm):
@@ -229,9 +273,12 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        running = self.use_running_average if use_running_average is None else use_running_average
-        return None if running else functional.shift_of(x, functional.without(range(x.ndim), x.ndim, self.axis))
+    _running: ClassVar[tuple[str, ...]] = ("mean", "var")
+    _region = batch_norm_region
+
+    def _takes_statistics(self, use_running_average: bool | None) -> bool:
+        given = [flag for flag in (self.use_running_average, use_running_average) if flag is not None]
+        return len(given) == 1 and not given[0]  # none, or two, are Flax's to refuse
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
         if "mean" not in updates:

@@ -15,7 +15,20 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from mpmodules import functional
-from mpmodules._normalization_calls import NormalizationCall, frozen
+from mpmodules._normalization_calls import (
+    NormalizationCall,
+    averaged,
+    batch_norm_region,
+    feature_axes,
+    frozen,
+    group_norm_region,
+    instance_norm_region,
+    is_flax_method,
+    layer_norm_region,
+    normalized,
+    takes_exact_moments,
+)
+from mpmodules.moments import Region, shift_of
 from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
@@ -41,8 +54,9 @@ class Normalization(Layer):
     half input is that input and the statistics, no float32 copy.
 
     Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and under a policy a
-    variance that does not cancel: one pass over data shifted by a few of its elements, or two passes where there is a
-    mask or an axis name. A value given by the user is obeyed.
+    variance that does not cancel: of half inputs exact sums in one pass (`mpmodules.moments`), of others one pass over
+    data shifted by a few of its elements, and two passes where there is a mask or an axis name. A value given by the
+    user is obeyed.
     """
 
     axis_name: str | None
@@ -65,9 +79,23 @@ class Normalization(Layer):
         if "use_fast_variance" in kwargs:
             self._chooses_variance = False
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        """What to subtract from `x` before a one-pass variance; None for two passes over `x` itself."""
+    def _region(self, x: jax.Array) -> Region | None:
+        """What of `x` shares a mean and a variance; None where the layer takes no mean, or Flax refuses the shape."""
         return None
+
+    def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
+        """The result, from exact statistics; running statistics are updated. None where Flax's code is to run."""
+        region = self._region(x)
+        shape = tuple(x.shape[axis] for axis in feature_axes(self, x.ndim))
+        values = {
+            name: None if (v := getattr(self, name)) is None else v[...] for name in _VALUES if hasattr(self, name)
+        }
+        if region is None or any(value is not None and value.shape != shape for value in values.values()):
+            return None
+        y, *statistics = normalized(self, x, region, values["scale"], values["bias"], output_dtype)
+        for name, batch in zip(self._running, statistics if self._running else (), strict=True):
+            getattr(self, name)[...] = jax.lax.stop_gradient(averaged(self, values[name], batch))
+        return y
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
         """The updated running statistics, as they are for the input as it came."""
@@ -95,14 +123,23 @@ class Normalization(Layer):
         rest = {name: value for name, value in kwargs.items() if name != "x"}
         shifts = self._chooses_variance and self.axis_name is None and rest.get("mask") is None
         use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
-        run = _Run(method, policy, self._returns(crosses), shifts, args[1:], tuple(rest.items()))
+        shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
+        if shifts and is_flax_method(method) and takes_exact_moments(x, policy):
+            y = self._normalized(x, self._returns(crosses))
+            if y is not None:
+                return y
+        run = _Run(method, policy, self._returns(crosses), shifts, args[1:], tuple(rest.items()))
         widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
         y, updates = _remembered(self, run, x) if widens else run(self, x)
         if not self._uses_running_average(use_running_average):
             for statistic, value in updates.items():
                 getattr(self, statistic)[...] = jax.lax.stop_gradient(value)
         return y
+
+    def _takes_statistics(self, argument: bool | None) -> bool:
+        """Whether a call with that argument takes statistics of its input."""
+        return argument is None
 
     def _uses_running_average(self, argument: bool | None) -> bool:
         """Whether a call with that argument reads the running statistics, rather than updating them."""
@@ -117,7 +154,8 @@ class _Run(NormalizationCall):
         view = _in(layer, self.policy.reduction_dtype)
         for statistic in layer._running:  # written in here, put in place outside
             view.__dict__[statistic] = flax_nnx.BatchStat(getattr(layer, statistic)[...])
-        shift = layer._shift(x, self.use_running_average) if self.shifts else None
+        region = layer._region(x) if self.shifts else None
+        shift = None if region is None else shift_of(region, x)
         if layer._chooses_variance:
             view.__dict__["use_fast_variance"] = shift is not None
         x = x if shift is None else x - shift
@@ -127,6 +165,9 @@ class _Run(NormalizationCall):
             y = cast_array(self.method(view, x, *self.args, **rest), self.output_dtype)
         updates = {statistic: getattr(view, statistic)[...] for statistic in layer._running}
         return y, updates if shift is None else layer._shifted_back(updates, shift)
+
+
+_VALUES = ("scale", "bias", "mean", "var")
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -165,8 +206,7 @@ def _in(module: Any, reduction_dtype: Any) -> Any:
 class LayerNorm(Normalization, flax_nnx.LayerNorm):
     """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        return functional.shift_of(x, self.reduction_axes)
+    _region = layer_norm_region
 
 
 class RMSNorm(Normalization, flax_nnx.RMSNorm):
@@ -176,16 +216,13 @@ class RMSNorm(Normalization, flax_nnx.RMSNorm):
 class GroupNorm(Normalization, flax_nnx.GroupNorm):
     """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        axes = range(1, x.ndim - 1) if self.reduction_axes is None else np.atleast_1d(np.asarray(self.reduction_axes))
-        return functional.shift_of_groups(x, functional.without(axes, x.ndim, x.ndim - 1), self.num_groups)
+    _region = group_norm_region
 
 
 class InstanceNorm(Normalization, flax_nnx.InstanceNorm):
     """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        return functional.shift_of(x, functional.without(range(1, x.ndim), x.ndim, self.feature_axes))
+    _region = instance_norm_region
 
 
 class BatchNorm(Normalization, flax_nnx.BatchNorm):
@@ -195,14 +232,14 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
     """
 
     _running = ("mean", "var")
+    _region = batch_norm_region
+
+    def _takes_statistics(self, argument: bool | None) -> bool:
+        flag = self.use_running_average if argument is None else argument
+        return flag is not None and not flag  # where there is none, Flax says what to do
 
     def _uses_running_average(self, argument: bool | None) -> bool:
         return bool(self.use_running_average if argument is None else argument)
-
-    def _shift(self, x: jax.Array, use_running_average: bool | None) -> jax.Array | None:
-        if self._uses_running_average(use_running_average):
-            return None
-        return functional.shift_of(x, functional.without(range(x.ndim), x.ndim, self.axis))
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
         mean = updates["mean"]

@@ -1,0 +1,139 @@
+"""Programs as TPUs and GPUs get them, compiled on a machine that has neither: ours beside by hand, and their bounds.
+
+    python -m benchmarks accel                         # every table: 2 hours on two idle cores
+    python -m benchmarks accel --check                 # exits with 1 where a bound is missed, or a baseline got dearer
+    python -m benchmarks accel --quick --check         # small programs for v5e and an H100: at most 3 minutes
+    python -m benchmarks accel --only models --on v5e  # one table, or several, and one chip's rows
+    python -m benchmarks accel --record                # writes the baselines' figures to benchmarks/accel/baseline.json
+
+models      value_and_grad of models in both wings, beside Flax's with dtype=bfloat16, and autocast
+layers      layers alone
+optimizer   optimizer steps, beside Optax, jmp and mpx
+sharded     a whole training step, fully sharded
+scale       a model of 8 billion parameters: whether it fits
+
+It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 Linux, and no accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accel import baseline, targets
+from benchmarks.table import Row, line, missed_line
+
+# Each is a module with `rows(small)` and the command line of `benchmarks.table.run`.
+TABLES = {name: f"benchmarks.accel.{name}" for name in ("models", "layers", "optimizer", "sharded", "scale")}
+QUICK = ("models", "layers", "optimizer")
+
+
+def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> list[str]:
+    """The tables of these names; without names all, or with `on` those that can be of some targets alone.
+
+    Raises:
+      ValueError: a name that is none's.
+    """
+    for name in only:
+        if name not in TABLES:
+            raise ValueError(f"There is no table {name!r} of accelerators. Tables: {', '.join(TABLES)}.")
+    if only:
+        return [name for name in TABLES if name in only]
+    return [name for name in TABLES if not (quick and name not in QUICK) and not (on and not takes_targets(name))]
+
+
+def takes_targets(name: str) -> bool:
+    """Whether a table has ``--on``."""
+    return "on" in inspect.signature(importlib.import_module(TABLES[name]).rows).parameters
+
+
+def _compilers_of(on: Sequence[str]) -> None:
+    """Loads the compilers of these targets, or of both platforms.
+
+    Raises:
+      RuntimeError: one is not installed.
+    """
+    for name in on or ("v5e:1x1", "h100"):
+        _ = targets.Target(name).devices
+
+
+def run(name: str, on: Sequence[str], quick: bool, check: bool, file: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Runs a table in a process of its own. Returns its exit status and its rows."""
+    arguments = [*(["--small"] if quick else []), *(["--check"] if check else []), "--json", str(file)]
+    if on and takes_targets(name):
+        arguments += ["--on", *on]
+    # The GPU's compiler can't read back what it writes to JAX's cache, and a program is not to be of another day.
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    status = subprocess.run([sys.executable, "-m", TABLES[name], *arguments], check=False, env=environment).returncode
+    return status, json.loads(file.read_text()) if file.exists() else []
+
+
+def _beside_recorded(tables: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    """Compares the baselines with the recorded ones, says what is not recorded, and returns the rows."""
+    rows, absent = baseline.beside_recorded(tables, baseline.load())
+    dearer = [row for row in rows if row.is_missed]
+    print(f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them dearer", flush=True)
+    for row in dearer:
+        print(line(row))
+    for where in absent:
+        print(where)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; 1 where a bound is missed and that is asked, or a table fails; 2 for wrong names, or where a
+    compiler is not installed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks accel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--on", nargs="+", default=[], metavar="TARGET", help=f"chips: {', '.join(targets.CHIPS)}")
+    parser.add_argument("--quick", action="store_true", help="a few small programs")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
+    parser.add_argument("--record", action="store_true", help="record the baselines' figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
+    options = parser.parse_args(arguments)
+    try:
+        names = chosen(options.only, options.on, options.quick)
+        _compilers_of(options.on)
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    tables, failed = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            print(f"\n== {name}", flush=True)
+            start = time.monotonic()
+            status, tables[name] = run(name, options.on, options.quick, options.check, Path(folder) / f"{name}.json")
+            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+            failed += [name] if status else []
+    # A quick table's rows may have the names of larger ones.
+    baselines = {f"{name}, quick" if options.quick else name: rows for name, rows in tables.items()}
+    compared = _beside_recorded(baselines)
+    for row in (row for row in compared if row.is_missed and options.check):
+        print(f"dearer than recorded: {missed_line(row)}", file=sys.stderr)
+        failed = [*failed, "baseline"] if "baseline" not in failed else failed
+    if options.record:
+        baseline.record(baselines)
+    if options.json:
+        every = tables | {"baseline": [row.as_json() for row in compared]}
+        flat = [{"table": name, **row} for name, rows in every.items() for row in rows]
+        options.json.write_text(json.dumps(flat, indent=1) + "\n")
+    if failed:
+        print(f"\nfailed or missed a bound: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

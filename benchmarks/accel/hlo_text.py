@@ -1,0 +1,122 @@
+"""A compiled program's text: its computations and their instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+
+_SIZES = {"pred": 1, "token": 0, "opaque": 0, "c64": 8, "c128": 16, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
+_ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of an instruction's result. `on_chip` is whether it lies in a memory of the chip's own."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    on_chip: bool
+
+    @property
+    def bytes(self) -> float:
+        digits = re.match(r"(?:bf|[sufc])(\d+)", self.dtype)
+        size = _SIZES[self.dtype] if self.dtype in _SIZES else int(digits[1]) / 8 if digits else 0
+        return size * math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of a computation. `rest` is what follows its operands."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    literal: str
+    rest: str
+    is_root: bool
+
+    @functools.cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """The computations that it names, by attribute."""
+        return {key: tuple(re.findall(r"%([\w.\-]+)", names)) for key, names in _CALLED.findall(self.rest)}
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's estimate; None where it has none, which it may write as a negative number."""
+        found = re.search(r'"estimated_cycles":"?(\d+)', self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def target(self) -> str:
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def op_name(self) -> str:
+        """The JAX operation that it was made for."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    name: str
+    instructions: dict[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        return next(i for i in self.instructions.values() if i.is_root)
+
+    @property
+    def parameters(self) -> dict[int, Instruction]:
+        return {int(i.literal): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+def parse(text: str) -> tuple[dict[str, Computation], Computation]:
+    """The computations of a module, by name, and its entry."""
+    computations: dict[str, Computation] = {}
+    entry, current, lines = "", "", {}
+    for line in text.splitlines():
+        if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
+            current, lines = opened[2], {}
+            entry = current if opened[1] else entry
+            computations[current] = Computation(current, lines)
+        elif current and (found := re.match(r"  (ROOT )?%?([\w.\-]+) = ", line)):
+            lines[found[2]] = _instruction(found[2], line[found.end() :], bool(found[1]))
+        elif line.startswith("}"):
+            current = ""
+    if not entry:
+        raise ValueError("The text is no HLO module: it has no ENTRY.")
+    return computations, computations[entry]
+
+
+def _instruction(name: str, text: str, is_root: bool) -> Instruction:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    results = tuple(
+        Array(dtype, tuple(int(n) for n in shape.split(",") if n), bool(re.search(r"S\([1-9]\d*\)", layout)))
+        for dtype, shape, layout in _ARRAY.findall(text[:end])
+    )
+    opened = text.index("(", end)
+    closed = _closing(text, opened)
+    inside = text[opened + 1 : closed]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, text[end:opened].strip(), results, operands, inside, text[closed + 1 :], is_root)
+
+
+def _closing(text: str, opened: int) -> int:
+    depth = 0
+    for match in re.finditer(r"[()]", text[opened:]):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return opened + match.start()
+    raise ValueError(f"Parentheses do not close in {text[:200]!r}.")
+
+
+def settled(computation: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction

@@ -1,0 +1,84 @@
+"""Normalisation of half-precision arrays, for both wings: exact statistics, and the derivative in closed form."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
+
+from mpmodules.functional import broadcast_like
+from mpmodules.moments import Region, moments
+from policy.remembering import traced_once
+
+Array = jax.Array
+
+
+def normalize(
+    x: Array, scale: Array | None, bias: Array | None, *, region: Region, epsilon: float, dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32 but for one rounding of the result.
+
+    Backward keeps `x` as it came, the mean, and 1 / sqrt(variance + epsilon), and reads `x` twice.
+
+    Args:
+      x: half precision, any shape that is not empty.
+      scale, bias: float32, with the rank of `x` and broadcastable to it; or None.
+      region: what shares a mean and a variance.
+      epsilon: added to the variance.
+      dtype: of the result.
+
+    Returns:
+      The normalised array in `dtype`; the mean and the variance, float32, which broadcast against `x`.
+    """
+    return traced_once(_normalize, region, float(epsilon), jnp.dtype(dtype))(x, scale, bias)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _normalize(
+    region: Region, epsilon: float, dtype: np.dtype, x: Array, scale: Array | None, bias: Array | None
+) -> tuple[Array, Array, Array]:
+    mean, variance = traced_once(moments, region)(x)
+    factor = lax.rsqrt(variance + epsilon)
+    y = (x.astype(jnp.float32) - mean) * (factor if scale is None else factor * scale)
+    return (y if bias is None else y + bias).astype(dtype), mean, variance
+
+
+def _normalize_jvp(
+    region: Region, epsilon: float, dtype: np.dtype, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    x, scale, bias = primals
+    y, mean, variance = _normalize(region, epsilon, dtype, x, scale, bias)
+    x_tangent, scale_tangent, bias_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+
+    def derivative(
+        x: Array, scale: Any, mean: Array, variance: Array, x_tangent: Any, scale_tangent: Any, bias_tangent: Any
+    ) -> Any:
+        root = variance + epsilon
+        factor = lax.rsqrt(root)
+        normalized = (x.astype(jnp.float32) - mean) * factor
+        parts = []
+        mean_tangent, variance_tangent = jnp.zeros_like(mean), jnp.zeros_like(variance)
+        if x_tangent is not None:
+            wide = x_tangent.astype(jnp.float32)
+            mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
+            variance_tangent = 2 * along * (root * factor)
+            parts.append(((wide - mean_tangent) - normalized * along) * (factor if scale is None else factor * scale))
+        if scale_tangent is not None:
+            parts.append(normalized * scale_tangent)
+        if bias_tangent is not None:
+            parts.append(broadcast_like(bias_tangent, x))
+        through = sum(parts[1:], parts[0]).astype(dtype) if parts else jnp.zeros_like(x, dtype)
+        return through, mean_tangent, variance_tangent
+
+    # Checkpointed: the normalised array is computed again from `x`, in the kernels of backward that read `x` anyway.
+    arguments = (x, scale, mean, variance, x_tangent, scale_tangent, bias_tangent)
+    return (y, mean, variance), jax.checkpoint(derivative, prevent_cse=False)(*arguments)
+
+
+_normalize.defjvp(_normalize_jvp, symbolic_zeros=True)
