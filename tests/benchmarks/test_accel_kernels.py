@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.accel import hlo
+from benchmarks.accel.hlo_text import parse
 
 # As the compiler prints it, the kernel's body and layouts left out: its metadata has line breaks.
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
@@ -29,7 +30,7 @@ def costs(text, per_flop=1.0):
 
 
 def test_an_instruction_with_line_breaks_is_read_whole_and_so_is_what_follows_it():
-    _, entry = hlo.parse(PROGRAM)
+    _, entry = parse(PROGRAM)
     assert list(entry.instructions)[-3:] == ["splash_mha_fwd_residuals.1", "out.1", "last.1"]
     assert entry.instructions["splash_mha_fwd_residuals.1"].op_name == "jit(step)/splash_mha_fwd_residuals"
 
@@ -38,7 +39,7 @@ def test_a_kernels_flops_follow_from_its_shapes_and_are_named_a_roofline():
     found = costs(PROGRAM)
     flops = 2 * 2 * (2 * 4 * 512 * 64) * 256  # two matmuls of all queries with all keys
     assert found.cycles == flops + 7 and not found.uncounted
-    assert found.by_name["splash_mha_fwd_residuals (roofline)"] == flops
+    assert found.rooflines == {"jit(step)/splash_mha_fwd_residuals": flops}
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.accel.targets import Target
 from mpmodules import _splash_attention, _splash_kernel, linen, nnx
 from policy import use_policy
+from tests.benchmarks.accelerators import target
 
 RNG = np.random.default_rng(0)
 WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
@@ -226,13 +227,14 @@ def test_operands_that_vary_over_different_axes_are_refused():
 
 
 @pytest.fixture(scope="module")
-def target():
-    four = Target("v5e:2x2")
-    try:
-        assert len(four.devices) == 4
-    except RuntimeError as error:
-        pytest.skip(f"needs the compiler for TPUs, pip install 'jax[tpu]': {error}")
-    return four
+def topology():
+    """Four devices. Programs are not cached: without a TPU they can be written and not read."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield target("v5e:2x2")
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def value_and_gradients(implementation=None):
@@ -250,16 +252,16 @@ def program(function, sharding, shape=(4, 256, 2, 64), **options):
 
 @needs_one_device
 @pytest.mark.parametrize("x64", [False, True])
-def test_on_one_device_forward_and_backward_compile_to_the_kernel(target, x64):
+def test_on_one_device_forward_and_backward_compile_to_the_kernel(topology, x64):
     with jax.enable_x64(x64):
-        one = SingleDeviceSharding(target.devices[0])
+        one = SingleDeviceSharding(topology.devices[0])
         assert program(value_and_gradients(), one).compile().as_text().count(CALL) == 2
         assert CALL not in program(value_and_gradients("xla"), one).compile().as_text()
 
 
 @needs_one_device
-def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_kernel_is_there(target):
-    mesh = target.mesh()
+def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_kernel_is_there(topology):
+    mesh = topology.mesh()
     sharded = NamedSharding(mesh, P("data"))
     lowered = [program(value_and_gradients(implementation), sharded).as_text() for implementation in (None, "xla")]
     assert lowered[0] == lowered[1]
@@ -273,11 +275,11 @@ def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_ke
 
 
 @needs_one_device
-def test_where_only_the_lowered_program_tells_of_several_devices_it_has_no_kernel(target):
-    lowered = program(value_and_gradients(), None, in_shardings=NamedSharding(target.mesh(), P("data")))
+def test_where_only_the_lowered_program_tells_of_several_devices_it_has_no_kernel(topology):
+    lowered = program(value_and_gradients(), None, in_shardings=NamedSharding(topology.mesh(), P("data")))
     assert CALL not in lowered.compile().as_text()
     with pytest.raises(ValueError, match=r"a kernel that XLA can't partition\. Call it within jax.shard_map"):
-        program(value_and_gradients("splash"), NamedSharding(target.mesh(), P("data")))
+        program(value_and_gradients("splash"), NamedSharding(topology.mesh(), P("data")))
 
 
 @needs_one_device
