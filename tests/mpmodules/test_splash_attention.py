@@ -90,7 +90,8 @@ def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interprete
     out, pullback = jax.vjp(attend, *operands)
     for found, wanted in zip((out, *pullback(cotangent)), exact(*operands, cotangent, allowed), strict=True):
         assert_close(found, wanted)
-    assert_close(attend(*operands), out)  # without residuals
+    if case == "full":
+        assert_close(attend(*operands), out)  # without residuals
 
 
 @pytest.mark.parametrize("wing", WINGS)
@@ -116,7 +117,8 @@ def test_layers_of_both_wings_use_the_kernel_and_agree_with_xlas(interpreter, wi
 def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
     operands = qkv(heads=1, key_heads=1, batch=(1,))
 
-    def with_implementation(implementation):
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_implementation(implementation, *operands):
         def loss(*operands):
             out = nnx.dot_product_attention(*operands, implementation=implementation)
             return jnp.sum(jnp.square(out.astype(jnp.float32))).astype(jnp.bfloat16)
@@ -131,7 +133,7 @@ def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
         mapped = jax.vmap(gradient, (2, None, None), 2)(stacked, *operands[1:])
         return [*directional, *hessian_product, twice, *mapped]
 
-    for found, wanted in zip(with_implementation("splash"), with_implementation("xla"), strict=True):
+    for found, wanted in zip(*(with_implementation(i, *operands) for i in ("splash", "xla")), strict=True):
         assert_close(found, wanted, ulps=6)  # XLA's program rounds weights and the logits' cotangents too
 
 
