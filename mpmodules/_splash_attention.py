@@ -40,7 +40,7 @@ class Splash:
 
     def formula(self, query: Array, key: Array, value: Array) -> Array:
         """XLA's program for the same."""
-        mask = None if self.mask is None else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
+        mask: Any = None if self.mask is None else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
         weights = dot_product_attention_weights(
             query, key, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32, dtype=query.dtype
         )

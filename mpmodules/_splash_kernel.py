@@ -114,7 +114,7 @@ def _pullback(
       NotImplementedError: JAX's kernel keeps something else for backward.
     """
     program, shapes = jax.make_jaxpr(lambda *operands: jax.vjp(kernel, *operands), return_shape=True)(query, key, value)
-    jaxpr = program.jaxpr
+    jaxpr: Any = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known |= dict(zip(jaxpr.invars, (query, key, value), strict=True))
     known[jaxpr.outvars[0]] = out

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from mpmodules._cudnn_attention import cudnn_attention, fits_cudnn
@@ -143,7 +144,7 @@ def _varies_over(x: Array) -> Any:
 
 def _static_mask(query: Array, key: Array, mask: Any) -> np.ndarray | None:
     """A mask as (1 or N, T, S), where it is known while tracing and the same for the whole batch; else None."""
-    if isinstance(mask, jax.core.Tracer) or not getattr(mask, "is_fully_addressable", True):
+    if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
         return None
     mask = np.asarray(mask).astype(bool)
     mask = mask.reshape((1,) * (3 - mask.ndim) + mask.shape)
