@@ -1,133 +1,173 @@
-"""Attention in one kernel: cuDNN's, through `jax.nn.dot_product_attention`, where shapes, dtypes and device allow it.
+"""The choice of attention in one kernel: cuDNN's on NVIDIA GPUs, splash attention on TPUs, where it can be done.
 
-The kernel keeps logits and softmax in float32 and never writes them to memory. It has no attention weights to return,
-and takes no dropout.
+Both keep logits and softmax in float32 and never write them to memory. They have no attention weights to return, and
+take no dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from mpmodules._cudnn_attention import cudnn_attention, fits_cudnn
+from mpmodules._splash_attention import Splash, splash_attention
+from mpmodules._splash_kernel import LANES, StaticMask
+from policy.remembering import traced_once
+
 Array = jax.Array
+Attention = Callable[[Array, Array, Array], Array]
 
-IMPLEMENTATIONS = (None, "xla", "cudnn")
+IMPLEMENTATIONS = (None, "xla", "cudnn", "splash")
+_WIDEST_HEAD = 256  # the widest that splash attention is compiled for in the tests
 
 
-def uses_fused_kernel(
+def fused_kernel(
     implementation: str | None,
     query: Array,
     key: Array,
     value: Array,
     *,
     bias: Array | None,
-    mask: Array | None,
+    mask: Any,
+    is_causal: bool,
     reduction_dtype: DTypeLike,
     obstacles: dict[str, bool],
-) -> bool:
-    """Whether to call `fused_attention`.
+) -> Attention | None:
+    """Chooses the kernel to compute attention with.
 
-    With `implementation=None` that is so on an NVIDIA GPU that has the kernel, for float16 and bfloat16, head widths
-    and lengths that it takes, where nothing in `obstacles` is asked for. As the kernel refuses arrays that are sharded
-    over heads or positions, which can't be seen while tracing, it is chosen with one device, or within `shard_map`.
+    With `implementation=None` there is one where nothing in `obstacles` is asked for, shapes and dtypes are such that
+    the kernel takes them, and arrays are whole: on one device, or within `shard_map`. (XLA can't partition splash
+    attention, and cuDNN's refuses arrays that are sharded over heads or positions, which can't be seen while tracing.)
+
+    - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process.
+    - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias, and no mask but causality and
+      what is known while tracing (a `numpy.ndarray`), is the same for the whole batch and leaves each query a key.
+      The platform is the one that the program is lowered for, whatever devices this process has.
 
     Args:
-      implementation: None chooses, "xla" and "cudnn" insist.
+      implementation: None chooses, "xla", "cudnn" and "splash" insist.
       query: (B..., T, N, H); `key` and `value`: (B..., S, K, H).
       bias, mask: broadcastable to (B..., N, T, S), or None.
+      is_causal: masks out the keys after each query.
       reduction_dtype: what logits and softmax are to be in.
-      obstacles: what the kernel can't do, by name, and whether it is asked for.
+      obstacles: what no kernel can do, by name, and whether it is asked for.
+
+    Returns:
+      `attention(query, key, value)`, which is the kernel, or on a TPU the kernel and elsewhere XLA's program. None
+      where it is XLA's everywhere.
 
     Raises:
-      ValueError: an `implementation` that is none, or "cudnn" where something is asked for that it can't do.
+      ValueError: an `implementation` that is none, or that can't do what is asked for.
     """
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation should be None, 'xla' or 'cudnn', but got {implementation!r}.")
+        raise ValueError(f"implementation should be None, 'xla', 'cudnn' or 'splash', but got {implementation!r}.")
     if implementation == "xla":
-        return False
+        return None
     obstacles = {
-        f"{query.dtype.name} queries": query.dtype not in (jnp.float16, jnp.bfloat16),
         f"reduction_dtype={jnp.dtype(reduction_dtype).name}": jnp.dtype(reduction_dtype) != jnp.float32,
         **obstacles,
     }
-    refused = [name for name, asked_for in obstacles.items() if asked_for]
+    is_half = query.dtype in (jnp.float16, jnp.bfloat16)
     if implementation == "cudnn":
-        if refused:
-            raise ValueError(
-                f"implementation='cudnn' can't do {', '.join(refused)}. Leave it out, or give implementation='xla'."
-            )
-        return True
-    return not refused and _one_shard() and _fits(query, key, value, bias, mask)
+        _refuse("cudnn", {f"{query.dtype.name} queries": not is_half, **obstacles})
+        return _cudnn(bias, mask, is_causal)
+    if implementation == "splash":
+        obstacles |= _splash_obstacles(query, key, value, bias)
+        static = None if mask is None else _static_mask(query, key, mask)
+        obstacles["a mask that is traced, or differs within the batch"] = mask is not None and static is None
+        obstacles["a mask that leaves a query no key"] = _has_empty_row(static, is_causal)
+        _refuse("splash", obstacles)
+        return _splash(static, is_causal, insists=True)
+    if not is_half or any(obstacles.values()) or not _one_shard(query, key, value):
+        return None
+    if fits_cudnn(query, key, value, bias, mask):
+        return _cudnn(bias, mask, is_causal)
+    if any(_splash_obstacles(query, key, value, bias).values()):
+        return None
+    static = None if mask is None else _static_mask(query, key, mask)
+    if (mask is not None and static is None) or _has_empty_row(static, is_causal):
+        return None
+    return _splash(static, is_causal, insists=False)
 
 
-def _fits(query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None) -> bool:
-    """Whether the kernel takes these shapes and dtypes on this device, forward and backward."""
+def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
+    refused = [name for name, asked_for in obstacles.items() if asked_for]
+    if refused:
+        raise ValueError(
+            f"implementation={implementation!r} can't do {', '.join(refused)}. "
+            "Leave it out, or give implementation='xla'."
+        )
+
+
+def _cudnn(bias: Array | None, mask: Any, is_causal: bool) -> Attention:
+    return functools.partial(cudnn_attention, bias=bias, mask=mask, is_causal=is_causal)
+
+
+def _splash(mask: np.ndarray | None, is_causal: bool, *, insists: bool) -> Attention:
+    how = Splash(None if mask is None else StaticMask.of(mask), is_causal, insists)
+    return functools.partial(splash_attention, how) if insists else traced_once(_on_tpu, how)
+
+
+def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:
+    """The kernel in a program that is lowered for TPUs, XLA's formula in others."""
+    kernel = functools.partial(splash_attention, how)
+    return lax.platform_dependent(query, key, value, tpu=kernel, default=how.formula)
+
+
+def _splash_obstacles(query: Array, key: Array, value: Array, bias: Array | None) -> dict[str, bool]:
+    """What splash attention can't do, by name, and whether it is asked for; masks apart."""
     width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
-    if width > _widest_head() or width % 8 or value.shape[-1] != width or 0 in query.shape + key.shape:
+    return {
+        f"{query.dtype.name} queries": query.dtype != jnp.bfloat16,  # Mosaic loads no float16
+        "a bias": bias is not None,
+        f"{lengths[0]} queries and {lengths[1]} keys, which are to be multiples of {LANES}": any(
+            length % LANES or not length for length in lengths
+        ),
+        f"heads of {width}, which are to be at most {_WIDEST_HEAD} wide": not 0 < width <= _WIDEST_HEAD,
+        "values of another shape than the keys": key.shape != value.shape,
+        "operands that vary over different axes of shard_map": len({_varies_over(x) for x in (query, key, value)}) > 1,
+    }
+
+
+def _varies_over(x: Array) -> Any:
+    aval = jax.typeof(x)
+    return getattr(aval, "mat", getattr(aval, "vma", None))
+
+
+def _static_mask(query: Array, key: Array, mask: Any) -> np.ndarray | None:
+    """A mask as (1 or N, T, S), where it is known while tracing and the same for the whole batch; else None."""
+    if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
+        return None
+    mask = np.asarray(mask).astype(bool)
+    mask = mask.reshape((1,) * (3 - mask.ndim) + mask.shape)
+    if any(size != 1 for size in mask.shape[:-3]):
+        return None
+    return np.broadcast_to(mask.reshape(mask.shape[-3:]), (mask.shape[-3], query.shape[-3], key.shape[-3]))
+
+
+def _has_empty_row(mask: np.ndarray | None, is_causal: bool) -> bool:
+    """Whether a query has no key left, whose weights are uniform by our definition and not by the kernel's."""
+    if mask is None:
         return False
-    if bias is not None and bias.dtype != query.dtype:  # it would be rounded
+    return not (np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask).any(-1).all()
+
+
+def _one_shard(*arrays: Array) -> bool:
+    """Whether arrays are whole as they are seen here: one device, or every axis of the mesh in `shard_map`.
+
+    Compiled for a topology, a program's devices are not this process's: then the arrays' own mesh tells.
+    """
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
+    meshes = [mesh for mesh in meshes if not mesh.empty]
+    manual = [all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types) for mesh in meshes]
+    if any(mesh.size > 1 and not whole for mesh, whole in zip(meshes, manual, strict=True)):
         return False
-    return (bias is None and mask is None) or not any(length % 2 for length in lengths)
-
-
-def _widest_head() -> int:
-    """The widest head that the kernel takes on this process's device; 0 where there is no such kernel.
-
-    Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256 from 9.0 on.
-    """
-    device = jax.local_devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or not capability.replace(".", "").isdigit():  # ROCm's are names
-        return 0
-    major = int(capability.split(".")[0])
-    return 256 if major >= 9 else 128 if major >= 8 else 0
-
-
-def _one_shard() -> bool:
-    """Whether arrays are whole as they are seen here: one device, or every axis of the mesh in `shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = not mesh.empty and all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
-    return manual or jax.device_count() == 1
-
-
-def fused_attention(
-    query: Array, key: Array, value: Array, *, bias: Array | None, mask: Array | None, is_causal: bool
-) -> Array:
-    """softmax(q k^T / sqrt(H) + bias) v in one kernel.
-
-    Args:
-      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), half precision.
-      bias: added to the logits; broadcastable to (B..., N, T, S).
-      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S).
-      is_causal: masks out the keys after each query.
-
-    Returns:
-      (B..., T, N, H) in the queries' dtype.
-    """
-    batch, logits_shape = query.shape[:-3], (query.shape[-2], query.shape[-3], key.shape[-3])  # (N, T, S)
-    if mask is not None:
-        mask = _four_axes(jnp.asarray(mask).astype(bool), batch, logits_shape)
-    if bias is not None:
-        bias = _four_axes(bias, batch, logits_shape)
-    out = jax.nn.dot_product_attention(
-        *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
-        bias=bias,
-        mask=mask,
-        is_causal=is_causal,
-        implementation="cudnn",
-    )
-    return out.reshape(query.shape)
-
-
-def _four_axes(x: Any, batch: Sequence[int], logits_shape: tuple[int, int, int]) -> Array:
-    """A bias or mask as (B, N, T, S), where B and N may stay 1: queries and keys may not."""
-    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
-    x = jnp.broadcast_to(x, (*x.shape[:-2], *logits_shape[1:]))
-    if all(size == 1 for size in x.shape[:-3]):
-        return x.reshape(1, *x.shape[-3:])
-    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(int(np.prod(batch)), *x.shape[-3:])
+    return bool(meshes) or jax.device_count() == 1

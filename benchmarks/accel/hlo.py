@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from benchmarks.accel.hlo_text import Computation, Instruction, parse
+from benchmarks.accel.kernels import flops_of
 from benchmarks.accel.traffic import moved, produced
 from benchmarks.accel.trip_counts import turns
 
@@ -154,14 +155,15 @@ class _Counter:
         return instruction.opcode not in ("fusion", "custom-call") and not any(array.shape for array in arrays)
 
     def _by_roofline(self, costs: Costs, inside: Computation, instruction: Instruction, name: str) -> float:
-        """Cycles of what the compiler gives none for: a custom call is told its FLOPs, anything else only moves."""
-        flops = re.search(r'"flops":"?(\d+)', instruction.rest) if "cost_estimate" in instruction.rest else None
-        if self.kernel_cycles is None or (instruction.opcode == "custom-call" and flops is None):
+        """Cycles of what the compiler gives none for: of a custom call by its FLOPs, anything else only moves."""
+        operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
+        flops = flops_of(instruction, operands) if instruction.opcode == "custom-call" else 0.0
+        if self.kernel_cycles is None or flops is None:
             costs.uncounted.append(f"cycles of {instruction.target or instruction.opcode} ({instruction.op_name})")
             return 0.0
         holder = self.anywhere[inside.name]
         touched = moved(self.anywhere, holder, holder.instructions[instruction.name])
-        cycles = self.kernel_cycles(float(flops[1]) if flops else 0.0, touched)
+        cycles = self.kernel_cycles(flops, touched)
         costs.rooflines[name] = costs.rooflines.get(name, 0.0) + cycles
         return cycles
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 _SIZES = {"pred": 1, "token": 0, "opaque": 0, "c64": 8, "c128": 16, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
@@ -80,18 +81,32 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
     """The computations of a module, by name, and its entry."""
     computations: dict[str, Computation] = {}
     entry, current, lines = "", "", {}
-    for line in text.splitlines():
+    for line in _lines(text):
         if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
             current, lines = opened[2], {}
             entry = current if opened[1] else entry
             computations[current] = Computation(current, lines)
         elif current and (found := re.match(r"  (ROOT )?%?([\w.\-]+) = ", line)):
             lines[found[2]] = _instruction(found[2], line[found.end() :], bool(found[1]))
-        elif line.startswith("}"):
+        elif line.strip() == "}":
             current = ""
     if not entry:
         raise ValueError("The text is no HLO module: it has no ENTRY.")
     return computations, computations[entry]
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The text's lines; an instruction whose attributes have line breaks (a Pallas kernel's metadata) is one."""
+    held = ""
+    for line in text.splitlines():
+        if held and line.strip() != "}" and not re.match(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(", line):
+            held += line
+            continue
+        if held:
+            yield held
+        held = line
+    if held:
+        yield held
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:

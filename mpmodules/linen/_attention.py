@@ -13,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 
 from mpmodules import attention
 from mpmodules.functional import is_half
-from mpmodules.fused_attention import fused_attention, uses_fused_kernel
+from mpmodules.fused_attention import fused_kernel
 from mpmodules.linen._layer import declared_field
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import layers_inside
@@ -104,7 +104,7 @@ def dot_product_attention(
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     *,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Literal["xla", "cudnn", "splash"] | None = None,
 ) -> jax.Array:
     """`flax.linen.dot_product_attention`, with logits and softmax in reduction_dtype whatever the inputs are.
 
@@ -113,8 +113,8 @@ def dot_product_attention(
     Args:
       query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width), where the key
         heads divide the heads (Flax's own function takes equal ones only).
-      implementation: "cudnn" is the fused GPU kernel, "xla" everything else; None chooses
-        (`mpmodules.fused_attention.uses_fused_kernel` says when).
+      implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is neither; None
+        chooses (`mpmodules.fused_attention.fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with `force_fp32_for_softmax` in float32
@@ -133,9 +133,10 @@ def dot_product_attention(
         "an einsum of one's own": einsum_dot_general is not None or qk_attn_weights_einsum is not None,
         "force_fp32_for_softmax without a policy": force_fp32_for_softmax and current_policy() is None,
     }
-    fused = uses_fused_kernel(
-        implementation, query, key, value, bias=bias, mask=mask, reduction_dtype=_reduction_dtype(), obstacles=obstacles
-    )
+    fused = fused_kernel(
+        implementation, query, key, value, bias=bias, mask=mask, is_causal=False,
+        reduction_dtype=_reduction_dtype(), obstacles=obstacles,
+    )  # fmt: skip
     if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
         return flax_nn.dot_product_attention(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
@@ -150,8 +151,8 @@ def dot_product_attention(
             "exclusive: give only one of them."
         )
     attention.check_shapes(query, key, value)
-    if fused:
-        return fused_attention(query, key, value, bias=bias, mask=mask, is_causal=False)
+    if fused is not None:
+        return fused(query, key, value)
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
         force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,

@@ -14,7 +14,7 @@ from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
 
 from mpmodules import attention
 from mpmodules.functional import is_wider
-from mpmodules.fused_attention import fused_attention, uses_fused_kernel
+from mpmodules.fused_attention import fused_kernel
 from mpmodules.nnx._layer import constructor_dtypes
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
@@ -94,7 +94,7 @@ def dot_product_attention(
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
     is_causal: bool = False,
     *,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Literal["xla", "cudnn", "splash"] | None = None,
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
 
@@ -103,8 +103,8 @@ def dot_product_attention(
 
     Args:
       query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width).
-      implementation: "cudnn" is the fused GPU kernel, "xla" everything else; None chooses
-        (`mpmodules.fused_attention.uses_fused_kernel` says when).
+      implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is neither; None
+        chooses (`mpmodules.fused_attention.fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
@@ -120,17 +120,18 @@ def dot_product_attention(
         "sown weights": module is not None,
         "a precision": precision is not None,
     }
-    fused = uses_fused_kernel(
-        implementation, query, key, value, bias=bias, mask=mask, reduction_dtype=_reduction_dtype(), obstacles=obstacles
-    )
+    fused = fused_kernel(
+        implementation, query, key, value, bias=bias, mask=mask, is_causal=is_causal,
+        reduction_dtype=_reduction_dtype(), obstacles=obstacles,
+    )  # fmt: skip
     if not _is_ours(query):
         return flax_nnx.dot_product_attention(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
             precision, module, promote_dtype, is_causal,
         )  # fmt: skip
     attention.check_shapes(query, key, value)
-    if fused:
-        return fused_attention(query, key, value, bias=bias, mask=mask, is_causal=is_causal)
+    if fused is not None:
+        return fused(query, key, value)
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
         is_causal=is_causal,

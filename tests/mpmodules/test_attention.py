@@ -310,7 +310,7 @@ def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(ke
 def test_an_implementation_that_can_not_do_what_is_asked_is_refused():
     query, key, value = qkv("bfloat16")
     for function in (wing.dot_product_attention for wing in WINGS.values()):
-        with pytest.raises(ValueError, match="implementation should be None, 'xla' or 'cudnn', but got 'flash'"):
+        with pytest.raises(ValueError, match="should be None, 'xla', 'cudnn' or 'splash', but got 'flash'"):
             function(query, key, value, implementation="flash")
         with pytest.raises(ValueError, match=r"implementation='cudnn' can't do dropout, a precision\. Leave it out"):
             function(query, key, value, implementation="cudnn", dropout_rate=0.5, precision="highest")

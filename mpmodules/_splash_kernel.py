@@ -1,0 +1,217 @@
+"""JAX's splash attention for TPUs, forward and backward, over arrays of (B..., T, N, H).
+
+Everything here is traced when a program is lowered for a TPU: a program for other platforms never imports the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+INTERPRET = False  # True in tests: Pallas's interpreter, on any platform
+LANES = 128  # block lengths are multiples of it
+_BLOCK = 512  # the longest block whose float32 logits leave room for the others in a core's vector memory
+_LONGEST_KEYS = 2048  # up to which keys and values stay in that memory while backward reads them
+_WIDEST_KEYS = 128  # the widest head for which they do
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticMask:
+    """A mask known while tracing, hashable by its contents.
+
+    Attributes:
+      bits: `numpy.packbits` of it.
+      shape: (1 or N, T, S).
+    """
+
+    bits: bytes
+    shape: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, mask: np.ndarray) -> StaticMask:
+        heads, queries, keys = mask.shape
+        return cls(np.packbits(mask).tobytes(), (heads, queries, keys))
+
+    @property
+    def array(self) -> np.ndarray:
+        bits = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=math.prod(self.shape))
+        return bits.astype(bool).reshape(self.shape)
+
+
+@contextlib.contextmanager
+def _as_written() -> Iterator[None]:
+    """Traces JAX's kernel as it was written: 32-bit indices, standard promotion."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def forward(
+    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
+) -> Array:
+    """softmax(q k^T / sqrt(H)) v: (B..., T, N, H)."""
+    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
+    with _as_written():
+        out = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
+        return _heads_last(out, query)
+
+
+def forward_with_residuals(
+    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
+) -> tuple[Array, Array]:
+    """The same, and the logarithm of the softmax's denominators: (B..., N, T) in float32."""
+    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, interpret)
+    with _as_written():
+        out, (log_sum,) = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
+        return _heads_last(out, query), log_sum.reshape(*query.shape[:-3], *log_sum.shape[1:])
+
+
+def backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
+    *,
+    mask: StaticMask | None,
+    is_causal: bool,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """The cotangents of queries, keys and values, from what `forward_with_residuals` returned."""
+    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
+    with _as_written():
+        operands = [_scaled(query), *map(_heads_first, (key, value, out, cotangent))]
+        log_sum = log_sum.reshape(-1, *log_sum.shape[-2:])
+        queries, keys, values, outs, cotangents = operands
+        pullback = functools.partial(_pullback, kernel)
+        grads = jax.vmap(pullback)(queries, keys, values, outs, log_sum, cotangents)
+        d_query = (grads[0].astype(jnp.float32) * _scale(query)).astype(query.dtype)
+        return _heads_last(d_query, query), _heads_last(grads[1], key), _heads_last(grads[2], value)
+
+
+def _pullback(
+    kernel: Callable[..., Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
+) -> tuple[Array, ...]:
+    """The kernel's pullback, with `out` and `log_sum` in the place of what its forward pass would compute again.
+
+    Raises:
+      NotImplementedError: JAX's kernel keeps something else for backward.
+    """
+    program, shapes = jax.make_jaxpr(lambda *operands: jax.vjp(kernel, *operands), return_shape=True)(query, key, value)
+    jaxpr: Any = program.jaxpr
+    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known |= dict(zip(jaxpr.invars, (query, key, value), strict=True))
+    known[jaxpr.outvars[0]] = out
+    leaves = []
+    for atom in jaxpr.outvars[1:]:
+        if hasattr(atom, "val"):
+            leaves.append(atom.val)
+        elif atom in known:
+            leaves.append(known[atom])
+        elif (atom.aval.shape, atom.aval.dtype) == (log_sum.shape, log_sum.dtype):
+            leaves.append(log_sum)
+        else:
+            raise NotImplementedError(
+                f"JAX's splash attention keeps {atom.aval} for backward, which is not known here."
+            )
+    _, pull = jax.tree.unflatten(jax.tree.structure(shapes), [out, *leaves])
+    return pull(cotangent)
+
+
+def _scale(query: Array) -> np.ndarray:
+    return np.asarray(1 / math.sqrt(query.shape[-1]), np.float32)
+
+
+def _scaled(query: Array) -> Array:
+    """The queries over sqrt(H), heads first: exact where that is a power of two."""
+    return _heads_first((query.astype(jnp.float32) * _scale(query)).astype(query.dtype))
+
+
+def _heads_first(x: Array) -> Array:
+    """(B..., T, N, H) as (B, N, T, H)."""
+    return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
+
+
+def _heads_last(x: Array, like: Array) -> Array:
+    return jnp.swapaxes(x, 1, 2).reshape(like.shape)
+
+
+def _lengths(query: Array, key: Array) -> tuple[int, int, int]:
+    return query.shape[-2], query.shape[-3], key.shape[-3]  # (N, T, S)
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(
+    lengths: tuple[int, int, int],
+    width: int,
+    mask: StaticMask | None,
+    is_causal: bool,
+    save_residuals: bool,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """JAX's kernel for one example: (N, T, H), (K, S, H), (K, S, H) to (N, T, H).
+
+    Cached, as each of its own caches goes by the identity of its mask.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    heads, queries, keys = lengths
+    if mask is None:
+        one = splash.CausalMask((queries, keys)) if is_causal else splash.FullMask((queries, keys))
+        masks = [one] * heads
+    else:
+        allowed = np.logical_and(mask.array, np.tri(queries, keys, dtype=bool)) if is_causal else mask.array
+        masks = [splash.NumpyMask(each) for each in np.broadcast_to(allowed, lengths)]
+    sizes = _block_sizes(queries, keys, width, is_full=mask is None and not is_causal)
+    with jax.ensure_compile_time_eval(), _as_written():
+        made = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask(masks), block_sizes=sizes, save_residuals=save_residuals, interpret=interpret
+        )
+        return jax.tree.map(np.asarray, made)
+
+
+def _block_sizes(queries: int, keys: int, width: int, *, is_full: bool) -> Any:
+    """Blocks of up to 512 queries by 512 keys.
+
+    Where all keys are one block of backward's, one kernel returns all three gradients, which reads the logits' operands
+    once; a masked block is skipped only if it is one of several.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    block_q, block_kv = _block(queries), _block(keys)
+    together = keys == block_kv or (is_full and keys <= _LONGEST_KEYS and width <= _WIDEST_KEYS)
+    layout = splash.QKVLayout.SEQ_MINOR if width < LANES else splash.QKVLayout.HEAD_DIM_MINOR
+    return splash.BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=keys if together else block_kv,
+        block_kv_dkv_compute=block_kv,
+        block_q_dq=None if together else block_q,
+        block_kv_dq=None if together else block_kv,
+        use_fused_bwd_kernel=together,
+        q_layout=layout,
+        k_layout=layout,
+        v_layout=layout,
+    )
+
+
+def _block(length: int) -> int:
+    return next(size for size in range(_BLOCK, 0, -LANES) if length % size == 0)
