@@ -85,15 +85,23 @@ class _Adopter:
         if known and ("_policy_boundary" in vars(context.orig_method.func) or is_innermost(module)):
             return next_fun(*args, **kwargs)
 
-        def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            if instance is not module:  # a copy of it inside a transform, where an RNN reads wider parameters
-                return context.orig_method.func(instance, *args, **kwargs)
-            return next_fun(*args, **kwargs)
-
-        method.__name__ = name
-        method.__wrapped__ = context.orig_method.func  # type: ignore[attr-defined]
+        method = context.orig_method.func if next_fun is context.orig_method else _through(next_fun, context)
         own_body = is_upstream(context.orig_method.func)
         return run_method(module, method, args, kwargs, own_body=own_body)
+
+
+def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
+    """The method that was called, with the interceptors inside of ours around it."""
+    bare = context.orig_method.func
+
+    def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        if instance is not context.module:  # a copy of it inside a transform, where an RNN reads wider parameters
+            return bare(instance, *args, **kwargs)
+        return next_fun(*args, **kwargs)
+
+    method.__name__ = context.method_name  # no more of it: what interceptors are around is not Flax's own
+    method.__wrapped__ = bare  # type: ignore[attr-defined]
+    return method
 
 
 def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
