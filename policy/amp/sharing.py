@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from policy.amp.evaluator import Evaluator, Handler
 from policy.amp.values import Value
@@ -57,7 +58,8 @@ def once_for_all_alike(handler: Handler) -> Handler:
 def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequence[Value]) -> Any:
     def rewritten(*arrays: Any) -> list[Any]:
         values = [_with_array(array, known) for array, known in zip(arrays, inputs, strict=True)]
-        outputs = handler(evaluator, found.equation, values)
+        with source_info_util.reset_name_stack():  # the first equation's names are not those of the others
+            outputs = handler(evaluator, found.equation, values)
         found.known = [_without_array(output) for output in outputs]
         return [output.array for output in outputs]
 
