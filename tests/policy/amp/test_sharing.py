@@ -41,13 +41,13 @@ def scaled(params, x):
 
 @pytest.mark.parametrize("times", [1, 5])
 def test_equations_that_hold_the_same_program_are_rewritten_once(bodies, times):
-    params = [jnp.full((8,), 0.1 * i) for i in range(1, times + 1)]
+    params = [jnp.full((1, 8), 0.1 * i) for i in range(1, times + 1)]
     jax.make_jaxpr(autocast(scaled, "mixed_bfloat16", params=0))(params, X)
     assert len(bodies) == 2
 
 
 def test_a_report_and_rules_see_each_equation(bodies):
-    params = [jnp.ones(8)] * 3
+    params = [jnp.ones((1, 8))] * 3
     jax.make_jaxpr(autocast(scaled, "mixed_bfloat16", params=0, rules={"": "f32"}))(params, X)
     assert len(bodies) == 6
     bodies.clear()
@@ -56,7 +56,7 @@ def test_a_report_and_rules_see_each_equation(bodies):
 
 
 def test_each_equation_keeps_its_own_numbers():
-    params = [jnp.full((8,), 0.1 * i) for i in range(1, 4)]
+    params = [jnp.full((1, 8), 0.1 * i) for i in range(1, 4)]
     found = jax.value_and_grad(autocast(scaled, "mixed_bfloat16", params=0))(params, X)
     expected = jax.value_and_grad(scaled)(params, X)
     for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
