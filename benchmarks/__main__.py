@@ -52,6 +52,7 @@ TABLES = {
     "layers": Table("benchmarks.layers", "layers, the repaired ones apart", quick=("--small",)),
     "peers": Table("benchmarks.peers", "models beside jmp's and mpx's", check=(), quick=("--small",)),
     "autocast": Table("benchmarks.autocast", "autocast beside dtypes threaded by hand", quick=("--small", "--counts")),
+    "ports": Table("benchmarks.ports", "time to trace Flax models under apply_policy", quick=("--small",)),
     "optimizer": Table("benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)),
     "exchange": Table("benchmarks.all_reduce", "what data parallel training exchanges", quick=()),
     "scale": Table("benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)),

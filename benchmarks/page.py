@@ -50,6 +50,10 @@ float32 step: FLOPs, memory and CPU seconds, of ours under a policy and of Flax'
     "autocast": """
 The same models without a dtype in them, under `autocast`, against hand-threaded ones with a float32 softmax.
 """,
+    "ports": """
+Models over Flax's own linen under `apply_policy`, alone and with their loss under `autocast`, against the same models
+with dtype=bfloat16 in every layer: CPU seconds, and calls of Python functions, to trace value_and_grad.
+""",
     "optimizer": """
 Bytes an element that a compiled AdamW step moves, against the row's budget, plain optax, jmp and mpx; CPU nanoseconds
 an element and CPU seconds to compile, against plain optax, which neither unscales nor looks for what is not finite.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from mpmodules import _splash_kernel as kernels
-from mpmodules.attention import dot_product_attention_weights, weighted_values
+from mpmodules.attention import dot_product_attention
 
 Array = jax.Array
 Three = tuple[Array, Array, Array]
@@ -41,10 +41,9 @@ class Splash:
     def formula(self, query: Array, key: Array, value: Array) -> Array:
         """XLA's program for the same."""
         mask: Any = None if self.mask is None else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
-        weights = dot_product_attention_weights(
-            query, key, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32, dtype=query.dtype
+        return dot_product_attention(
+            query, key, value, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32
         )
-        return weighted_values(weights, value)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

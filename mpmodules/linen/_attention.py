@@ -23,6 +23,9 @@ from policy.precedence import Effective
 from policy.scope import current_policy
 
 
+_WIDE_WEIGHTS = "force_fp32_for_softmax without a policy"
+
+
 def dot_product_attention_weights(
     query: jax.Array,
     key: jax.Array,
@@ -131,7 +134,7 @@ def dot_product_attention(
         "sown weights": module is not None,
         "a precision": precision is not None,
         "an einsum of one's own": einsum_dot_general is not None or qk_attn_weights_einsum is not None,
-        "force_fp32_for_softmax without a policy": force_fp32_for_softmax and current_policy() is None,
+        _WIDE_WEIGHTS: force_fp32_for_softmax and current_policy() is None,
     }
     fused = fused_kernel(
         implementation, query, key, value, bias=bias, mask=mask, is_causal=False,
@@ -153,6 +156,10 @@ def dot_product_attention(
     attention.check_shapes(query, key, value)
     if fused is not None:
         return fused(query, key, value)
+    if not any(obstacles[name] for name in ("dropout", "sown weights", "an einsum of one's own", _WIDE_WEIGHTS)):
+        return attention.dot_product_attention(
+            query, key, value, bias=bias, mask=mask, precision=precision, reduction_dtype=_reduction_dtype()
+        )
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
         force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,

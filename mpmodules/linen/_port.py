@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import flax.linen as flax_nn
@@ -85,15 +85,23 @@ class _Adopter:
         if known and ("_policy_boundary" in vars(context.orig_method.func) or is_innermost(module)):
             return next_fun(*args, **kwargs)
 
-        def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            if instance is not module:  # a copy of it inside a transform, where an RNN reads wider parameters
-                return context.orig_method.func(instance, *args, **kwargs)
-            return next_fun(*args, **kwargs)
-
-        method.__name__ = name
-        method.__wrapped__ = context.orig_method.func  # type: ignore[attr-defined]
+        method = context.orig_method.func if next_fun is context.orig_method else _through(next_fun, context)
         own_body = is_upstream(context.orig_method.func)
         return run_method(module, method, args, kwargs, own_body=own_body)
+
+
+def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
+    """The method that was called, with the interceptors inside of ours around it."""
+    bare = context.orig_method.func
+
+    def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        if instance is not context.module:  # a copy of it inside a transform, where an RNN reads wider parameters
+            return bare(instance, *args, **kwargs)
+        return next_fun(*args, **kwargs)
+
+    method.__name__ = context.method_name  # no more of it: what interceptors are around is not Flax's own
+    method.__wrapped__ = bare  # type: ignore[attr-defined]
+    return method
 
 
 def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
@@ -108,15 +116,30 @@ def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> context
     given = [] if policy is not None else [name for name in names if declared.get(name) is not None]
     if policy is None and not current_scope().rules and not any(is_half(declared[name]) for name in given):
         return contextlib.nullcontext()
-    return flax_nn.intercept_methods(_Adopter(keep=given, composites=False))
+    if _entered.adopters:  # one in force is called first, and leaves nothing to a second
+        return contextlib.nullcontext()
+    return _adopting(_Adopter(keep=given, composites=False))
 
 
 class _Entered(threading.local):
+    """The ported models' classes whose calls are under way in this thread, and how many adopters are in force."""
+
     def __init__(self) -> None:
         self.classes: list[type] = []
+        self.adopters = 0
 
 
 _entered = _Entered()
+
+
+@contextlib.contextmanager
+def _adopting(adopter: _Adopter) -> Iterator[None]:
+    _entered.adopters += 1
+    try:
+        with flax_nn.intercept_methods(adopter):
+            yield
+    finally:
+        _entered.adopters -= 1
 
 
 def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False) -> M:
@@ -194,7 +217,7 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
                 return method(self, *args, **kwargs)
             _entered.classes.append(cls)
             try:
-                with enter(scope, Source("argument", "apply_policy")), flax_nn.intercept_methods(interceptor):
+                with enter(scope, Source("argument", "apply_policy")), _adopting(interceptor):
                     if lifted and self.scope is not None:  # no interceptor sees it: the boundary is outside of it
                         return run_method(self, method, args, kwargs, lifted=True)
                     return method(self, *args, **kwargs)

@@ -132,6 +132,11 @@ def dot_product_attention(
     attention.check_shapes(query, key, value)
     if fused is not None:
         return fused(query, key, value)
+    if not (obstacles["dropout"] or obstacles["sown weights"]):
+        return attention.dot_product_attention(
+            query, key, value, bias=bias, mask=mask, is_causal=is_causal, precision=precision,
+            reduction_dtype=_reduction_dtype(),
+        )  # fmt: skip
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
         is_causal=is_causal,

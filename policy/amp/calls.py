@@ -13,6 +13,7 @@ from jax import lax
 
 from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, opaque_kind
 from policy.amp.settings import UnknownPrimitiveError
+from policy.amp.sharing import once_for_all_alike
 from policy.amp.values import F32, Value, cast, float_dtype
 from policy.paths import scanned_path
 from policy.programs import bind, opened, scan_arity, with_consts_as_arguments
@@ -91,9 +92,9 @@ def _call(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
 
 
 @_handles("remat2", "checkpoint", "remat")
+@once_for_all_alike
 def _remat(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """The same primitive with its policy and whether it was differentiated already: jax.checkpoint would lose that."""
-    values = evaluator.entering(equation, values)
     body = Body(evaluator.inside(equation), equation.params["jaxpr"], values)
     jaxpr, consts = with_consts_as_arguments(jax.make_jaxpr(body)(*_arrays(values)))
     return body.results(bind(equation, [*consts, *_arrays(values)], {**equation.params, "jaxpr": jaxpr}))
@@ -243,9 +244,10 @@ def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) 
 
 
 @_handles("custom_jvp_call")
+@once_for_all_alike
 def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """Made again with the rewritten function, and with the author's rule, rewritten too."""
-    inside, values = evaluator.inside(equation), evaluator.entering(equation, values)
+    inside = evaluator.inside(equation)
     arrays, like_traced = _arrays(values), _dtypes(equation.invars)
     floats = _floats(arrays)
     body = Body(inside, equation.params["call_jaxpr"], values)

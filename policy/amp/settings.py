@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 
@@ -78,10 +79,16 @@ class Place:
 
 
 class Places:
-    """The places of a program, by module path; and which paths there were, for the check of the rules."""
+    """The places of a program, by module path; and which paths there were, for the check of the rules.
 
-    def __init__(self, settings: Settings):
-        self.settings = settings
+    Attributes:
+      repeated: the identities of programs that are rewritten once for all equations that hold them.
+      shared: what was rewritten of those; see `policy.amp.sharing`.
+    """
+
+    def __init__(self, settings: Settings, repeated: frozenset[int] = frozenset()):
+        self.settings, self.repeated = settings, repeated
+        self.shared: dict[Any, Any] = {}
         self._known: dict[Path, Place] = {}
 
     def __getitem__(self, path: Path) -> Place:

@@ -18,6 +18,7 @@ from policy.amp.evaluator import Evaluator
 from policy.amp.parameters import Params, parameters, require_params, warn_of_optimizer
 from policy.amp.report import Report
 from policy.amp.settings import ISLAND, Places, Settings
+from policy.amp.sharing import repeated
 from policy.amp.values import Value, cast, is_floating
 from policy.policy import Policy, get_policy
 from policy.programs import opened
@@ -228,8 +229,10 @@ class _Autocast:
                 Value(array if _is_key(array) else jnp.asarray(array), is_param and settings.narrows)
                 for array, is_param in zip(arrays, params, strict=True)
             ]
-            places = Places(settings)
             body, consts = opened(jaxpr)
+            # A report notes each equation where it stands, and rules may tell apart what stands inside of it.
+            shares = report is None and settings.rules is None
+            places = Places(settings, repeated(body) if shares else frozenset())
             outputs = Evaluator(settings, places, report=report).run(body, [Value(c) for c in consts], values)
             if self.options.settings.rules is not None:
                 places.check_rules()  # those of a scope may be meant for other code

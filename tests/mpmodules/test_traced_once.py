@@ -1,5 +1,6 @@
 """Layers that are alike are traced once; what tells them apart, and what Flax refuses, is theirs all the same."""
 
+import contextlib
 from typing import Any
 
 import flax.errors
@@ -33,6 +34,19 @@ def linen_model(*epsilons):
     return lambda params, x: model.apply(params, x), params
 
 
+def ported_model(*epsilons):
+    class Model(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            for epsilon in epsilons:
+                x = flax.linen.LayerNorm(epsilon=epsilon)(x)
+            return x
+
+    model = linen.apply_policy(Model(), "mixed_bfloat16")
+    params = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    return lambda params, x: model.apply(params, x), params
+
+
 def nnx_model(*epsilons):
     with use_policy("mixed_bfloat16"):
         model = nnx.Sequential(*(nnx.LayerNorm(8, epsilon=epsilon, rngs=nnx.Rngs(0)) for epsilon in epsilons))
@@ -40,7 +54,7 @@ def nnx_model(*epsilons):
     return lambda params, x: nnx.merge(graph, params)(x), params
 
 
-@pytest.mark.parametrize("wing", [linen_model, nnx_model])
+@pytest.mark.parametrize("wing", [linen_model, ported_model, nnx_model])
 @pytest.mark.parametrize("epsilons", [(1e-3,) * 5, (1e-3, 1e-3, 2.0)])
 def test_the_statistics_of_normalisations_that_are_alike_are_traced_once(monkeypatch, wing, epsilons):
     apply, params = wing(*epsilons)
@@ -66,7 +80,7 @@ def test_bias_gradients_and_attention_logits_that_are_alike_are_traced_once(monk
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("wing", [linen_model, nnx_model])
+@pytest.mark.parametrize("wing", [linen_model, ported_model, nnx_model])
 def test_layers_that_share_a_trace_keep_their_own_numbers(wing):
     apply, params = wing(1e-3, 1e-3, 2.0)
     rows = np.random.default_rng(0).normal(size=(4, 8))
@@ -107,6 +121,55 @@ def test_a_layer_of_a_user_s_own_is_called_itself():
     plain, doubled = linen.LayerNorm(dtype_policy="bfloat16"), Doubled(dtype_policy="bfloat16")
     params = plain.init(jax.random.key(0), x)
     np.testing.assert_array_equal(doubled.apply(params, x), 2 * plain.apply(params, x))
+
+
+def traces_of(monkeypatch, model, *inputs):
+    """How often the normalisations of a ported model are traced, forward and backward."""
+    variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    seen = []
+    shift_of = functional.shift_of
+    monkeypatch.setattr(functional, "shift_of", lambda *args: seen.append(1) or shift_of(*args))
+    jax.make_jaxpr(jax.grad(lambda variables: jnp.sum(model.apply(variables, *inputs))))(variables)
+    return len(seen)
+
+
+def test_a_ported_layer_of_a_user_s_own_is_called_itself():
+    class Doubled(flax.linen.LayerNorm):
+        def param(self, name, *args, **kwargs):
+            return 2 * super().param(name, *args, **kwargs)
+
+    x = jnp.asarray([[1.0, -1.0], [3.0, 1.0]], HALF)
+    plain, doubled = (linen.apply_policy(layer, "bfloat16") for layer in (flax.linen.LayerNorm(), Doubled()))
+    params = plain.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(doubled.apply(params, x), 2 * plain.apply(params, x))
+
+
+def test_normalisations_inside_a_ported_attention_are_traced_once(monkeypatch):
+    attention = flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True)
+    model = linen.apply_policy(flax.linen.Sequential([attention, attention.copy(name="second")]), "mixed_bfloat16")
+    assert traces_of(monkeypatch, model, jnp.ones((1, 3, 8))) == 1
+
+
+def test_an_interceptor_inside_of_a_ported_model_is_called_for_each_of_its_layers(monkeypatch):
+    def doubled(next_fun, args, kwargs, context):
+        y = next_fun(*args, **kwargs)
+        return 2 * y if isinstance(context.module, flax.linen.LayerNorm) else y
+
+    class Model(flax.linen.Module):
+        intercepts: bool
+
+        @flax.linen.compact
+        def __call__(self, x):
+            with flax.linen.intercept_methods(doubled) if self.intercepts else contextlib.nullcontext():
+                for _ in range(3):
+                    x = flax.linen.LayerNorm()(x)
+            return x
+
+    x = jnp.asarray([[1.0, -1.0], [3.0, 1.0]])
+    plain, intercepted = (linen.apply_policy(Model(intercepts), "mixed_bfloat16") for intercepts in (False, True))
+    params = plain.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(intercepted.apply(params, x), 2 * plain.apply(params, x))
+    assert traces_of(monkeypatch, intercepted, x) >= 3
 
 
 def test_partitioned_params_are_read_from_their_boxes():
