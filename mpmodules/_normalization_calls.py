@@ -78,7 +78,7 @@ def takes_exact_moments(x: jax.Array, policy: Policy) -> bool:
 
 def is_flax_method(method: Callable[..., Any]) -> bool:
     """Whether what runs is Flax's own code, and no user's."""
-    return getattr(method, "__wrapped__", method).__module__.startswith("flax.")
+    return method.__module__.startswith("flax.")
 
 
 def normalized(
@@ -127,7 +127,7 @@ class NormalizationCall(abc.ABC):
     def is_of(self, layer: Any, module: str) -> bool:
         """Whether the call is Flax's own, of a class of ours in `module`, with nothing but flags beside its input."""
         flags = (*self.args, *(value for _, value in self.rest))
-        is_own = type(layer).__module__ == module and self.method.__module__.startswith("flax.")
+        is_own = type(layer).__module__ == module and is_flax_method(self.method)
         return is_own and all(flag is None or isinstance(flag, bool) for flag in flags)
 
     @abc.abstractmethod

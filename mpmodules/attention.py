@@ -81,6 +81,8 @@ def dot_product_attention(
     """
     check_shapes(query, key, value)
     logits = _logits(query, key, bias, mask, is_causal, precision, None, reduction_dtype)
+    if not key.shape[-3]:  # no exponential to divide by
+        return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
     attend = traced_once(_attend, precision) if is_hashable(precision) else functools.partial(_attend, precision)
     return attend(logits, value)
 

@@ -22,7 +22,6 @@ from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import current_policy
 
-
 _WIDE_WEIGHTS = "force_fp32_for_softmax without a policy"
 
 

@@ -157,7 +157,9 @@ def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
     function = WINGS[wing].dot_product_attention
     _, backward = jax.vjp(lambda q, k, v: function(q, k, v, mask=mask), query, key, value)
     kept = jax.tree.leaves(backward)
-    assert {leaf.dtype.name for leaf in kept} <= {"bfloat16", "bool"}
+    wide = [leaf.shape for leaf in kept if leaf.dtype == jnp.float32]
+    assert wide == [(2, 3, 4, 1)]  # the sums of the exponentials
+    assert {leaf.dtype.name for leaf in kept} <= {"bfloat16", "bool", "float32"}
     assert sum(leaf.shape[-2:] == (3, 5) for leaf in kept if leaf.dtype == jnp.bfloat16) == 1  # Flax: 2
     assert [leaf.shape for leaf in kept if leaf.dtype == bool] == ([(2, 1, 3, 5)] if masked else [])
 

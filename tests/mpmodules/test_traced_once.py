@@ -127,8 +127,8 @@ def traces_of(monkeypatch, model, *inputs):
     """How often the normalisations of a ported model are traced, forward and backward."""
     variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
     seen = []
-    shift_of = functional.shift_of
-    monkeypatch.setattr(functional, "shift_of", lambda *args: seen.append(1) or shift_of(*args))
+    moments = normalization.moments
+    monkeypatch.setattr(normalization, "moments", lambda *args: seen.append(1) or moments(*args))
     jax.make_jaxpr(jax.grad(lambda variables: jnp.sum(model.apply(variables, *inputs))))(variables)
     return len(seen)
 
@@ -169,7 +169,7 @@ def test_an_interceptor_inside_of_a_ported_model_is_called_for_each_of_its_layer
     plain, intercepted = (linen.apply_policy(Model(intercepts), "mixed_bfloat16") for intercepts in (False, True))
     params = plain.init(jax.random.key(0), x)
     np.testing.assert_array_equal(intercepted.apply(params, x), 2 * plain.apply(params, x))
-    assert traces_of(monkeypatch, intercepted, x) >= 3
+    assert traces_of(monkeypatch, intercepted, x) == 0  # Flax's code runs for each of them, and takes its statistics
 
 
 def test_partitioned_params_are_read_from_their_boxes():
