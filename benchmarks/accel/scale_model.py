@@ -44,7 +44,7 @@ def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
     """Rotates the halves of each head by its position, in float32. (B, T, N, H) in and out, in the dtype of `x`."""
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies  # (T, 1, H / 2)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies[None, None]  # (T, 1, H / 2)
     sin, cos = jnp.sin(angles)[None], jnp.cos(angles)[None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
