@@ -79,7 +79,7 @@ class Place:
 
 
 V5E, V5P, SMALL = Place("v5e:16x16", (4, 64)), Place("v5p:4x4x4", (2, 32)), Place("v5e:2x2", (2, 2))
-NARROW = Size(layers=3, width=256, heads=4, key_heads=2, head_width=128, mlp_width=1024, vocabulary=2048, length=256)
+NARROW = Size(layers=2, width=256, heads=4, key_heads=2, head_width=128, mlp_width=1024, vocabulary=2048, length=256)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The step of the model at scale: as a program for four chips where TPU's compiler is installed, and on the CPU."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 import benchmarks.accel.scale as scale
 from benchmarks.accel.hlo import costs_of
 from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of, rotary
-from benchmarks.accel.targets import Target
+from tests.benchmarks.accelerators import target
 
 TINY = Size(layers=2, width=32, heads=4, key_heads=2, head_width=8, mlp_width=48, vocabulary=64, length=16)
 TOKENS = jax.ShapeDtypeStruct((4, TINY.length), jnp.int32)
@@ -93,15 +91,26 @@ def test_a_sum_that_is_fused_with_the_slice_kept_of_it_counts_as_a_reduce_scatte
     assert costs_of(SCATTERED).collectives == {("reduce-scatter", "bf16"): 64 * 8 * 2}
 
 
-def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_for():
-    try:
-        _ = Target(scale.SMALL.target).devices
-    except RuntimeError as error:
-        if os.environ.get("MPMODULES_REQUIRE_ACCEL"):
-            raise
-        pytest.skip(str(error))
+def test_the_largest_number_of_cycles_is_none_of_the_compiler_s_estimates():
+    text = """
+%fused (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+    assert costs_of(text, lambda flops, moved: 7.0).cycles == 7.0
+
+
+@pytest.mark.parametrize("name", ["bfloat16 and remainders", "float32, sums in float32"])
+def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_for(name):
+    target(scale.SMALL.target)
     with jax.numpy_dtype_promotion("standard"):
-        rows = list(scale.rows(small=True, only=["sums in float32"]))
-    bound = {row.quantity for row in rows if row.bound is not None}
-    assert bound == {"memory", "gathers", "asked"}
+        measured = scale.figures(scale.SMALL, scale.VARIANTS[name], scale.NARROW, 8)
+    rows = list(scale.variant_rows(name, scale.SMALL, measured, measured, scale.NARROW))
+    assert {row.quantity for row in rows} >= {"memory", "temporary", "cycles", "seconds", "exchange", "gathers"}
+    assert {row.quantity for row in rows} & {"sums", "asked"}
     assert not [row for row in rows if row.is_missed]
