@@ -135,12 +135,12 @@ def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
     """A variant's params, as shapes, and its function of params and tokens: the logits."""
     threaded = {"dtype": jnp.bfloat16} if variant.policy is None else {}
     if variant.wing == "linen":
-        nn = flax.linen if variant.policy is None else mpmodules.linen
+        nn: Any = flax.linen if variant.policy is None else mpmodules.linen  # a module, which hashes
         model = decoder_of(nn)(size, **threaded)
         params = jax.eval_shape(lambda tokens: model.init(jax.random.key(0), tokens)["params"], tokens)
         return params, lambda params, tokens: model.apply({"params": params}, tokens)
     options = threaded if variant.policy is None else {"dtype_policy": variant.policy}
-    nnx = flax_nnx if variant.policy is None else mpmodules.nnx
+    nnx: Any = flax_nnx if variant.policy is None else mpmodules.nnx
     built = flax_nnx.eval_shape(lambda: nnx_decoder_of(nnx)(size, flax_nnx.Rngs(0), **options))
     graph, params = flax_nnx.split(built, flax_nnx.Param)
     return params, lambda params, tokens: flax_nnx.merge(graph, params)(tokens)
@@ -193,7 +193,7 @@ def ours(loss_fn: Any, tx: Any, all_reduce_dtype: str | None) -> Any:
 
     def own(params: Any, state: Any, tokens: jax.Array) -> Any:
         loss, grads = gradients(vary(params, "data"), state, tokens)
-        return lax.pmean(loss, "data"), all_reduce(grads, "data", all_reduce_dtype)
+        return lax.pmean(loss, "data"), all_reduce(grads, "data", all_reduce_dtype or "float32")
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         mapped = jax.shard_map(
