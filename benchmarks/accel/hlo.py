@@ -139,6 +139,7 @@ class _Counter:
         costs.add(Costs(float(cycles), bytes_moved, 1, by_name={name: float(cycles)}))
 
     def _fused_collectives(self, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+        """The collectives of a fusion, nested ones included, with the computation that each stands in."""
         fused = self.computations[fusion.called["calls"][0]]
         for instruction in fused.instructions.values():
             if instruction.opcode in COLLECTIVES:
@@ -170,6 +171,8 @@ class _Counter:
 
 def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> None:
     opcode = collective.opcode.removesuffix("-start")
+    if opcode == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
+        opcode = "reduce-scatter"  # a TPU's: a fusion of a sum with the slice that each device keeps of it
     operands = [inside.instructions[name] for name in collective.operands if name in inside.instructions]
     is_scatter = opcode == "reduce-scatter"
     arrays = [a for i in operands for a in i.results] if is_scatter else produced(inside, collective)

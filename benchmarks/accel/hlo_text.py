@@ -47,9 +47,9 @@ class Instruction:
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate; None where it has none, which it may write as a negative number."""
+        """The compiler's estimate; None where it has none, which it may write as a negative number or the largest."""
         found = re.search(r'"estimated_cycles":"?(\d+)', self.rest)
-        return int(found[1]) if found else None
+        return int(found[1]) if found and int(found[1]) != 2**63 - 1 else None
 
     @property
     def target(self) -> str:

@@ -27,6 +27,7 @@ class Figures:
       has_loops: whether a loop runs, which the compiler's own count takes once.
       temporary: bytes of temporary memory at their peak.
       arguments: bytes of the arguments.
+      results: bytes of the results that overwrite no donated argument.
       kernels: how many run.
       flops: the compiler's count; 0 of a GPU.
       collectives: bytes of one device's results, by operation and dtype.
@@ -50,6 +51,12 @@ class Figures:
     rooflines: tuple[str, ...]
     seconds: float
     costs: Costs = dataclasses.field(repr=False, default_factory=Costs)
+    results: float = 0.0
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the chip that a run takes."""
+        return self.arguments + self.temporary + self.results
 
 
 def placed(target: Target, tree: Any) -> Any:
@@ -102,6 +109,7 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         rooflines=tuple(name for name, cycles in costs.rooflines.items() if is_tpu and cycles > 0.01 * costs.cycles),
         seconds=seconds,
         costs=costs,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )
 
 

@@ -1,0 +1,173 @@
+"""A decoder of Llama 3's shape, layers scanned and rematerialised, in this library's layers and in Flax's by hand.
+
+RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. One class serves both: the layers come
+from `nn`, and a dtype is threaded through where `nn` is Flax's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+import mpmodules.linen
+import mpmodules.nnx
+
+FLAX = flax.linen, flax_nnx
+OURS = mpmodules.linen, mpmodules.nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What the model is. The default is Llama 3's of 8 billion parameters."""
+
+    layers: int = 32
+    width: int = 4096
+    heads: int = 32
+    key_heads: int = 8
+    head_width: int = 128
+    mlp_width: int = 14336
+    vocabulary: int = 128256
+    length: int = 4096
+
+
+def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
+    """Rotates the halves of each head by its position, in float32. (B, T, N, H) in and out, in the dtype of `x`."""
+    half = x.shape[-1] // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies[None, None]  # (T, 1, H / 2)
+    sin, cos = jnp.sin(angles)[None], jnp.cos(angles)[None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def split(x: jax.Array) -> jax.Array:
+    """Constrains activations to be split by batch only, over every axis of the mesh that XLA shards over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto)
+    return lax.with_sharding_constraint(x, PartitionSpec(axes, *[None] * (x.ndim - 1)))
+
+
+def causal(nn: Any) -> Callable[..., jax.Array]:
+    """Causal attention over grouped key heads: (B, T, N, H), (B, T, K, H) twice -> (B, T, N, H).
+
+    By hand it is JAX's, whose logits and softmax are in float32; Flax's own takes no fewer key heads than query heads.
+    """
+    if nn in FLAX:
+        return functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    if nn is mpmodules.nnx:
+        return functools.partial(nn.dot_product_attention, is_causal=True)
+    return lambda query, key, value: nn.dot_product_attention(
+        query, key, value, mask=nn.make_causal_mask(query[:1, :, 0, 0])
+    )
+
+
+@functools.cache
+def decoder_of(nn: Any) -> Any:
+    """The decoder's class over `flax.linen`, or `mpmodules.linen`."""
+    attend = causal(nn)
+
+    class Block(nn.Module):
+        size: Size
+        dtype: DTypeLike | None = None
+
+        @nn.compact
+        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:  # (B, T, width)
+            size = self.size
+            threaded = {} if self.dtype is None else {"dtype": self.dtype}
+            norm = functools.partial(nn.RMSNorm, epsilon=1e-5, **threaded)
+            dense = functools.partial(nn.Dense, use_bias=False, **threaded)
+            heads = functools.partial(nn.DenseGeneral, use_bias=False, **threaded)
+            x = split(x)
+            h = norm(name="attention_norm")(x)
+            query = rotary(heads((size.heads, size.head_width), name="query")(h))
+            key = rotary(heads((size.key_heads, size.head_width), name="key")(h))
+            value = heads((size.key_heads, size.head_width), name="value")(h)
+            h = attend(query, key, value)
+            x = split(x + heads(size.width, axis=(-2, -1), name="out")(h))
+            h = norm(name="mlp_norm")(x)
+            h = nn.silu(dense(size.mlp_width, name="gate")(h)) * dense(size.mlp_width, name="up")(h)
+            return split(x + dense(size.width, name="down")(h)), None
+
+    class Decoder(nn.Module):
+        """(B, T) tokens -> (B, T, vocabulary) logits."""
+
+        size: Size
+        dtype: DTypeLike | None = None
+
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            size = self.size
+            threaded = {} if self.dtype is None else {"dtype": self.dtype}
+            x = nn.Embed(size.vocabulary, size.width, name="embed", **threaded)(tokens)
+            layers = nn.scan(
+                nn.remat(Block, prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=size.layers,
+            )
+            x = layers(size, self.dtype, name="layers")(split(x), None)[0]
+            x = nn.RMSNorm(epsilon=1e-5, name="norm", **threaded)(x)
+            return split(nn.Dense(size.vocabulary, use_bias=False, name="head", **threaded)(x))
+
+    return Decoder
+
+
+@functools.cache
+def nnx_decoder_of(nnx: Any) -> Any:
+    """The decoder's class over `flax.nnx`, or `mpmodules.nnx`."""
+    attend = causal(nnx)
+
+    class Block(nnx.Module):
+        def __init__(self, size: Size, rngs: Any, **threaded: Any):
+            width, options = size.width, {"use_bias": False, "rngs": rngs, **threaded}
+            norm = functools.partial(nnx.RMSNorm, width, epsilon=1e-5, rngs=rngs, **threaded)
+            self.attention_norm, self.mlp_norm = norm(), norm()
+            self.query = nnx.LinearGeneral(width, (size.heads, size.head_width), **options)
+            self.key = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
+            self.value = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
+            self.out = nnx.LinearGeneral((size.heads, size.head_width), width, axis=(-2, -1), **options)
+            self.gate, self.up = (nnx.Linear(width, size.mlp_width, **options) for _ in range(2))
+            self.down = nnx.Linear(size.mlp_width, width, **options)
+
+        def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, width)
+            x = split(x)
+            h = self.attention_norm(x)
+            h = attend(rotary(self.query(h)), rotary(self.key(h)), self.value(h))
+            x = split(x + self.out(h))
+            h = self.mlp_norm(x)
+            return split(x + self.down(nnx.silu(self.gate(h)) * self.up(h)))
+
+    class Decoder(nnx.Module):
+        """(B, T) tokens -> (B, T, vocabulary) logits."""
+
+        def __init__(self, size: Size, rngs: Any, **threaded: Any):
+            @nnx.split_rngs(splits=size.layers)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def stacked(rngs: Any) -> Block:
+                return Block(size, rngs, **threaded)
+
+            self.embed = nnx.Embed(size.vocabulary, size.width, rngs=rngs, **threaded)
+            self.layers = stacked(rngs)
+            self.norm = nnx.RMSNorm(size.width, epsilon=1e-5, rngs=rngs, **threaded)
+            self.head = nnx.Linear(size.width, size.vocabulary, use_bias=False, rngs=rngs, **threaded)
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            @functools.partial(nnx.remat, prevent_cse=False)
+            def run(block: Block, x: jax.Array) -> jax.Array:
+                return block(x)
+
+            return split(self.head(self.norm(run(self.layers, split(self.embed(tokens))))))
+
+    return Decoder

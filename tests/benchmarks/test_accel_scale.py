@@ -1,0 +1,116 @@
+"""The step of the model at scale: as a program for four chips where TPU's compiler is installed, and on the CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import benchmarks.accel.scale as scale
+from benchmarks.accel.hlo import costs_of
+from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of, rotary
+from tests.benchmarks.accelerators import target
+
+TINY = Size(layers=2, width=32, heads=4, key_heads=2, head_width=8, mlp_width=48, vocabulary=64, length=16)
+TOKENS = jax.ShapeDtypeStruct((4, TINY.length), jnp.int32)
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def mesh():
+    """One device in the place of all."""
+    with jax.set_mesh(jax.make_mesh((1, 1), scale.AXES, axis_types=(AxisType.Auto,) * 2)) as mesh:
+        yield mesh
+
+
+def params_of(variant, size):
+    with scale.use_policy(variant.policy or "float32"):
+        return scale.model_of(variant, size, jax.ShapeDtypeStruct((2, size.length), jnp.int32))[0]
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16 and remainders", "float32, nnx"])
+def test_params_are_stored_as_the_variant_says_and_are_eight_billion(name, mesh):
+    leaves = jax.tree.leaves(params_of(scale.VARIANTS[name], Size()))
+    assert {leaf.dtype.name for leaf in leaves} == {name.split(",")[0].split(" ")[0]}
+    assert sum(leaf.size for leaf in leaves) == scale.param_count(Size()) == 8_030_261_248
+
+
+def test_every_param_but_the_norms_scales_is_split_along_the_model_s_width(mesh):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params_of(scale.VARIANTS["float32"], Size())):
+        spec = scale.param_spec(leaf.shape, Size())
+        if "scale" in jax.tree_util.keystr(path):
+            assert spec == PartitionSpec()
+        else:
+            assert leaf.shape[spec.index("fsdp")] == Size().width and spec.count("fsdp") == 1
+
+
+def test_the_model_in_our_layers_computes_what_it_computes_in_flax_s(mesh):
+    tokens = jnp.asarray(RNG.integers(0, TINY.vocabulary, TOKENS.shape), jnp.int32)
+    by_hand, ours = (decoder_of(nn)(TINY) for nn in (FLAX[0], OURS[0]))
+    params = jax.jit(by_hand.init)(jax.random.key(0), tokens)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = jax.jit(by_hand.apply)(params, tokens)
+    np.testing.assert_allclose(jax.jit(ours.apply)(params, tokens), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_turns_the_first_position_by_nothing_and_keeps_lengths():
+    x = jnp.asarray(RNG.normal(size=(2, 5, 3, 8)), jnp.float32)
+    turned = rotary(x)
+    np.testing.assert_array_equal(turned[:, 0], x[:, 0])
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    assert rotary(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_the_last_token_predicts_nothing():
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    logits = jnp.zeros((1, 3, 7)).at[0, -1, 0].set(100.0)
+    np.testing.assert_allclose(scale.cross_entropy(logits, tokens), np.log(7.0) * 2 / 3, rtol=1e-6)
+
+
+def test_names_that_are_none_of_the_table_s_are_refused():
+    with pytest.raises(ValueError, match=r"No row is of v6e\. Targets: v5e:16x16, v5p:4x4x4\. Variants: float32;"):
+        next(scale.rows(on=["v6e"]))
+
+
+SCATTERED = """
+%all-reduce-scatter.1 (x: bf16[64,8]) -> bf16[16,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %all-reduce.1 = bf16[64,8]{1,0} all-reduce(%x), channel_id=1, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %slice = bf16[16,8]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={16,8}
+}
+
+ENTRY %main (y: bf16[64,8]) -> bf16[16,8] {
+  %y = bf16[64,8]{1,0} parameter(0)
+  ROOT %scatter = bf16[16,8]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_sum_that_is_fused_with_the_slice_kept_of_it_counts_as_a_reduce_scatter_of_its_operand():
+    assert costs_of(SCATTERED).collectives == {("reduce-scatter", "bf16"): 64 * 8 * 2}
+
+
+def test_the_largest_number_of_cycles_is_none_of_the_compiler_s_estimates():
+    text = """
+%fused (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+    assert costs_of(text, lambda flops, moved: 7.0).cycles == 7.0
+
+
+@pytest.mark.parametrize("name", ["bfloat16 and remainders", "float32, sums in float32"])
+def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_for(name):
+    target(scale.SMALL.target)
+    with jax.numpy_dtype_promotion("standard"):
+        measured = scale.figures(scale.SMALL, scale.VARIANTS[name], scale.NARROW, 8)
+    rows = list(scale.variant_rows(name, scale.SMALL, measured, measured, scale.NARROW))
+    assert {row.quantity for row in rows} >= {"memory", "temporary", "cycles", "seconds", "exchange", "gathers"}
+    assert {row.quantity for row in rows} & {"sums", "asked"}
+    assert not [row for row in rows if row.is_missed]
