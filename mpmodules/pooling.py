@@ -6,6 +6,7 @@ function is Flax's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,16 +54,16 @@ def pool(
 
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
         return run(inputs, init)
-    if reduce_fn in (lax.max, lax.min) and not _overlap(window_shape, strides):
+    if reduce_fn in (lax.max, lax.min) and _most_windows(window_shape, strides) <= 4:
         return run(inputs, init)
     start = _start(init, reduction_dtype(inputs))
     return widely(lambda x: run(x, start), inputs)
 
 
-def _overlap(window_shape: Sequence[int], strides: Sequence[int] | None) -> bool:
-    """Whether an input can be in more than one window."""
+def _most_windows(window_shape: Sequence[int], strides: Sequence[int] | None) -> int:
+    """How many windows an input can be in."""
     steps = strides or (1,) * len(window_shape)
-    return any(step < width for step, width in zip(steps, window_shape, strict=False))
+    return math.prod(-(-width // step) for step, width in zip(steps, window_shape, strict=False))
 
 
 def _start(init: Any, dtype: Any) -> Any:
