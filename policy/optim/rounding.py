@@ -20,7 +20,7 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """
     if dtype != jnp.bfloat16 or x.dtype != jnp.float32:
         return x.astype(dtype)
-    return split(pack(x))[0]
+    return _halves(pack(x), dtype)[0]
 
 
 def pack(x: jax.Array) -> jax.Array:
