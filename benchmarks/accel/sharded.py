@@ -1,6 +1,6 @@
 """A whole train step whose params, state and batch are sharded over every chip, beside the same step by hand.
 
-    python -m benchmarks.accel.sharded          # the table, of sixteen v5e chips: 3 minutes on two cores, nothing is run
+    python -m benchmarks.accel.sharded          # the table, of sixteen v5e chips: 5 minutes of two cores
     python -m benchmarks.accel.sharded --check  # exits with 1 where a ratio misses its bound
     python -m benchmarks.accel.sharded --small  # one block of a 64th of the size, of four chips
     python -m benchmarks.accel.sharded --json FILE
@@ -106,7 +106,7 @@ def ours(size: Size, policy: str = "mixed_bfloat16", **options: Any) -> tuple[An
 
 
 def figures(size: Size, made: tuple[Any, Any, Step]) -> Figures:
-    """Of a step whose params and state are split over all chips along their first axis, and the batch along its rows."""
+    """Of a step whose params, state and batch are split over all chips along their first axis."""
     model, tx, step = made
     mesh = Target(size.target).mesh()
     split = NamedSharding(mesh, PartitionSpec("data"))
