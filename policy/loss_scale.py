@@ -326,7 +326,7 @@ def _sum_by_matmul(x: jax.Array) -> jax.Array:
     free = [axis for axis in range(x.ndim) if axis >= len(sharded) or sharded[axis] is None]
     if x.ndim < 2 or x.size < _SMALLEST_MATMUL or not free:
         return _sum(x)
-    axis = max(free, key=lambda axis: x.shape[axis])
+    axis = free[-1]  # the first is the one that is split over devices, mostly: XLA would gather it
     # two rows, as XLA makes a reduction of a product with one
     ones = jnp.ones((2, x.shape[axis]), x.dtype)
     contracted = ((1,), (axis,)), ((), ())
