@@ -288,19 +288,50 @@ def all_finite_unscaled(gradients: Any, scale: ArrayLike | None) -> jax.Array:
     whose magnitudes add up beyond float32 counts as not finite; the squares of such gradients overflow long before.
     """
     divide = lambda x: x if scale is None else unscale_by_reciprocal(x, scale)  # noqa: E731
-    totals = [_total(leaf, divide) for leaf in jax.tree.leaves(gradients)]
-    if not totals:
+    leaves = jax.tree.leaves(gradients)
+    if not leaves:
         return jnp.array(True)
+    totals = lax.platform_dependent(
+        leaves,
+        tpu=lambda leaves: [_total(leaf, divide, _sum_by_matmul) for leaf in leaves],
+        default=lambda leaves: [_total(leaf, divide, _sum) for leaf in leaves],
+    )
     totals = divide(jnp.stack([*totals, jnp.zeros_like(totals[0])]))
     # A sort puts NaN, and before it infinity, last. XLA fuses it into no user, as `fusion_barrier` says.
     return jnp.isfinite(lax.sort(totals)[-1])
 
 
-def _total(x: Any, divide: Callable[[Any], Any]) -> jax.Array:
+def _total(x: Any, divide: Callable[[Any], Any], add_up: Callable[[Any], Any]) -> jax.Array:
     """() float32: the sum of magnitudes; or of what float32 is no measure for, 0 or NaN."""
     if x.dtype in (jnp.bfloat16, jnp.float32):
-        return jnp.sum(jnp.abs(x.astype(jnp.float32)))
+        return add_up(jnp.abs(x))
     return jnp.where(is_finite(divide(x), x.dtype), np.float32(0), np.float32(np.nan))
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x.astype(jnp.float32))
+
+
+_SMALLEST_MATMUL = 2**17
+"""Elements below which a matmul costs a TPU more than a reduction."""
+
+
+def _sum_by_matmul(x: jax.Array) -> jax.Array:
+    """The sum of magnitudes along one axis by the matrix unit, which takes a third of the cycles of a reduction.
+
+    It may round float32 to bfloat16, which leaves NaN and infinity what they are, and makes an infinity of what lies
+    above bfloat16's largest number.
+    """
+    sharded = jax.typeof(x).sharding.spec  # what it says of explicit axes: a contraction over those is ambiguous
+    free = [axis for axis in range(x.ndim) if axis >= len(sharded) or sharded[axis] is None]
+    if x.ndim < 2 or x.size < _SMALLEST_MATMUL or not free:
+        return _sum(x)
+    axis = free[-1]  # the first is the one that is split over devices, mostly: XLA would gather it
+    # two rows, as XLA makes a reduction of a product with one
+    ones = jnp.ones((2, x.shape[axis]), x.dtype)
+    contracted = ((1,), (axis,)), ((), ())
+    sums = lax.dot_general(ones, x, contracted, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+    return jnp.sum(sums[0])
 
 
 def unscale_by_reciprocal(tree: T, scale: ArrayLike) -> T:

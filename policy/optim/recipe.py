@@ -138,7 +138,7 @@ class Recipe:
         if self.skip_nonfinite:
             # one look at the gradients serves both: a norm is finite where all of them are
             finite = self.agreed_finite(gradients, scale) if norm is None else fusion_barrier(jnp.isfinite(norm))
-            held, inner = lax.cond(finite, apply_step, skip_step, operands)
+            held, inner = (_step_by_platform if as_updates else lax.cond)(finite, apply_step, skip_step, operands)
         elif any(d.kind in PACKED for d in deliveries):
             finite = state.finite
             # always true, which XLA can't know: a branch is what it computes a packed pair in one pass for
@@ -193,6 +193,25 @@ class Recipe:
                 leaf_key = jax.random.fold_in(leaf_key, lax.axis_index(axis))
             keys.append(leaf_key)
         return keys
+
+
+def _step_by_platform(finite: jax.Array, apply_step: Any, skip_step: Any, operands: Any) -> Any:
+    """`lax.cond`, or on TPUs a select of the two results.
+
+    A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step itself. The results
+    of a branch it would write, and read again for the addition. XLA:CPU would compute the step once for each result.
+    """
+    apply_step = jax.jit(apply_step)  # traced once for both
+
+    def select(finite: jax.Array, operands: Any) -> Any:
+        return jax.tree.map(lambda new, old: lax.select(finite, new, old), apply_step(operands), skip_step(operands))
+
+    return lax.platform_dependent(
+        finite,
+        operands,
+        tpu=select,
+        default=lambda finite, operands: lax.cond(finite, apply_step, skip_step, operands),
+    )
 
 
 def _true_gradients(gradients: Any, scale: ArrayLike | None, params: Any) -> Any:

@@ -20,7 +20,7 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """
     if dtype != jnp.bfloat16 or x.dtype != jnp.float32:
         return x.astype(dtype)
-    return split(pack(x))[0]
+    return _halves(pack(x), dtype)[0]
 
 
 def pack(x: jax.Array) -> jax.Array:
@@ -32,9 +32,29 @@ def pack(x: jax.Array) -> jax.Array:
 
 def split(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The bfloat16 param, and the low 16 bits of its float32 master as uint16: 0 where the two are equal."""
-    high = (packed >> jnp.uint32(16)).astype(jnp.uint16)
-    low = packed.astype(jnp.uint16) ^ jnp.uint16(_HALF)
-    return lax.bitcast_convert_type(high, jnp.bfloat16), low
+    param, low = halves(packed, jnp.bfloat16)
+    return param, low ^ jnp.uint16(_HALF)
+
+
+def halves(pair: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The high 16 bits of a uint32 array as a half dtype, and the low ones as uint16."""
+    if dtype != jnp.bfloat16:
+        return _halves(pair, dtype)
+    return lax.platform_dependent(pair, tpu=_halves_in_turn, default=lambda pair: _halves(pair, dtype))
+
+
+def _halves(pair: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    high = (pair >> jnp.uint32(16)).astype(jnp.uint16)
+    return lax.bitcast_convert_type(high, dtype), pair.astype(jnp.uint16)
+
+
+def _halves_in_turn(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The low half is what the high one leaves of `pair`: a TPU's compiler writes two results that depend on each other
+    in one pass, and two that don't in one pass each.
+    """
+    high = lax.bitcast_convert_type(pair & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
+    return high, (pair ^ bits).astype(jnp.uint16)
 
 
 def packed(param: jax.Array, low: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
+from policy.optim.rounding import halves, join, pack, packed, round_stochastically, round_to, split
 from policy.trees import working_dtype
 
 MasterWeights: TypeAlias = Literal["auto", "full", "remainder", "kahan", "stochastic", "none"]
@@ -99,8 +99,8 @@ def release(held: Any, dtype: Any, kind: Kind) -> tuple[jax.Array, Any]:
     if kind == "remainder":
         return split(held)
     if kind == "kahan":
-        both = (held >> jnp.uint32(16)).astype(jnp.uint16), held.astype(jnp.uint16)
-        return lax.bitcast_convert_type(both[0], dtype), lax.bitcast_convert_type(both[1], dtype)
+        param, dropped = halves(held, dtype)
+        return param, lax.bitcast_convert_type(dropped, dtype)
     return held, optax.MaskedNode()
 
 
