@@ -1,7 +1,7 @@
 """Mean and variance of half-precision numbers, in one pass and without rounding.
 
-The square of a number of p significant bits has 2p. Cut into two halves of p bits, up to 2^(23 - p) squares of numbers
-close to each other add up in float32 without rounding: 32768 of bfloat16 (p = 8), 4096 of float16 (p = 11); and so do
+The square of a number of p significant bits has 2p. Cut into two halves of p bits, up to 2^(24 - p) squares of numbers
+close to each other add up in float32 without rounding: 65536 of bfloat16 (p = 8), 8192 of float16 (p = 11); and so do
 the numbers themselves. Numbers far from each other round, but then the variance is large and nothing cancels. So the
 variance comes out of sums that one kernel takes in one pass. XLA fuses such sums into the operation
 that makes the numbers. With a shift that depends on the data, or in two passes, it would write the numbers first.
@@ -43,17 +43,21 @@ class Region:
         """How many elements of an array of that shape share a mean."""
         return math.prod(shape[axis] for axis in self.axes) * (shape[-1] // self.groups if self.groups else 1)
 
-    def mean(self, x: Array) -> Array:
-        """The means. Axes reduced over are 1; along the last one, each channel has the mean of its group."""
+    def sum(self, x: Array) -> Array:
+        """The sums. Axes reduced over are 1; along the last one, each channel has the sum of its group."""
         total = x.sum(self.axes, keepdims=True)
-        if self.groups:
-            width = x.shape[-1] // self.groups
-            total = jnp.repeat(total.reshape(*total.shape[:-1], self.groups, width).sum(-1), width, axis=-1)
-        return total / self.size(x.shape)
+        if not self.groups:
+            return total
+        width = x.shape[-1] // self.groups
+        return jnp.repeat(total.reshape(*total.shape[:-1], self.groups, width).sum(-1), width, axis=-1)
+
+    def mean(self, x: Array) -> Array:
+        """The means, in the shape of the sums."""
+        return self.sum(x) / self.size(x.shape)
 
 
 def moments(region: Region, x: Array) -> tuple[Array, Array]:
-    """The mean and the variance of half-precision numbers over a region, within 1e-5 of each variance.
+    """The mean and the variance of half-precision numbers over a region, within 1e-4 of each variance.
 
     Args:
       region: what shares a mean.
@@ -68,21 +72,16 @@ def moments(region: Region, x: Array) -> tuple[Array, Array]:
     # XLA may drop a cast to half that a cast to float32 follows, but the sums are exact only of rounded numbers. With
     # all of float32's exponents: in float16's own, its subnormal numbers would become 0.
     wide = lax.reduce_precision(x.astype(jnp.float32), 8, info.nmant)
-    parts = _parts(x.shape, region.axes, 2 ** (23 - precision))
+    parts = _parts(x.shape, region.axes, 2 ** (24 - precision))
     if parts is None:
         mean = region.mean(wide)
         return mean, region.mean(jnp.square(wide - mean))
     shape, inner, outer = parts
-    centre, offset, variance = _exact_moments(wide.reshape(shape), inner, precision)
+    centre, offset, variance = _exact_moments(wide.reshape(shape), Region(inner), precision)
+    if outer or region.groups:
+        centre, offset, variance = _joined(centre, offset, variance, Region(outer, region.groups), precision)
     kept = tuple(1 if axis in region.axes else size for axis, size in enumerate(x.shape))
-    if not outer and not region.groups:
-        return (centre + offset).reshape(kept), variance.reshape(kept)
-    # The moments of few means, in two passes and relative to one number, so that their differences keep their digits.
-    among = Region(outer, region.groups)
-    base = _leading_bits(among.mean(centre), precision)
-    means = (centre - base) + offset
-    mean = among.mean(means)
-    return (base + mean).reshape(kept), among.mean(variance + jnp.square(means - mean)).reshape(kept)
+    return (centre + offset).reshape(kept), variance.reshape(kept)
 
 
 def _parts(
@@ -111,23 +110,36 @@ def _parts(
     return tuple(sizes), tuple(sorted(inner)), tuple(axis for axis in reduced if axis not in inner)
 
 
-def _exact_moments(x: Array, axes: tuple[int, ...], precision: int) -> tuple[Array, Array, Array]:
-    """The mean, as the sum of two numbers, and the variance over axes that hold at most 2^(23 - precision) elements.
+def _exact_moments(x: Array, region: Region, precision: int) -> tuple[Array, Array, Array]:
+    """The mean, as the sum of two numbers, and the variance, of numbers with `precision` bits.
 
     With S and Q the sums of x and of x^2 and c a number of `precision` bits close to the mean, the squared distances
-    from c add up to (Q - c S) - c (S - n c). Of numbers close to each other
-    each product and each difference in it is exact.
+    from c add up to (Q - c S) - c (S - n c). Of numbers close to each other, not more than 2^(24 - precision), each
+    product and each difference in it is exact.
     """
-    count = np.float32(math.prod(x.shape[axis] for axis in axes))
+    count = np.float32(region.size(x.shape))
     square = x * x
     leading = _leading_bits(square, precision)
-    total, high, low = (y.sum(axes, keepdims=True) for y in (x, leading, square - leading))
+    total, high, low = (region.sum(y) for y in (x, leading, square - leading))
     centre = _leading_bits(total / count, precision)
     rest = total - count * centre
     total_high = _leading_bits(total, 12)
     about_centre = ((high - centre * total_high) + (low - centre * (total - total_high))) - centre * rest
     offset = rest / count
     return centre, offset, jnp.maximum(about_centre - rest * offset, 0) / count
+
+
+def _joined(centre: Array, offset: Array, variance: Array, among: Region, precision: int) -> tuple[Array, Array, Array]:
+    """The moments of a whole from those of its parts, which are equally large: the mean as the sum of two numbers.
+
+    The whole's variance is the mean of the parts' and the variance of their means; that of the centres is exact, and
+    the rest is small beside it. All sums are of one pass, so that devices exchange them at once.
+    """
+    whole, rest, between = _exact_moments(centre, among, precision)
+    offsets = among.mean(offset)
+    within = among.mean(variance + offset * offset) - offsets * offsets
+    covariance = among.mean(centre * offset) - (whole + rest) * offsets
+    return whole, rest + offsets, jnp.maximum(within + between + 2 * covariance, 0)
 
 
 def _leading_bits(x: Array, count: int) -> Array:

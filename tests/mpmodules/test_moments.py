@@ -43,7 +43,7 @@ def check(x: jax.Array, region: Region) -> None:
     assert mean.shape == true_mean.shape
     spread = np.sqrt(true_variance)
     np.testing.assert_allclose(mean, true_mean, rtol=2e-7, atol=2e-7 * float(spread.max()))
-    np.testing.assert_allclose(variance, true_variance, rtol=1e-5)
+    np.testing.assert_allclose(variance, true_variance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -104,6 +104,18 @@ def test_numbers_that_are_not_finite_leave_no_finite_variance():
         x = jnp.ones((2, 8), jnp.bfloat16).at[0, 3].set(bad)
         _, variance = found(x, Region((1,)))
         assert np.isnan(variance[0, 0]) and variance[1, 0] == 0
+
+
+def test_parts_are_joined_in_one_pass():
+    """No sum waits for another, so that devices exchange all of them at once."""
+    x = jax.ShapeDtypeStruct((8, 64, 64, 4), jnp.float16)
+    jaxpr = jax.make_jaxpr(functools.partial(moments, Region((0, 1, 2))))(x).jaxpr
+    depth: dict[int, int] = {}
+    for equation in jaxpr.eqns:
+        before = max((depth.get(id(v), 0) for v in equation.invars), default=0)
+        for variable in equation.outvars:
+            depth[id(variable)] = before + (equation.primitive.name == "reduce_sum")
+    assert max(depth.values()) == 2  # within the parts, then among them
 
 
 def test_one_pass_takes_three_sums_and_no_slice():
