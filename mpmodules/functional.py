@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from policy.accumulators import accumulating, bilinear_tangent
+from policy.materialize import materialized
 from policy.remembering import traced_once
 
 Array = jax.Array
@@ -171,7 +172,8 @@ def _bias_tangent(
     if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing
         return y, tangent
     wide = widen(bias_tangent, reduction_dtype).reshape(shape)
-    through = broadcast_like(wide, y).astype(y.dtype)  # broadcast before the cast: transposed, cast before the sum
+    # Broadcast before the cast: transposed, cast before the sum. The cotangent is in memory for the matmul before it.
+    through = materialized(broadcast_like(wide, y).astype(y.dtype))
     return y, through if isinstance(tangent, SymbolicZero) else tangent + through
 
 

@@ -68,7 +68,9 @@ _TABLE: dict[str, dict[str, str]] = {
             ppermute_start precv psend ragged_all_to_all unreduced_pmax unreduced_pmin
         """,
         "complex": "conj imag real",
-        "grad-barrier": "custom_lin dce_sink name optimization_barrier pin remat_opt stage stop_gradient tie unpin",
+        "grad-barrier": """
+            custom_lin dce_sink materialize name optimization_barrier pin remat_opt stage stop_gradient tie unpin
+        """,
         "inspect": "is_finite",
         "layout": """
             bcoo_transpose broadcast_in_dim broadcast_to copy dynamic_slice gather layout_cast layout_constraint
@@ -110,6 +112,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     # Gets its operands in the dtypes that it was traced with.
     "opaque": {
+        "attention": "splash_attention splash_attention_tangent",
         "attention-bwd": "dot_product_attention_bwd dot_product_attention_bwd_wrapper",
         "call": """
             call_hi_primitive call_hi_primitive_linearized composite core_map custom_fusion custom_vmap_call

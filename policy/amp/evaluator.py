@@ -47,6 +47,7 @@ _KEEPS_CONSTANT = frozenset(
     (
         *("broadcast_in_dim", "broadcast_to", "reshape", "squeeze", "transpose", "copy", "rev", "tile", "split"),
         *("slice", "dynamic_slice", "unstack", "stop_gradient", "optimization_barrier", "sharding_constraint"),
+        "materialize",
     )
 )
 

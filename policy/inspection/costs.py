@@ -15,6 +15,7 @@ _FREE = frozenset(
         *("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split", "stack", "unstack"),
         *("gather", "scatter", "select_n", "iota", "stop_gradient", "name", "optimization_barrier", "pvary"),
         *("sharding_constraint", "reshard", "device_put", "bitcast_convert_type", "expand_dims", "sort", "empty"),
+        "materialize",
     )
 )
 

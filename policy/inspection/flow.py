@@ -16,7 +16,7 @@ LAYOUT = frozenset(
         *("broadcast_in_dim", "broadcast_to", "reshape", "squeeze", "transpose", "copy", "copy_p", "rev", "tile"),
         *("slice", "dynamic_slice", "split", "unstack", "expand_dims", "gather", "stop_gradient", "name", "pvary"),
         *("sharding_constraint", "reshard", "device_put", "optimization_barrier", "pbroadcast", "stage", "layout_cast"),
-        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "slice", "stack"),
+        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "slice", "stack", "materialize"),
     )
 )
 

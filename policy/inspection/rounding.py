@@ -20,7 +20,7 @@ EXACT = names(
     min ne neg optimization_barrier pad pbroadcast ppermute pmax pmin pvary reduce_max reduce_min relayout
     reshape reshard rev roll scatter select_n sharding_constraint sign slice sort split squeeze stack
     stop_gradient tile top_k transpose unstack device_put name pin layout_constraint real imag conj
-    reduced_vary_cast
+    reduced_vary_cast materialize
     """
 )
 

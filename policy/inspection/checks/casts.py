@@ -12,7 +12,9 @@ from policy.inspection.kinds import REPEATED, ROUND_TRIP, finding, shape_of
 from policy.inspection.origins import author_of, authors_of, is_by_layers, is_ours, is_written
 from policy.inspection.report import Finding
 
-_SHAPES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "pvary", "sharding_constraint"))
+_SHAPES = frozenset(
+    ("materialize", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "pvary", "sharding_constraint")
+)
 
 
 def round_trips(flow: Flow) -> Iterator[Finding]:
