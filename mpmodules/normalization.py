@@ -59,26 +59,42 @@ def _normalize_jvp(
     def derivative(
         x: Array, scale: Any, mean: Array, variance: Array, x_tangent: Any, scale_tangent: Any, bias_tangent: Any
     ) -> Any:
-        root = variance + epsilon
-        factor = lax.rsqrt(root)
+        factor = lax.rsqrt(variance + epsilon)
         normalized = (x.astype(jnp.float32) - mean) * factor
-        parts = []
+        factor = factor if scale is None else factor * scale
         mean_tangent, variance_tangent = jnp.zeros_like(mean), jnp.zeros_like(variance)
+        by_element, by_normalized, by_region = jnp.zeros_like(normalized), scale_tangent, bias_tangent
         if x_tangent is not None:
             wide = x_tangent.astype(jnp.float32)
             mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
-            variance_tangent = 2 * along * (root * factor)
-            parts.append(((wide - mean_tangent) - normalized * along) * (factor if scale is None else factor * scale))
-        if scale_tangent is not None:
-            parts.append(normalized * scale_tangent)
-        if bias_tangent is not None:
-            parts.append(broadcast_like(bias_tangent, x))
-        through = sum(parts[1:], parts[0]).astype(dtype) if parts else jnp.zeros_like(x, dtype)
+            variance_tangent = 2 * along * jnp.sqrt(variance + epsilon)
+            if _is_constant(
+                factor, region
+            ):  # multiplied after the sums of the transpose, which the scale's and bias's are
+                by_element = wide * factor
+                by_normalized = _sum(by_normalized, -along * factor)
+                by_region = _sum(by_region, -mean_tangent * factor)
+            else:
+                by_element = ((wide - mean_tangent) - normalized * along) * factor
+        if by_normalized is not None:
+            by_element = by_element + normalized * by_normalized
+        if by_region is not None:
+            by_element = by_element + by_region
+        through = broadcast_like(by_element, x).astype(dtype)
         return through, mean_tangent, variance_tangent
 
     # Checkpointed: the normalised array is computed again from `x`, in the kernels of backward that read `x` anyway.
     arguments = (x, scale, mean, variance, x_tangent, scale_tangent, bias_tangent)
     return (y, mean, variance), jax.checkpoint(derivative, prevent_cse=False)(*arguments)
+
+
+def _is_constant(factor: Array, region: Region) -> bool:
+    """Whether a factor is the same for all elements of a region that lie along its axes."""
+    return all(factor.shape[axis] == 1 for axis in region.axes)
+
+
+def _sum(x: Array | None, y: Array) -> Array:
+    return y if x is None else x + y
 
 
 _normalize.defjvp(_normalize_jvp, symbolic_zeros=True)
