@@ -56,16 +56,19 @@ class Region:
         return self.sum(x) / self.size(x.shape)
 
 
-def moments(region: Region, x: Array) -> tuple[Array, Array]:
-    """The mean and the variance of half-precision numbers over a region, within 1e-4 of each variance.
+def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
+    """The mean, as the sum of two numbers, and the variance of half-precision numbers over a region.
+
+    The variance is within 1e-4 of itself, whatever the mean is.
 
     Args:
       region: what shares a mean.
       x: bfloat16, float16 or an 8-bit float, any shape that is not empty.
 
     Returns:
-      Two float32 arrays with the rank of `x`, which broadcast against it. The variance is NaN where an element is so
-      large, 2^64 or more, that float32 can't hold its square.
+      Three float32 arrays with the rank of `x`, which broadcast against it: a number close to the mean, what the mean
+      is more than that, and the variance. The variance is NaN where float32 can't hold the square of an element, which
+      is then 2^64 or more.
     """
     info = jnp.finfo(x.dtype)
     precision = info.nmant + 1
@@ -75,13 +78,13 @@ def moments(region: Region, x: Array) -> tuple[Array, Array]:
     parts = _parts(x.shape, region.axes, 2 ** (24 - precision))
     if parts is None:
         mean = region.mean(wide)
-        return mean, region.mean(jnp.square(wide - mean))
+        return mean, jnp.zeros_like(mean), region.mean(jnp.square(wide - mean))
     shape, inner, outer = parts
     centre, offset, variance = _exact_moments(wide.reshape(shape), Region(inner), precision)
     if outer or region.groups:
         centre, offset, variance = _joined(centre, offset, variance, Region(outer, region.groups), precision)
     kept = tuple(1 if axis in region.axes else size for axis, size in enumerate(x.shape))
-    return (centre + offset).reshape(kept), variance.reshape(kept)
+    return centre.reshape(kept), offset.reshape(kept), variance.reshape(kept)
 
 
 def _parts(

@@ -36,41 +36,57 @@ def normalize(
     Returns:
       The normalised array in `dtype`; the mean and the variance, float32, which broadcast against `x`.
     """
-    return traced_once(_normalize, region, float(epsilon), jnp.dtype(dtype))(x, scale, bias)
+    y, centre, offset, variance = traced_once(_normalize, region, float(epsilon), jnp.dtype(dtype))(x, scale, bias)
+    return y, centre if offset is None else centre + offset, variance
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _normalize(
     region: Region, epsilon: float, dtype: np.dtype, x: Array, scale: Array | None, bias: Array | None
-) -> tuple[Array, Array, Array]:
-    mean, variance = traced_once(moments, region)(x)
+) -> tuple[Array, Array, Array | None, Array]:
+    """The result; the mean, in two numbers where that costs nothing; and the variance."""
+    centre, offset, variance = traced_once(moments, region)(x)
+    if x.ndim - 1 in region.axes:  # one number for each row: TPUs spread a second one over the lanes at a cost
+        centre, offset = centre + offset, None
     factor = lax.rsqrt(variance + epsilon)
-    y = (x.astype(jnp.float32) - mean) * (factor if scale is None else factor * scale)
-    return (y if bias is None else y + bias).astype(dtype), mean, variance
+    y = _centred(x, centre, offset) * (factor if scale is None else factor * scale)
+    return (y if bias is None else y + bias).astype(dtype), centre, offset, variance
+
+
+def _centred(x: Array, centre: Array, offset: Array | None) -> Array:
+    """`x` less its mean. Less the centre first, which is exact where the two are close."""
+    difference = x.astype(jnp.float32) - centre
+    return difference if offset is None else difference - offset
 
 
 def _normalize_jvp(
     region: Region, epsilon: float, dtype: np.dtype, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     x, scale, bias = primals
-    y, mean, variance = _normalize(region, epsilon, dtype, x, scale, bias)
+    y, centre, offset, variance = _normalize(region, epsilon, dtype, x, scale, bias)
     x_tangent, scale_tangent, bias_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
 
     def derivative(
-        x: Array, scale: Any, mean: Array, variance: Array, x_tangent: Any, scale_tangent: Any, bias_tangent: Any
-    ) -> Any:
-        factor = lax.rsqrt(variance + epsilon)
-        normalized = (x.astype(jnp.float32) - mean) * factor
-        factor = factor if scale is None else factor * scale
-        mean_tangent, variance_tangent = jnp.zeros_like(mean), jnp.zeros_like(variance)
-        by_element, by_normalized, by_region = jnp.zeros_like(normalized), scale_tangent, bias_tangent
+        x: Array,
+        scale: Array | None,
+        centre: Array,
+        offset: Array | None,
+        variance: Array,
+        x_tangent: Array | None,
+        by_normalized: Array | None,
+        by_region: Array | None,
+    ) -> tuple[Array, Array, Array | None, Array]:
+        root = lax.rsqrt(variance + epsilon)
+        normalized = _centred(x, centre, offset) * root
+        factor = root if scale is None else root * scale
+        mean_tangent, variance_tangent = jnp.zeros_like(variance), jnp.zeros_like(variance)
+        by_element = jnp.zeros_like(normalized)
         if x_tangent is not None:
             wide = x_tangent.astype(jnp.float32)
             mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
             variance_tangent = 2 * along * jnp.sqrt(variance + epsilon)
-            if _is_constant(
-                factor, region
-            ):  # multiplied after the sums of the transpose, which the scale's and bias's are
+            if all(factor.shape[axis] == 1 for axis in region.axes):
+                # The factor comes after the sums: those of the transpose are then the scale's and the bias's as well.
                 by_element = wide * factor
                 by_normalized = _sum(by_normalized, -along * factor)
                 by_region = _sum(by_region, -mean_tangent * factor)
@@ -81,16 +97,14 @@ def _normalize_jvp(
         if by_region is not None:
             by_element = by_element + by_region
         through = broadcast_like(by_element, x).astype(dtype)
-        return through, mean_tangent, variance_tangent
+        if offset is None:
+            return through, mean_tangent, None, variance_tangent
+        return through, jnp.zeros_like(mean_tangent), mean_tangent, variance_tangent
 
     # Checkpointed: the normalised array is computed again from `x`, in the kernels of backward that read `x` anyway.
-    arguments = (x, scale, mean, variance, x_tangent, scale_tangent, bias_tangent)
-    return (y, mean, variance), jax.checkpoint(derivative, prevent_cse=False)(*arguments)
-
-
-def _is_constant(factor: Array, region: Region) -> bool:
-    """Whether a factor is the same for all elements of a region that lie along its axes."""
-    return all(factor.shape[axis] == 1 for axis in region.axes)
+    kept = (x, scale, centre, offset, variance)
+    tangents_out = jax.checkpoint(derivative, prevent_cse=False)(*kept, x_tangent, scale_tangent, bias_tangent)
+    return (y, centre, offset, variance), tangents_out
 
 
 def _sum(x: Array | None, y: Array) -> Array:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from policy.optim.storage import PACKED, Kind, MasterWeights, hold, hold_same, kind_of, release
 from policy.trees import working_dtype
@@ -42,26 +41,30 @@ class Delivery:
         if self.as_update and self.is_wide:
             return update
         held = hold(wide, self.dtype, self.kind, key)
-        if self.kind in PACKED:
-            # XLA:CPU would compute each half in a pass of its own over the moments
-            return held if self.as_update else release(lax.optimization_barrier(held), self.dtype, self.kind)
-        return self._with_difference(held, param) if self.as_update else held
+        return held if self.kind in PACKED or not self.as_update else self._with_difference(held, param)
 
     def skipped(self, param: jax.Array, kept: Any) -> Any:
         """What the branch that changes nothing returns, of the same types."""
         if self.as_update and self.is_wide:
             return jnp.zeros_like(param)
-        if self.kind in PACKED and not self.as_update:
-            return param, kept
         held = hold_same(param, kept, self.kind)
         return held if self.kind in PACKED or not self.as_update else self._with_difference(held, param)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether what a branch returns is to be taken apart into a param and what is kept beside it."""
+        return self.kind in PACKED and not self.as_update
+
+    def unpacked(self, held: Any) -> Any:
+        """What a branch returned, taken apart where it is packed."""
+        return release(held, self.dtype, self.kind) if self.is_packed else held
+
     def result(self, held: Any, param: jax.Array) -> tuple[jax.Array, Any]:
-        """The param or the update, and what is kept beside the param."""
+        """The param or the update, and what is kept beside the param; of what is `unpacked`."""
+        if self.is_packed:
+            return held
         if self.kind not in PACKED:
             return release(held, self.dtype, self.kind)
-        if not self.as_update:
-            return held
         new, kept = release(held, self.dtype, self.kind)
         return _difference(new, param), kept
 

@@ -138,11 +138,14 @@ class Recipe:
         if self.skip_nonfinite:
             # one look at the gradients serves both: a norm is finite where all of them are
             finite = self.agreed_finite(gradients, scale) if norm is None else fusion_barrier(jnp.isfinite(norm))
-            held, inner = (_step_by_platform if as_updates else lax.cond)(finite, apply_step, skip_step, operands)
+            if as_updates:
+                held, inner = _step_by_platform(finite, apply_step, skip_step, operands)
+            else:
+                held, inner = _unpacked_by_platform(deliveries, finite, apply_step, skip_step, operands)
         elif any(d.kind in PACKED for d in deliveries):
             finite = state.finite
             # always true, which XLA can't know: a branch is what it computes a packed pair in one pass for
-            held, inner = lax.cond(state.count >= 0, apply_step, skip_step, operands)
+            held, inner = _unpacked_by_platform(deliveries, state.count >= 0, apply_step, skip_step, operands)
         else:
             finite = state.finite
             held, inner = apply_step(operands)
@@ -212,6 +215,32 @@ def _step_by_platform(finite: jax.Array, apply_step: Any, skip_step: Any, operan
         tpu=select,
         default=lambda finite, operands: lax.cond(finite, apply_step, skip_step, operands),
     )
+
+
+def _unpacked_by_platform(
+    deliveries: list[Delivery], condition: jax.Array, apply_step: Any, skip_step: Any, operands: Any
+) -> Any:
+    """`lax.cond`, after which packed pairs are taken apart; on TPUs in the branches.
+
+    A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each half in a pass of its
+    own over the moments.
+    """
+    if not any(delivery.is_packed for delivery in deliveries):
+        return lax.cond(condition, apply_step, skip_step, operands)
+    apply_step = jax.jit(apply_step)  # traced once for both
+
+    def unpacked(results: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        held, inner = results
+        return [delivery.unpacked(h) for delivery, h in zip(deliveries, held, strict=True)], inner
+
+    def inside(condition: jax.Array, operands: Any) -> Any:
+        branches = [lambda operands, step=step: unpacked(step(operands)) for step in (apply_step, skip_step)]
+        return lax.cond(condition, *branches, operands)
+
+    def outside(condition: jax.Array, operands: Any) -> Any:
+        return unpacked(lax.cond(condition, apply_step, skip_step, operands))
+
+    return lax.platform_dependent(condition, operands, tpu=inside, default=outside)
 
 
 def _true_gradients(gradients: Any, scale: ArrayLike | None, params: Any) -> Any:

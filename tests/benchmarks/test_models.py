@@ -52,7 +52,7 @@ def test_every_layer_in_both_wings_is_within_its_bounds():
     assert {row.name.rpartition(", ")[0] for row in found} == {case.name for case in layers.CASES}
     assert [row.name for row in found if row.is_missed] == []
     repaired = of_case(found, "LayerNorm, linen")
-    assert repaired["saved"].ratio < 0.3 and repaired["saved"].note == layers.NORM
+    assert repaired["saved"].ratio < 0.3 and repaired["saved"].note == layers.EXACT
 
 
 def test_without_its_policy_a_layer_misses_its_bounds(monkeypatch):
