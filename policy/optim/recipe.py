@@ -227,15 +227,25 @@ def _unpacked_by_platform(
     """
     if not any(delivery.is_packed for delivery in deliveries):
         return lax.cond(condition, apply_step, skip_step, operands)
-    apply_step = jax.jit(apply_step)  # traced once for both
+    apply_step = jax.jit(apply_step, inline=True)  # traced once for both
 
     def unpacked(results: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
         held, inner = results
         return [delivery.unpacked(h) for delivery, h in zip(deliveries, held, strict=True)], inner
 
     def inside(condition: jax.Array, operands: Any) -> Any:
-        branches = [lambda operands, step=step: unpacked(step(operands)) for step in (apply_step, skip_step)]
-        return lax.cond(condition, *branches, operands)
+        def apply_unpacked(operands: Any) -> Any:
+            held, inner = apply_step(operands)
+            return unpacked(([lax.optimization_barrier(h) for h in held], inner))
+
+        def skip_unpacked(operands: Any) -> Any:
+            params, _, inner, masters = operands
+            leaves, tree = jax.tree.flatten(params)
+            held = skip_step(operands)[0]
+            same = zip(deliveries, leaves, tree.flatten_up_to(masters), held, strict=True)
+            return [(param, kept) if delivery.is_packed else h for delivery, param, kept, h in same], inner
+
+        return lax.cond(condition, apply_unpacked, skip_unpacked, operands)
 
     def outside(condition: jax.Array, operands: Any) -> Any:
         return unpacked(lax.cond(condition, apply_step, skip_step, operands))
