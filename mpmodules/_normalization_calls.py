@@ -25,6 +25,11 @@ UNUSED = frozenset(("scale_init", "bias_init", "rngs", "parent", "name"))
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def no_region(layer: Any, x: jax.Array) -> Region | None:
+    """Of a layer that takes no mean."""
+    return None
+
+
 def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """The axes that a LayerNorm reduces over."""
     return Region.of(_listed(layer.reduction_axes), x.ndim)

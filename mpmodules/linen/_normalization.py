@@ -25,6 +25,7 @@ from mpmodules._normalization_calls import (
     instance_norm_region,
     is_flax_method,
     layer_norm_region,
+    no_region,
     normalized,
     takes_exact_moments,
 )
@@ -70,6 +71,7 @@ class Normalization(Layer):
     by the user is obeyed.
     """
 
+    _region: ClassVar[Callable[..., Region | None]] = no_region
     _takes_inputs_as_they_come: ClassVar[bool] = True
     # While a call is under way: the dtype to read parameters in, and what it writes to variables.
     _reads_in: ClassVar[Any] = None
@@ -82,10 +84,6 @@ class Normalization(Layer):
             return dtype_fields(self, None) | {"use_fast_variance": True if fast is None else fast}
         fields = dtype_fields(self, policy) | {"dtype": policy.reduction_dtype, "_reads_in": policy.reduction_dtype}
         return fields | {"use_fast_variance": False if fast is None else fast}
-
-    def _region(self, x: jax.Array) -> Region | None:
-        """What of `x` shares a mean and a variance; None where the layer takes no mean, or Flax refuses the shape."""
-        return None
 
     def _takes_statistics(self, use_running_average: bool | None) -> bool:
         """Whether a call with that argument takes statistics of its input."""
@@ -138,7 +136,7 @@ class Normalization(Layer):
 
     def _stored(self, collection: str, name: str, shape: tuple[int, ...]) -> jax.Array:
         """The value of a variable that is there and has that shape."""
-        value = meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
+        value: Any = meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
         if getattr(value, "shape", None) != shape:
             raise _NotThere
         return value

@@ -25,6 +25,7 @@ from mpmodules._normalization_calls import (
     instance_norm_region,
     is_flax_method,
     layer_norm_region,
+    no_region,
     normalized,
     takes_exact_moments,
 )
@@ -61,6 +62,7 @@ class Normalization(Layer):
 
     axis_name: str | None
 
+    _region: ClassVar[Callable[..., Region | None]] = no_region
     _takes_inputs_as_they_come: ClassVar[bool] = True
     _running: ClassVar[tuple[str, ...]] = ()  # the running statistics
     _chooses_variance = True  # False where the user gave use_fast_variance
@@ -79,15 +81,11 @@ class Normalization(Layer):
         if "use_fast_variance" in kwargs:
             self._chooses_variance = False
 
-    def _region(self, x: jax.Array) -> Region | None:
-        """What of `x` shares a mean and a variance; None where the layer takes no mean, or Flax refuses the shape."""
-        return None
-
     def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
         """The result, from exact statistics; running statistics are updated. None where Flax's code is to run."""
         region = self._region(x)
         shape = tuple(x.shape[axis] for axis in feature_axes(self, x.ndim))
-        values = {
+        values: dict[str, Any] = {
             name: None if (v := getattr(self, name)) is None else v[...] for name in _VALUES if hasattr(self, name)
         }
         if region is None or any(value is not None and value.shape != shape for value in values.values()):
