@@ -30,6 +30,9 @@ from benchmarks.table import Row, run
 TARGETS = ("v5e:1x1", "v6e:1x1", "h100")
 OTHERS = ("v5p:1x1x1", "tpu7x:1x1x1", "a100", "b200")
 BOUNDS: dict[str, float | None] = {"cycles": 1.05}
+# A repair that costs: v5e's reduce-window takes 56 thousand cycles in float32 and 22 in bfloat16, whose mean of 128x128
+# ones is 0.25; by hand reads the input ahead besides, which the compiler gives no cycles for.
+DEARER: dict[str, dict[str, float | None]] = {"avg_pool": {"cycles": 1.32}}
 ROWS, IMAGE, SEQUENCE = (16384, 256), (64, 56, 56, 16), (32, 512, 256)
 SMALL = ("Dense", "LayerNorm", "BatchNorm", "avg_pool")
 
@@ -91,7 +94,8 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
                 continue
             for wing in WINGS[:1] if small else WINGS:
                 ours, hand = (figures(target, case, wing, ours=ours) for ours in (True, False))
-                yield from rows_of(f"{case.name}, {wing}", target, ours, hand, BOUNDS, case.repair)
+                bounds = BOUNDS | DEARER.get(case.name, {})
+                yield from rows_of(f"{case.name}, {wing}", target, ours, hand, bounds, case.repair)
 
 
 if __name__ == "__main__":
