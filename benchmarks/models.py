@@ -294,8 +294,8 @@ def cases(small: bool) -> list[Case]:
 # The largest ratios: of what is repaired apart. `docs/benchmarks.md` says where each of those comes from.
 BOUNDS = {"flops": 1.0, "bytes": 1.0, "converts": 1.0, "saved": 1.0, "tracing": 1.10}
 COMPILED = {"c-flops": 1.0, "c-bytes": 1.0, "temp": 1.0, "kernels": 1.0, "compiling": None}
-# As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and attention's derivative has
-# casts of its own. What they cost is in the tables of the accelerators.
+# As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and attention's derivative
+# has casts of its own. What they cost is in the tables of the accelerators.
 REPAIRED = {"flops": 1.04, "bytes": None, "converts": 1.1, "saved": 1.0, "tracing": 1.10}
 REPAIRED_COMPILED = {"c-flops": 1.01, "c-bytes": 1.10, "temp": 1.0, "kernels": None, "compiling": None}
 
