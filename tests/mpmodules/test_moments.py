@@ -33,10 +33,11 @@ def truth(x: jax.Array, region: Region) -> tuple[np.ndarray, np.ndarray]:
     if region.groups:
         values = values.reshape(*x.shape[:-1], region.groups, x.shape[-1] // region.groups)
         axes = (*axes, x.ndim)
-    both = values.mean(axes, keepdims=True), values.var(axes, keepdims=True)
+    mean, variance = values.mean(axes, keepdims=True), values.var(axes, keepdims=True)
     if region.groups:
-        both = tuple(np.repeat(y[..., 0], x.shape[-1] // region.groups, axis=-1) for y in both)
-    return both
+        width = x.shape[-1] // region.groups
+        mean, variance = (np.repeat(y[..., 0], width, axis=-1) for y in (mean, variance))
+    return mean, variance
 
 
 def check(x: jax.Array, region: Region) -> None:
