@@ -85,7 +85,9 @@ def test_names_stay_those_of_each_layer():
 
     model = apply_policy(Model(), "mixed_bfloat16")
     params = model.init(jax.random.key(0), X)
-    jaxpr = jax.make_jaxpr(jax.grad(autocast(lambda p, x: jnp.sum(model.apply(p, x)), "bfloat16", params=0)))(params, X)
+    jaxpr = jax.make_jaxpr(
+        jax.grad(autocast(lambda p, x: jnp.sum(jnp.asarray(model.apply(p, x))), "bfloat16", params=0))
+    )(params, X)
 
     def paths(jaxpr, above):
         for equation in jaxpr.eqns:

@@ -23,8 +23,10 @@ def test_halves_taken_in_turn_are_the_halves():
     np.testing.assert_array_equal(low, expected_low)
     np.testing.assert_array_equal(jnp.isnan(high), jnp.isnan(expected_high))
     is_number = ~jnp.isnan(expected_high)  # a NaN may lose its payload
-    bits = [lax.bitcast_convert_type(jnp.where(is_number, x, 0), jnp.uint16) for x in (high, expected_high)]
-    np.testing.assert_array_equal(*bits)
+    bits, expected_bits = (
+        lax.bitcast_convert_type(jnp.where(is_number, x, 0), jnp.uint16) for x in (high, expected_high)
+    )
+    np.testing.assert_array_equal(bits, expected_bits)
 
 
 @pytest.mark.parametrize("shape", [(512, 256), (256, 512), (2, 256, 256), (64,), (3, 3, 128, 256)])
