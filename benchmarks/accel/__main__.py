@@ -11,6 +11,7 @@ layers      layers alone
 optimizer   optimizer steps, beside Optax, jmp and mpx
 sharded     a whole training step, fully sharded
 scale       a model of 8 billion parameters: whether it fits
+bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded product
 
 It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 Linux, and no accelerator.
 """
@@ -54,6 +55,7 @@ TABLES = {
     "optimizer": Table("benchmarks.accel.optimizer", ("v5e",)),
     "sharded": Table("benchmarks.accel.sharded", ("v5e",)),
     "scale": Table("benchmarks.accel.scale", ("v5e", "v5p")),
+    "bias": Table("benchmarks.accel.bias", tuple(targets.CHIPS)),
 }
 QUICK = ("models", "layers", "optimizer")
 

@@ -273,7 +273,12 @@ def test_a_table_or_a_chip_that_there_is_not_is_refused(capsys):
 
 def test_a_table_is_of_the_chips_that_it_has():
     found = command.chosen([], on=["v5p", "h100:8"])
-    assert found == {"models": ["v5p", "h100:8"], "layers": ["v5p", "h100:8"], "scale": ["v5p"]}
+    assert found == {
+        "models": ["v5p", "h100:8"],
+        "layers": ["v5p", "h100:8"],
+        "scale": ["v5p"],
+        "bias": ["v5p", "h100:8"],
+    }
     assert command.chosen([], quick=True) == {"models": [], "layers": [], "optimizer": []}
     assert list(command.chosen([])) == list(command.TABLES)
 
