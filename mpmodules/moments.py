@@ -53,7 +53,8 @@ class Region:
 
     def mean(self, x: Array) -> Array:
         """The means, in the shape of the sums."""
-        return self.sum(x) / self.size(x.shape)
+        size = self.size(x.shape)
+        return self.sum(x) / (size if isinstance(size, int) else jnp.asarray(size, x.dtype))
 
 
 def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
@@ -75,7 +76,8 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
     # XLA may drop a cast to half that a cast to float32 follows, but the sums are exact only of rounded numbers. With
     # all of float32's exponents: in float16's own, its subnormal numbers would become 0.
     wide = lax.reduce_precision(x.astype(jnp.float32), 8, info.nmant)
-    parts = _parts(x.shape, region.axes, 2 ** (24 - precision))
+    is_known = all(isinstance(x.shape[axis], int) for axis in region.axes)  # `jax.export` has symbolic sizes
+    parts = _parts(x.shape, region.axes, 2 ** (24 - precision)) if is_known else None
     if parts is None:
         mean = region.mean(wide)
         return mean, jnp.zeros_like(mean), region.mean(jnp.square(wide - mean))
