@@ -96,7 +96,7 @@ def _normalize_jvp(
             by_element = by_element + normalized * by_normalized
         if by_region is not None:
             by_element = by_element + by_region
-        through = broadcast_like(by_element, x).astype(dtype)
+        through = broadcast_like(by_element, y).astype(dtype)  # a scale may be sharded where `x` is not
         if offset is None:
             return through, mean_tangent, None, variance_tangent
         return through, jnp.zeros_like(mean_tangent), mean_tangent, variance_tangent
