@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import numbers
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -31,32 +32,49 @@ def no_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """The axes that a LayerNorm reduces over."""
-    return Region.of(_listed(layer.reduction_axes), x.ndim)
+    """The axes that a LayerNorm reduces over; None where Flax refuses them, or those of its features."""
+    axes = _listed(layer.reduction_axes)
+    return Region.of(axes, x.ndim) if _are_axes((*axes, *_listed(layer.feature_axes)), x.ndim) else None
 
 
 def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """The axes and groups of a GroupNorm; None where Flax refuses them."""
+    if not x.ndim:
+        return None
     size, channels = getattr(layer, "group_size", None), x.shape[-1]
     groups = layer.num_groups if size is None else channels // max(size, 1)
     if not groups or groups < 0 or channels % groups:
         return None
-    axes = range(1, x.ndim - 1) if layer.reduction_axes is None else _listed(layer.reduction_axes)
+    axes = range(1, x.ndim) if layer.reduction_axes is None else _listed(layer.reduction_axes)
+    if not _are_axes(axes, x.ndim) or (axes and x.ndim - 1 not in _without(axes, x.ndim, ())):
+        return None
     return Region.of(_without(axes, x.ndim, x.ndim - 1), x.ndim, groups)
 
 
 def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """The axes that an InstanceNorm reduces over: all but the batch's and the features'."""
-    return Region.of(_without(range(1, x.ndim), x.ndim, layer.feature_axes), x.ndim)
+    """The axes that an InstanceNorm reduces over, all but the batch's and the features'; None where Flax refuses them.
+
+    The first axis is the batch's, and can't be one of the features'.
+    """
+    features = _listed(layer.feature_axes)
+    if not _are_axes(features, x.ndim) or any(axis % x.ndim == 0 for axis in features):
+        return None
+    return Region.of(_without(range(1, x.ndim), x.ndim, features), x.ndim)
 
 
 def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """The axes that a BatchNorm reduces over: all but the features'."""
-    return Region.of(_without(range(x.ndim), x.ndim, layer.axis), x.ndim)
+    """The axes that a BatchNorm reduces over, all but the features'; None where Flax refuses them."""
+    features = _listed(layer.axis)
+    return Region.of(_without(range(x.ndim), x.ndim, features), x.ndim) if _are_axes(features, x.ndim) else None
 
 
 def _listed(axes: int | Sequence[int]) -> list[int]:
     return [int(axis) for axis in np.atleast_1d(np.asarray(axes))]
+
+
+def _are_axes(axes: Iterable[int], ndim: int) -> bool:
+    """Whether an array of `ndim` axes, which are to be one or more, has all of `axes`."""
+    return ndim > 0 and all(-ndim <= axis < ndim for axis in axes)
 
 
 def _without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:
@@ -76,9 +94,19 @@ def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def takes_exact_moments(x: jax.Array, policy: Policy) -> bool:
-    """Whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest."""
-    return bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
+def takes_exact_moments(layer: Any, x: jax.Array, policy: Policy) -> bool:
+    """Whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest.
+
+    An epsilon that is an array may be traced, differentiated, or one of many: that is for Flax's code.
+    """
+    is_number = isinstance(layer.epsilon, numbers.Real)
+    return is_number and bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
+
+
+def takes_arguments(layer: Any, args: Sequence[Any], rest: Iterable[str]) -> bool:
+    """Whether a normalisation of Flax's takes those arguments after its input; what it does not take, it refuses."""
+    flags = ["use_running_average"] if layer._running else []
+    return len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
 
 
 def is_flax_method(method: Callable[..., Any]) -> bool:
@@ -102,8 +130,9 @@ def normalized(
 
 
 def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
-    """A BatchNorm's running statistic after a batch's."""
-    return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
+    """A BatchNorm's running statistic after a batch's, in the wider dtype of the two."""
+    with jax.numpy_dtype_promotion("standard"):
+        return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from mpmodules._normalization_calls import (
     layer_norm_region,
     no_region,
     normalized,
+    takes_arguments,
     takes_exact_moments,
 )
 from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
@@ -98,13 +99,14 @@ class Normalization(Layer):
             with _mixing_allowed():
                 return super()._call_layer(effective, crosses, method, args, kwargs)
         output_dtype = policy.output_dtype if crosses else policy.compute_dtype
-        rest = {name: value for name, value in kwargs.items() if name != "x"}
+        rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
         shifts = getattr(self, "axis_name", None) is None and rest.get("mask") is None
         shifts = shifts and declared_field(self, "use_fast_variance") is None
         use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
         shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
-        if shifts and is_flax_method(method) and takes_exact_moments(x, policy):
+        is_ours = is_flax_method(method) and takes_arguments(self, args[1:], rest)
+        if shifts and is_ours and takes_exact_moments(self, x, policy):
             with contextlib.suppress(_NotThere):
                 return self._normalized(x, output_dtype)
         run = _Run(method, policy, output_dtype, shifts, args[1:], tuple(rest.items()))
@@ -123,7 +125,10 @@ class Normalization(Layer):
           _NotThere: Flax's code is to run, which makes what is missing or refuses what doesn't fit.
         """
         region = self._region(x)
-        if region is None or type(self).param is not Normalization.param:  # a user's `param` is to be asked
+        cls = type(self)  # a user's `param` and `variable` are to be asked
+        if region is None or cls.param is not Normalization.param:
+            raise _NotThere
+        if self._running and cls.variable is not BatchNorm.variable:
             raise _NotThere
         shape = tuple(x.shape[axis] for axis in feature_axes(self, x.ndim))
         scale = self._stored("params", "scale", shape) if self.use_scale else None

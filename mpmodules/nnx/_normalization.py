@@ -27,6 +27,7 @@ from mpmodules._normalization_calls import (
     layer_norm_region,
     no_region,
     normalized,
+    takes_arguments,
     takes_exact_moments,
 )
 from mpmodules.moments import Region, shift_of
@@ -84,16 +85,23 @@ class Normalization(Layer):
     def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
         """The result, from exact statistics; running statistics are updated. None where Flax's code is to run."""
         region = self._region(x)
+        if region is None:
+            return None
         shape = tuple(x.shape[axis] for axis in feature_axes(self, x.ndim))
         values: dict[str, Any] = {
             name: None if (v := getattr(self, name)) is None else v[...] for name in _VALUES if hasattr(self, name)
         }
-        if region is None or any(value is not None and value.shape != shape for value in values.values()):
+        if any(value is not None and value.shape != shape for value in values.values()):
             return None
         y, *statistics = normalized(self, x, region, values["scale"], values["bias"], output_dtype)
         for name, batch in zip(self._running, statistics if self._running else (), strict=True):
-            getattr(self, name)[...] = jax.lax.stop_gradient(averaged(self, values[name], batch))
+            self._put(name, averaged(self, values[name], batch))
         return y
+
+    def _put(self, name: str, value: jax.Array) -> None:
+        """Writes a running statistic, in the dtype that it is stored in."""
+        variable = getattr(self, name)
+        variable[...] = jax.lax.stop_gradient(value).astype(variable[...].dtype)
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
         """The updated running statistics, as they are for the input as it came."""
@@ -118,12 +126,13 @@ class Normalization(Layer):
             if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
                 return method(self, *args, **kwargs)
             return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)
-        rest = {name: value for name, value in kwargs.items() if name != "x"}
+        rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
         shifts = self._chooses_variance and self.axis_name is None and rest.get("mask") is None
         use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
         shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
-        if shifts and is_flax_method(method) and takes_exact_moments(x, policy):
+        is_ours = is_flax_method(method) and takes_arguments(self, args[1:], rest)
+        if shifts and is_ours and takes_exact_moments(self, x, policy):
             y = self._normalized(x, self._returns(crosses))
             if y is not None:
                 return y
@@ -132,7 +141,7 @@ class Normalization(Layer):
         y, updates = _remembered(self, run, x) if widens else run(self, x)
         if not self._uses_running_average(use_running_average):
             for statistic, value in updates.items():
-                getattr(self, statistic)[...] = jax.lax.stop_gradient(value)
+                self._put(statistic, value)
         return y
 
     def _takes_statistics(self, argument: bool | None) -> bool:
@@ -214,7 +223,10 @@ class RMSNorm(Normalization, flax_nnx.RMSNorm):
 class GroupNorm(Normalization, flax_nnx.GroupNorm):
     """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
 
-    _region = group_norm_region
+    def _region(self, x: jax.Array) -> Region | None:
+        # Flax lays out the groups' statistics as if one axis were left beside the channels; others are its to mix up.
+        region = group_norm_region(self, x)
+        return region if region is not None and len(region.axes) == x.ndim - 2 else None
 
 
 class InstanceNorm(Normalization, flax_nnx.InstanceNorm):
