@@ -97,7 +97,8 @@ def _exponentials(precision: Any, logits: Array, value: Array) -> tuple[Array, A
     """The exponentials (B..., N, T, S) in the values' dtype, their sums (B..., T, N, 1), and the unrounded result."""
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     exponentials = jnp.exp(logits - highest).astype(value.dtype)
-    # Of the rounded ones: then the weights add up to 1, and what backward subtracts from their cotangents is exact.
+    # Of the rounded ones, which every matmul multiplies: so the weights add up to 1, and the gradient by a row's logits
+    # to 0, but for float32's rounding.
     total = jnp.swapaxes(jnp.sum(exponentials.astype(logits.dtype), axis=-1, keepdims=True), -2, -3)
     weigh = accumulating(functools.partial(weighted_values, precision=precision), logits.dtype)
     return exponentials, total, weigh(exponentials, value) / total

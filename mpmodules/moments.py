@@ -1,10 +1,11 @@
 """Mean and variance of half-precision numbers, in one pass and without rounding.
 
 The square of a number of p significant bits has 2p. Cut into two halves of p bits, up to 2^(24 - p) squares of numbers
-close to each other add up in float32 without rounding: 65536 of bfloat16 (p = 8), 8192 of float16 (p = 11); and so do
-the numbers themselves. Numbers far from each other round, but then the variance is large and nothing cancels. So the
-variance comes out of sums that one kernel takes in one pass. XLA fuses such sums into the operation
-that makes the numbers. With a shift that depends on the data, or in two passes, it would write the numbers first.
+close to each other add up in float32 without rounding: 65536 of bfloat16 (p = 8), 8192 of float16 (p = 11). So do the
+numbers themselves. Numbers far from each other round, but then the variance is large and nothing cancels.
+
+So the variance comes out of sums that one kernel takes in one pass, and XLA fuses such sums into the operation that
+makes the numbers. With a shift that depends on the data, or in two passes, it would write the numbers first.
 """
 
 from __future__ import annotations

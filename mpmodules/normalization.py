@@ -24,7 +24,7 @@ def normalize(
 ) -> tuple[Array, Array, Array]:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32 but for one rounding of the result.
 
-    Backward keeps `x` as it came, the mean, and 1 / sqrt(variance + epsilon), and reads `x` twice.
+    Backward keeps `x` as it came, the mean and the variance, and reads `x` twice.
 
     Args:
       x: half precision, any shape that is not empty.
