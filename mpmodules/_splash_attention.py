@@ -151,13 +151,20 @@ def _lower_for_tpu(context: Any, *operands: Any, how: Splash, stage: str) -> Any
             "implementation='splash' is a kernel that XLA can't partition. Call it within jax.shard_map, or leave it "
             "out."
         )
-    return mlir.lower_fun(functools.partial(_run_formula, how=how, stage=stage))(context, *operands)
+    return _lower_formula(context, *operands, how=how, stage=stage)
 
 
 def _lower_elsewhere(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
-    if not kernels.INTERPRET:
+    """Lowers to XLA's formula: a program for several platforms has the branch for TPUs lowered for all of them."""
+    if kernels.INTERPRET:
+        return _lower_kernel(context, *operands, how=how, stage=stage)
+    if how.insists:
         raise ValueError("implementation='splash' is a kernel for TPUs. Leave it out, or give implementation='xla'.")
-    return _lower_kernel(context, *operands, how=how, stage=stage)
+    return _lower_formula(context, *operands, how=how, stage=stage)
+
+
+def _lower_formula(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
+    return mlir.lower_fun(functools.partial(_run_formula, how=how, stage=stage))(context, *operands)
 
 
 def _lower_kernel(context: Any, *operands: Any, how: Splash, stage: str) -> Any:

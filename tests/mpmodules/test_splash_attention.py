@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
+from jax import export
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mpmodules import _splash_attention, _splash_kernel, linen, nnx
-from policy import use_policy
+from policy import audit, use_policy
 from tests.benchmarks.accelerators import target
 
 RNG = np.random.default_rng(0)
@@ -294,6 +295,26 @@ def test_one_traced_program_is_lowered_for_every_platform():
     traced = jax.jit(value_and_gradients()).trace(*operands)
     for platform, calls in (("cpu", 0), ("cuda", 0), ("tpu", 2)):
         assert traced.lower(lowering_platforms=(platform,)).as_text().count("@tpu_custom_call") == calls
+
+
+@needs_one_device
+def test_a_program_for_several_platforms_holds_the_kernel_and_xlas_formula():
+    operands = qkv(batch=(1,))
+    exported = export.export(jax.jit(value_and_gradients()), platforms=("cpu", "tpu", "cuda"))(*operands)
+    assert "tpu_custom_call" in exported.mlir_module()
+    value, gradients = exported.call(*operands)
+    expected, slopes = value_and_gradients("xla")(*operands)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for ours, plain in zip(gradients, slopes, strict=True):
+        assert_close(ours, plain)
+
+
+@needs_one_device
+def test_an_audit_has_no_finding_where_the_kernel_is_for_tpus():
+    layer, x = linen.MultiHeadDotProductAttention(2, dtype_policy="mixed_bfloat16"), jnp.ones((2, 128, 32))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    report = audit(jax.grad(lambda variables: jnp.sum(layer.apply(variables, x) ** 2)), variables)
+    assert not report.findings
 
 
 def test_arrays_are_whole_on_one_device_and_in_shard_map():
