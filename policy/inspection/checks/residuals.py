@@ -68,7 +68,9 @@ class _Regions:
                 self.reasons.add(self._root((id(node), ())))
 
     def has_reason(self, node: Node) -> bool:
-        return self._root((id(node), ())) in self.reasons
+        """Whether there is one; for what a conditional returns, in one of its branches."""
+        makers = [value.maker for value in node.inputs if value.maker is not None] if node.name == "branch" else [node]
+        return any(self._root((id(maker), ())) in self.reasons for maker in makers)
 
     def _is_reason(self, node: Node) -> bool:
         wide = [value for value in node.outputs if is_wide(value.dtype)]
