@@ -23,8 +23,8 @@ and normalisations the programs are the same. What differs in the other rows is 
 - **saved**: half and less, as normalisations, softmax and pooling keep their half input and small statistics.
 - **flops**, and **bytes** as lowered, count what backward computes again for that, before XLA fuses it into its
   neighbours. `c-bytes` is after: up to 8% more on CPU, where bfloat16 is emulated, and a float32 cotangent for the sum
-  of a bias's gradient stands in memory beside the one that the matmul reads. Layer by layer (the next table) it is 3%
-  at most.
+  of a bias's gradient stands in memory beside the one that the matmul reads. Layer by layer (the next table) it is
+  more for LayerNorm, GroupNorm and BatchNorm: XLA for CPUs writes the squares that they sum, which accelerators fuse.
 - **tracing** is faster than by hand where there are normalisations or attention: what such a layer does is traced and
   differentiated once for all layers that are alike (`policy/remembering.py`); Flax's are traced one by one.
 - **seconds** are CPU's, with their spread in the table that the command prints; the bound is 5% and the spread.
