@@ -192,9 +192,17 @@ FUNCTIONS = (
         "avg_pool", "the sums of windows, forward and backward", "the mean of 128 x 128 ones in bfloat16 is 0.25", _POOL
     ),
     Row("pool", "the reduction of windows", "reduces in half precision", _POOL),
-    Row("max_pool", "the gradient, where windows overlap", "sums the gradient in half precision", _MAX_POOL),
     Row(
-        "min_pool", "the gradient, where windows overlap", "sums the gradient in half precision", one(_MAX_POOL, "nnx")
+        "max_pool",
+        "the gradient, where more than four windows overlap",
+        "sums the gradient in half precision",
+        _MAX_POOL,
+    ),
+    Row(
+        "min_pool",
+        "the gradient, where more than four windows overlap",
+        "sums the gradient in half precision",
+        one(_MAX_POOL, "nnx"),
     ),
     Row("softmax", "all of it", "exp, sum and division in half precision", _ACTIVATION),
     Row("log_softmax", "all of it", "exp and log in half precision", _ACTIVATION),

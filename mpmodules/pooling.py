@@ -1,6 +1,6 @@
 """Pooling for both wings: windows summed in reduction_dtype, whatever the input is, forward and backward.
 
-What backward keeps of a half input is that input, or nothing where the reduction is a sum. In float32 and wider each
+Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32 and wider each
 function is Flax's own.
 """
 
@@ -31,17 +31,19 @@ def pool(
     strides: tuple[int, ...] | None,
     padding: Padding,
 ) -> jax.Array:
-    """`flax.linen.pool` in reduction_dtype: each window of `inputs` reduced to one value.
+    """Reduces each window of `inputs` to one value; `flax.linen.pool` in reduction_dtype.
 
-    A maximum or minimum is exact in any dtype and stays in its input's, unless windows overlap: then an input's
-    gradient is a sum over windows.
+    A maximum or minimum is exact in any dtype, but its gradient is a sum over the windows that an input is in. Where
+    at most four windows overlap (3x3 with strides of 2), both stay in the input's dtype: a sum of four terms rounds
+    three times, by 1.5 ulp of its largest partial sum at most. Where more than four windows overlap, both are in
+    reduction_dtype.
 
     Args:
       inputs: (batch..., window dims..., features), or without any batch axis. Half in, half out.
-      init: what the reduction starts from, a scalar.
+      init: the initial value of the reduction, a scalar.
       reduce_fn: two scalars to one, such as `jax.lax.add`.
       window_shape: the size of the window along each window dim.
-      strides: as many steps between windows; None is one.
+      strides: the step between windows along each window dim; None is one.
       padding: 'SAME', 'VALID', or a (low, high) pair for each window dim.
 
     Returns:
@@ -61,13 +63,13 @@ def pool(
 
 
 def _most_windows(window_shape: Sequence[int], strides: Sequence[int] | None) -> int:
-    """How many windows an input can be in."""
+    """Returns the largest number of windows that an input can be in."""
     steps = strides or (1,) * len(window_shape)
     return math.prod(-(-width // step) for step, width in zip(steps, window_shape, strict=False))
 
 
 def _start(init: Any, dtype: Any) -> Any:
-    """The initial value in the dtype of the reduction: concrete where it was, since JAX looks at its value."""
+    """Returns the initial value in the reduction's dtype; a concrete one stays concrete, since JAX reads its value."""
     if not hasattr(init, "dtype"):
         return init
     return init.astype(dtype) if isinstance(init, Tracer) else np.asarray(init).astype(dtype)
@@ -80,7 +82,7 @@ def avg_pool(
     padding: Padding = "VALID",
     count_include_pad: bool = True,
 ) -> jax.Array:
-    """The mean of each window; `flax.linen.avg_pool` in reduction_dtype. Other arguments as in `pool`.
+    """Averages each window; `flax.linen.avg_pool` in reduction_dtype. Other arguments as in `pool`.
 
     Args:
       count_include_pad: whether padding counts as zeros in the mean.
@@ -102,7 +104,10 @@ def max_pool(
     strides: tuple[int, ...] | None = None,
     padding: Padding = "VALID",
 ) -> jax.Array:
-    """The maximum of each window; arguments as in `pool`. Exact; gradients of overlapping windows are summed wide."""
+    """Returns the maximum of each window, which is exact; arguments as in `pool`.
+
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the input's dtype.
+    """
     return pool(inputs, -jnp.inf, lax.max, window_shape, strides, padding)
 
 
@@ -112,5 +117,8 @@ def min_pool(
     strides: tuple[int, ...] | None = None,
     padding: Padding = "VALID",
 ) -> jax.Array:
-    """The minimum of each window; arguments as in `pool`. Exact; gradients of overlapping windows are summed wide."""
+    """Returns the minimum of each window, which is exact; arguments as in `pool`.
+
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the input's dtype.
+    """
     return pool(inputs, jnp.inf, lax.min, window_shape, strides, padding)

@@ -137,6 +137,29 @@ def test_the_gradient_of_overlapping_maxima_is_summed_in_float32(dtype):
     np.testing.assert_array_equal(nn.max_pool(x, (32, 32)), flax_nn.max_pool(x, (32, 32)))
 
 
+@pytest.mark.parametrize("pool", (nn.max_pool, nnx.max_pool, nnx.min_pool))
+@pytest.mark.parametrize("window, strides, dtype", (((3, 3), (2, 2), "bfloat16"), ((5, 5), None, "float32")))
+def test_gradients_of_maxima_are_summed_in_float32_where_more_than_four_windows_overlap(pool, window, strides, dtype):
+    x = jax.random.permutation(jax.random.key(0), 225).astype(jnp.bfloat16).reshape(1, 15, 15, 1)  # exact: no ties
+    weights = (1 + jax.random.uniform(jax.random.key(1), pool(x, window, strides).shape)).astype(jnp.bfloat16)
+
+    def loss(x):
+        return jnp.sum(pool(x, window, strides).astype(jnp.float32) * weights.astype(jnp.float32))
+
+    expected = np.zeros(x.shape)
+    values, chosen = np.asarray(x, np.float64), np.argmax if pool is not nnx.min_pool else np.argmin
+    step = strides[0] if strides else 1
+    for i, j in np.ndindex(weights.shape[1:3]):
+        region = values[0, i * step : i * step + window[0], j * step : j * step + window[1], 0]
+        row, column = np.unravel_index(chosen(region), region.shape)
+        expected[0, i * step + row, j * step + column, 0] += float(weights[0, i, j, 0])
+    gradient = jax.grad(loss)(x)
+    assert gradient.dtype == jnp.bfloat16
+    assert_close_in_ulps(gradient, expected, 1.5 if dtype == "bfloat16" else 0.5)
+    sums = {d for name, d in primitives(jax.grad(loss), x) if name.startswith("select_and_")}
+    assert sums == {jnp.dtype(dtype)}
+
+
 def test_upstreams_gradient_of_overlapping_maxima_stops_growing_in_bfloat16():
     x = jnp.zeros((1, 64, 64, 1), jnp.bfloat16).at[0, 32, 32, 0].set(1)
     gradient = jax.grad(lambda x: jnp.sum(flax_nn.max_pool(x, (32, 32)).astype(jnp.float32)))(x)
