@@ -28,7 +28,7 @@ from benchmarks import page
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """How a table's command is called.
+    """A table's command and its arguments.
 
     Attributes:
       module: `python -m module`, which takes ``--json FILE``.
@@ -64,7 +64,7 @@ TABLES = {
 
 
 def chosen(names: Sequence[str], quick: bool) -> dict[str, Table]:
-    """The tables of these names, or those that run by default.
+    """Returns the tables of these names, or those that run by default.
 
     Raises:
       ValueError: a name that is none's; a quick run of a table that has none.
@@ -113,7 +113,11 @@ def _of_accel(options: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 1 where a table misses a bound and that is asked, or fails; 2 for names that are none."""
+    """Runs the command and returns its exit status.
+
+    Returns:
+      1 where a table fails, or misses a bound under ``--check``; 2 for unknown names; else 0.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What a policy costs beside the same model of upstream Flax with its half dtype threaded through by hand.
+"""Costs of a policy, beside the same model of upstream Flax with its half dtype threaded through by hand.
 
     python -m benchmarks.models           # the table: every model in both wings; 8 minutes on two idle cores
     python -m benchmarks.models --check   # exits with 1 where a ratio misses its bound
@@ -189,7 +189,7 @@ _KERNEL = re.compile(
 
 
 def kernels(hlo: str) -> int:
-    """How many operations of a compiled program's entry are kernels: what is not a constant, a view or a tuple."""
+    """Counts the kernels in a compiled program's entry: operations other than constants, views and tuples."""
     entry = hlo[hlo.index("\nENTRY ") :]
     return len(_KERNEL.findall(re.sub(r"\{[^{}]*\}", "", entry)))
 

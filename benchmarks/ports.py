@@ -1,4 +1,4 @@
-"""What it takes to trace a Flax model that `apply_policy` put under a policy, beside its dtypes threaded by hand.
+"""Time to trace a Flax model that `apply_policy` put under a policy, beside its dtypes threaded by hand.
 
     python -m benchmarks.ports           # the table: 3 minutes on two idle cores
     python -m benchmarks.ports --check   # exits with 1 where a ratio misses its bound

@@ -1,4 +1,4 @@
-"""What every table of ratios has in common: a row, its bound, how it is printed, checked and written."""
+"""Rows of ratios and their bounds: printing, checking and writing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line: the same quantity of ours and of what it is held against, measured in one run.
+    """One line: the same quantity of ours and of its reference, measured in one run.
 
     Attributes:
       quantity: what is counted: "flops", "bytes", "saved", ...
@@ -44,8 +44,9 @@ class Row:
 
     @property
     def is_missed(self) -> bool:
-        """Whether a ratio is out of its bounds, at the four digits that are printed; of nothing, where there is to be
-        something.
+        """True where the ratio, at the four digits that are printed, is out of its bounds.
+
+        A row with `unknown` costs is missed, and so is one with `at_least` whose reference is 0.
         """
         if self.unknown or (self.at_least and not self.reference):
             return True
@@ -113,7 +114,7 @@ def run(
 
 
 def missed_line(row: Row) -> str:
-    """What a row misses, in a line."""
+    """Describes in a line the bound that a row misses."""
     what = f"{row.quantity} of {row.name}" + (f" on {row.target}" if row.target else "")
     if row.unknown:
         return f"{what}: not counted is {row.unknown}"

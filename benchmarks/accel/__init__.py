@@ -1,4 +1,4 @@
-"""What the compilers of TPUs and GPUs make of a program, on a machine that has neither."""
+"""Programs as the compilers of TPUs and GPUs make them, on a machine that has neither."""
 
 import os
 

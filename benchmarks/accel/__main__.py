@@ -79,7 +79,7 @@ def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> 
 
 
 def takes_targets(name: str) -> bool:
-    """Whether a table has ``--on``."""
+    """Returns whether a table's command takes ``--on``."""
     return "on" in inspect.signature(importlib.import_module(TABLES[name].module).rows).parameters
 
 

@@ -41,7 +41,7 @@ def _version(name: str) -> str:
 
 
 def load(file: Path | None = None) -> Recorded:
-    """What is recorded, in `FILE` or another, by compiler, target, table, row and quantity."""
+    """Reads the recorded figures from `FILE` or another file, by compiler, target, table, row and quantity."""
     file = file or FILE
     return json.loads(file.read_text()) if file.exists() else {}
 

@@ -1,4 +1,4 @@
-"""The README's sentences on accelerators, with the figures of a run in their places.
+"""Prints the README's sentences on accelerators, with the figures of a run.
 
 python -m benchmarks accel --json rows.json && python -m benchmarks.accel.claims rows.json
 """
@@ -28,7 +28,7 @@ SENTENCES = {
 
 
 def sentences(rows: Rows) -> list[str]:
-    """The sentences that these rows have figures for. The dearest row is named in each."""
+    """Returns the sentences that these rows have figures for, each with the name of its dearest row."""
     said = []
     for (table, quantity), sentence in SENTENCES.items():
         found = [row for row in rows if row["table"] == table and row["quantity"] == quantity]

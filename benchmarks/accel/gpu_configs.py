@@ -1,4 +1,4 @@
-"""GPUs as XLA's compiler is told of them: published figures, as the text of its `GpuTargetConfigProto`.
+"""Published figures of GPUs for XLA's compiler, as the text of its `GpuTargetConfigProto`.
 
 Source of the figures: OpenXLA, `xla/backends/gpu/target_config/specs/` (`h100_sxm.txtpb`, `a100_sxm_80.txtpb`,
 `b200.txtpb`), which are read from the devices themselves.
@@ -11,7 +11,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Figures of one device.
+    """Published figures of one device.
 
     Attributes:
       name: the device's own.
@@ -39,7 +39,7 @@ class Gpu:
     dnn: tuple[int, int, int]
 
     def text(self) -> str:
-        """The text proto."""
+        """Writes the figures as a text proto."""
         feature = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
         major, minor = self.capability
         return f"""

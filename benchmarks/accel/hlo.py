@@ -1,7 +1,7 @@
-"""What a run of a compiled program costs by the compiler's own estimates, from the program's text.
+"""Counts the costs of a run of a compiled program from its text, by the compiler's own estimates.
 
-A loop's body counts as often as it runs, of a conditional's branches the costliest. What can't be counted is named, not
-taken for free: a loop whose number of turns can't be read, a kernel that the compiler gives no cycles for.
+A loop's body counts as often as it runs, and of a conditional the costliest branch. Whatever can't be counted is named,
+not taken for free: a loop whose trip count can't be read, a kernel that the compiler gives no cycles for.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", 
 
 @dataclasses.dataclass
 class Costs:
-    """Of one run.
+    """Costs of one run.
 
     Attributes:
-      cycles: the compiler's estimate, of what it has one for.
+      cycles: the sum of the compiler's estimates.
       bytes: read from and written to memory by kernels: results and operands, of slices what is sliced.
       kernels: how many run.
       collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation and dtype.
-      uncounted: what no cycles are known for, and loops whose turns are not.
+      uncounted: kernels whose cycles, and loops whose trip counts, are not known.
       rooflines: cycles by `kernel_cycles`, which `cycles` holds too, by JAX operation.
       by_name: cycles by JAX operation.
     """
@@ -60,7 +60,7 @@ class Costs:
 
 
 def costs_of(text: str, kernel_cycles: Callable[[float, float], float] | None = None) -> Costs:
-    """What one run of a compiled program costs.
+    """Counts the costs of one run of a compiled program.
 
     Args:
       text: of `Compiled.as_text()`.
@@ -139,7 +139,7 @@ class _Counter:
         costs.add(Costs(float(cycles), bytes_moved, 1, by_name={name: float(cycles)}))
 
     def _fused_collectives(self, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """The collectives of a fusion, nested ones included, with the computation that each stands in."""
+        """Yields the collectives of a fusion, nested ones included, each with its computation."""
         fused = self.computations[fusion.called["calls"][0]]
         for instruction in fused.instructions.values():
             if instruction.opcode in COLLECTIVES:
@@ -148,7 +148,7 @@ class _Counter:
                 yield from self._fused_collectives(instruction)
 
     def _runs_beside(self, inside: Computation, instruction: Instruction) -> bool:
-        """Whether an instruction takes none of the chip's cycles: scalars, and copies by the memory's own engine."""
+        """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's own engine."""
         if instruction.opcode.endswith("-start"):
             return True
         operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
@@ -156,7 +156,7 @@ class _Counter:
         return instruction.opcode not in ("fusion", "custom-call") and not any(array.shape for array in arrays)
 
     def _by_roofline(self, costs: Costs, inside: Computation, instruction: Instruction, name: str) -> float:
-        """Cycles of what the compiler gives none for: of a custom call by its FLOPs, anything else only moves."""
+        """Returns the roofline's cycles of an instruction without an estimate; only custom calls have FLOPs."""
         operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
         flops = flops_of(instruction, operands) if instruction.opcode == "custom-call" else 0.0
         if self.kernel_cycles is None or flops is None:

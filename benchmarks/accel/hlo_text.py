@@ -1,4 +1,4 @@
-"""A compiled program's text: its computations and their instructions."""
+"""Parses a compiled program's text into computations and instructions."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """The computations that it names, by attribute."""
+        """The names of the computations that it calls, by attribute."""
         return {key: tuple(re.findall(r"%([\w.\-]+)", names)) for key, names in _CALLED.findall(self.rest)}
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate; None where it has none, which it may write as a negative number or the largest."""
+        """The compiler's estimate; None where it has none, written as a negative or as the largest number."""
         found = re.search(r'"estimated_cycles":"?(\d+)', self.rest)
         return int(found[1]) if found and int(found[1]) != 2**63 - 1 else None
 

@@ -1,4 +1,4 @@
-"""FLOPs of kernels that XLA knows nothing of."""
+"""Estimates FLOPs of kernels that are opaque to XLA."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from benchmarks.accel.hlo_text import Instruction
 
 
 def flops_of(kernel: Instruction, operands: Sequence[Instruction]) -> float | None:
-    """FLOPs of a custom call: what its author estimated, or of JAX's splash attention what follows from its shapes.
+    """Returns the FLOPs of a custom call: its author's estimate, or for JAX's splash attention those of its shapes.
 
-    Of splash attention all pairs of queries and keys are counted, those in blocks that a mask lets it skip too.
+    For splash attention every pair of a query and a key counts, also in blocks that a mask lets it skip.
 
     Returns:
       None where neither is known.

@@ -38,7 +38,7 @@ SMALL = ("Dense", "LayerNorm", "BatchNorm", "avg_pool")
 
 
 def cases() -> list[Case]:
-    """Every layer."""
+    """Returns every layer."""
     embed = layer(
         "Embed",
         SEQUENCE[:2],
@@ -70,7 +70,7 @@ def _nnx_attention(wing: Any, **options: Any) -> Any:
 
 
 def _in_xla(wing: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of ours that turn the kernel off; Flax's layers, which are given a dtype, have none."""
+    """Adds the option that turns our fused kernel off; Flax's layers, which are given a dtype, have none."""
     if "dtype" in options:
         return options
     return options | {"attention_fn": functools.partial(wing.dot_product_attention, implementation="xla")}
@@ -82,7 +82,7 @@ def figures(target: Target, case: Case, wing: str, *, ours: bool) -> Figures:
 
 
 def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Row]:
-    """Every row, as its programs are compiled.
+    """Yields every row, as its programs are compiled.
 
     Args:
       on: chips, as in ``v5e``, or whole targets.

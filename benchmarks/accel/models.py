@@ -53,7 +53,7 @@ def _case(name: str, model: str, x: Any, y: Any, **options: Any) -> Case:
 
 
 def cases(chips: int) -> list[Case]:
-    """Every model, its batch for so many chips."""
+    """Returns every model, its batch for so many chips."""
     images = _shape(jnp.float32, 64 * chips, 224, 224, 3)
     classes = _shape(jnp.int32, 64 * chips)
     ahead, whole = _shape(jnp.int32, 8 * chips, 1024), _shape(jnp.int32, 16 * chips, 512)
@@ -68,12 +68,12 @@ def cases(chips: int) -> list[Case]:
 
 
 def small_cases(chips: int) -> list[Case]:
-    """What is compiled in seconds."""
+    """Returns the models that compile in seconds, for so many chips."""
     return [_case("small MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None, width=1024, layers=3)]
 
 
 def programs(case: Case, wing: str, small: bool) -> dict[str, Program]:
-    """The model's programs by name: ours, by hand, and of the same model without a dtype."""
+    """Returns a model's programs by name: ours, by hand, autocast and float32."""
     found = case.programs(wing)
     transformed = functools.partial(autocast, policy=POLICY, params=0)
     found["autocast"] = models.dtype_free(case, transformed, wing)
@@ -83,7 +83,7 @@ def programs(case: Case, wing: str, small: bool) -> dict[str, Program]:
 
 
 def arguments(target: Target, program: Program) -> tuple[Any, ...]:
-    """The program's arguments on the target: input and labels sharded over its chips, the rest on each."""
+    """Places a program's arguments on the target: input and labels sharded over its chips, the rest replicated."""
     if len(target.devices) == 1:
         return tuple(placed(target, argument) for argument in program.arguments)
     mesh = target.mesh()
@@ -101,7 +101,7 @@ def figures(target: Target, program: Program) -> Figures:
 
 
 def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Row]:
-    """Every row, as its programs are compiled.
+    """Yields every row, as its programs are compiled.
 
     Args:
       on: chips, as in ``v5e``, or whole targets.

@@ -1,4 +1,4 @@
-"""What an AdamW step costs on a TPU, beside plain optax, `optax.apply_if_finite`, jmp's pipeline and mpx's.
+"""Costs of an AdamW step on a TPU, beside plain optax, `optax.apply_if_finite`, jmp's pipeline and mpx's.
 
     python -m benchmarks.accel.optimizer          # the table: a minute on two cores, nothing is run
     python -m benchmarks.accel.optimizer --check  # exits with 1 where a ratio misses its bound

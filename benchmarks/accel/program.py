@@ -1,4 +1,4 @@
-"""Compiles a function for a target, and says what its program costs there."""
+"""Compiles a function for a target and measures its program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OutOfMemory = jax.errors.JaxRuntimeError
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one compiled program, on one of the target's devices.
+    """Figures of one compiled program, on one of the target's devices.
 
     Attributes:
       cycles: the compiler's estimate, kernels without one at the chip's roofline; 0 of a GPU.
@@ -55,12 +55,12 @@ class Figures:
 
     @property
     def memory(self) -> float:
-        """Bytes of the chip that a run takes."""
+        """The bytes of a chip's memory that a run takes."""
         return self.arguments + self.temporary + self.results
 
 
 def placed(target: Target, tree: Any) -> Any:
-    """Shapes on the target's first device; keys stay keys."""
+    """Places shapes on the target's first device; keys stay keys."""
     sharding = jax.sharding.SingleDeviceSharding(target.devices[0])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
@@ -68,7 +68,7 @@ def placed(target: Target, tree: Any) -> Any:
 def measure(
     target: Target, function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = (), **options: Any
 ) -> Figures:
-    """Compiles `function` of shapes that lie on the target's devices. Nothing is run.
+    """Compiles `function` for shapes on the target's devices, without running it, and returns its figures.
 
     Args:
       arguments: trees of `jax.ShapeDtypeStruct` with shardings, as `placed` makes them.
@@ -76,14 +76,14 @@ def measure(
       **options: of `jax.jit`.
 
     Raises:
-      OutOfMemory: the chip has not the memory; the message has the figure.
+      OutOfMemory: the program needs more memory than the chip has; the message has the figure.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated), **options)
     return of_lowered(target, jitted.trace(*arguments).lower(lowering_platforms=(target.chip.platform,)))
 
 
 def of_lowered(target: Target, lowered: Any) -> Figures:
-    """The figures of what `jax.jit(...).lower(...)` returned."""
+    """Compiles the result of `jax.jit(...).lower(...)` and returns its figures."""
     start = time.process_time()
     compiled = lowered.compile()
     seconds = time.process_time() - start
@@ -114,12 +114,12 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
 
 
 def roofline(chip: Chip, flops: float, moved: float) -> float:
-    """Seconds that a kernel takes at least, by the chip's published peaks."""
+    """Returns the least seconds of a kernel, by the chip's published peaks."""
     return max(flops / chip.flops, moved / chip.bandwidth)
 
 
 def exchange_seconds(chip: Chip, collectives: dict[tuple[str, str], float]) -> float:
-    """Seconds that collectives take at least: an all-reduce sends its result twice, the others once."""
+    """Returns the least seconds of the collectives: an all-reduce sends its result twice, the others once."""
     sent = sum(size * (2 if operation == "all-reduce" else 1) for (operation, _), size in collectives.items())
     return sent / chip.link_bandwidth
 

@@ -36,21 +36,21 @@ def rows_of(
 
 
 def alike(*figures: Figures) -> tuple[Figures, ...]:
-    """The figures with bytes that are counted in one way: by shapes, where a loop runs in one of the programs."""
+    """Makes the bytes of several programs comparable: counted by shapes in all if a loop runs in any."""
     if any(figure.has_loops for figure in figures):
         return tuple(dataclasses.replace(figure, bytes=figure.moved) for figure in figures)
     return figures
 
 
 def quantities(target: Target, *figures: Figures) -> tuple[str, ...]:
-    """The quantities of a target's programs: of a GPU there are no cycles, of one device there is no exchange."""
+    """Returns the quantities of a target's programs: no cycles on a GPU, no exchange on one device."""
     exchanges = any(figure.exchange for figure in figures)
     cycles = ("cycles", *(("seconds",) if exchanges else ())) if target.chip.clock else ()
     return (*cycles, "bytes", "temporary", "kernels", *(("exchange",) if exchanges else ()))
 
 
 def amount(target: Target, figures: Figures, quantity: str) -> float:
-    """The figure of a quantity: seconds are the cycles' and the exchange's, exchange is bytes."""
+    """Returns the figure of a quantity: seconds are those of cycles and exchange together, exchange is bytes."""
     if quantity == "seconds":
         return figures.cycles / target.chip.clock + figures.exchange
     if quantity == "exchange":
@@ -59,7 +59,7 @@ def amount(target: Target, figures: Figures, quantity: str) -> float:
 
 
 def unknown(quantity: str, *figures: Figures) -> str:
-    """What a quantity's figures leave out, "" where nothing."""
+    """Names the costs that a quantity's figures leave out; "" where there are none."""
     if quantity == "temporary":
         return ""
     return "; ".join(dict.fromkeys(what for figure in figures for what in figure.uncounted))

@@ -64,7 +64,7 @@ BATCH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Chips and how they are arranged: so many copies, each split over so many chips.
+    """A target and its mesh: the number of copies, and of the chips that each is split over.
 
     Where fsdp is the whole of a torus, XLA sums every gradient on all chips and then takes a slice, which sends twice
     as much as the reduce-scatter that it makes of a part of one.
@@ -124,7 +124,7 @@ def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Of each token but the first, given those before it: (B, T, vocabulary) and (B, T) -> ()."""
+    """Averages the cross entropy of each token but the first: (B, T, vocabulary) and (B, T) -> ()."""
     labels = jnp.roll(tokens, -1, axis=1)
     weights = (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1).astype(jnp.float32)
     each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
@@ -132,7 +132,7 @@ def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
-    """A variant's params, as shapes, and its function of params and tokens: the logits."""
+    """Returns a variant's params, as shapes, and its function from params and tokens to logits."""
     threaded = {"dtype": jnp.bfloat16} if variant.policy is None else {}
     if variant.wing == "linen":
         nn: Any = flax.linen if variant.policy is None else mpmodules.linen  # a module, which hashes
@@ -147,7 +147,7 @@ def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
 
 
 def lowered(place: Place, variant: Variant, size: Size, batch: int) -> Any:
-    """A whole train step, lowered for the place's chips."""
+    """Lowers a whole train step for the place's chips."""
     target = Target(place.target)
     mesh = target.mesh(place.mesh, AXES)
     scope = contextlib.nullcontext() if variant.policy is None else use_policy(variant.policy)
@@ -175,7 +175,7 @@ def _split(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def by_hand(loss_fn: Any, tx: Any) -> Any:
-    """Plain JAX and optax."""
+    """Makes the step of plain JAX and optax."""
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
@@ -186,7 +186,10 @@ def by_hand(loss_fn: Any, tx: Any) -> Any:
 
 
 def ours(loss_fn: Any, tx: Any, all_reduce_dtype: str | None) -> Any:
-    """The step of `mixed_precision`; with a dtype to sum in, mapped over the data axis, and over fsdp XLA's."""
+    """Makes the step of `mixed_precision`.
+
+    With an `all_reduce_dtype` it is mapped over the data axis, and XLA partitions it over fsdp.
+    """
 
     def gradients(params: Any, state: Any, tokens: jax.Array) -> Any:
         return value_and_grad(loss_fn, loss_scale=loss_scale_of(state), grads="compute")(params, tokens)
@@ -219,7 +222,7 @@ def figures(place: Place, variant: Variant, size: Size, batch: int) -> Figures:
 
 
 def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Row]:
-    """Every row, as its programs are compiled.
+    """Yields every row, as its programs are compiled.
 
     Args:
       on: chips, as in ``v5e``, or whole targets.
@@ -245,8 +248,9 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
 def variant_rows(
     name: str, place: Place, ours: Figures, hand: Figures, size: Size, small: bool = False
 ) -> Iterator[Row]:
-    """The rows of one program. Of narrow layers, whose exchanges and small kernels are most of them, only dtypes and
-    memory are bound.
+    """Yields the rows of one program.
+
+    Of narrow layers only dtypes and memory have bounds: exchanges and small kernels are most of their cost.
     """
     asked = VARIANTS[name].all_reduce_dtype
     yield _memory(name, place, ours)
@@ -266,7 +270,7 @@ def _memory(name: str, place: Place, figures: Figures) -> Row:
 
 
 def _wider(quantity: str, name: str, place: Place, figures: Figures, operations: Sequence[str]) -> Row:
-    """Floating numbers wider than bfloat16 beside all. Integers are tokens."""
+    """Returns a row of the bytes of floating numbers wider than bfloat16, beside all. Integers are tokens."""
     wide = sum(_bytes(figures, operations, dtype) for dtype in ("f32", "f64"))
     return Row(quantity, name, wide, wide + _bytes(figures, operations, "bf16"), FEW, target=place.target)
 
@@ -276,7 +280,7 @@ def _bytes(figures: Figures, operations: Sequence[str], dtype: str) -> float:
 
 
 def param_count(size: Size) -> int:
-    """How many numbers the params hold."""
+    """Returns the number of elements of all params."""
     attention = 2 * size.width * (size.heads + size.key_heads) * size.head_width
     layer = attention + 3 * size.width * size.mlp_width + 2 * size.width
     return size.layers * layer + 2 * size.vocabulary * size.width + size.width

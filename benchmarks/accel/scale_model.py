@@ -28,7 +28,7 @@ OURS = mpmodules.linen, mpmodules.nnx
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What the model is. The default is Llama 3's of 8 billion parameters."""
+    """Sizes of the model. The defaults are those of Llama 3 with 8 billion parameters."""
 
     layers: int = 32
     width: int = 4096
@@ -59,9 +59,9 @@ def split(x: jax.Array) -> jax.Array:
 
 
 def causal(nn: Any) -> Callable[..., jax.Array]:
-    """Causal attention over grouped key heads: (B, T, N, H), (B, T, K, H) twice -> (B, T, N, H).
+    """Returns causal attention over grouped key heads: (B, T, N, H) and (B, T, K, H) twice -> (B, T, N, H).
 
-    By hand it is JAX's, whose logits and softmax are in float32; Flax's own takes no fewer key heads than query heads.
+    By hand it is JAX's, with logits and softmax in float32: Flax's own does not take fewer key heads than query heads.
     """
     if nn in FLAX:
         return functools.partial(jax.nn.dot_product_attention, is_causal=True)
@@ -74,7 +74,7 @@ def causal(nn: Any) -> Callable[..., jax.Array]:
 
 @functools.cache
 def decoder_of(nn: Any) -> Any:
-    """The decoder's class over `flax.linen`, or `mpmodules.linen`."""
+    """Returns the decoder's class over `flax.linen` or `mpmodules.linen`."""
     attend = causal(nn)
 
     class Block(nn.Module):
@@ -125,7 +125,7 @@ def decoder_of(nn: Any) -> Any:
 
 @functools.cache
 def nnx_decoder_of(nnx: Any) -> Any:
-    """The decoder's class over `flax.nnx`, or `mpmodules.nnx`."""
+    """Returns the decoder's class over `flax.nnx` or `mpmodules.nnx`."""
     attend = causal(nnx)
 
     class Block(nnx.Module):

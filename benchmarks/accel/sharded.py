@@ -40,7 +40,7 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of the model and its batch."""
+    """Sizes of the model and its batch."""
 
     target: str = "v5e:4x4"
     blocks: int = 4
@@ -53,7 +53,7 @@ SMALL = Size("v5e:2x2", 1, 256, 1024, 512)
 
 
 def model_of(wing: Any, size: Size, **options: Any) -> Any:
-    """The model, of classes of `wing`, its layers made with `options`."""
+    """Returns the model's class over `wing`, its layers made with `options`."""
 
     class Block(wing.Module):
         @wing.compact
@@ -78,7 +78,7 @@ def loss_of(model: Any, params: Any, batch: jax.Array) -> jax.Array:
 
 
 def by_hand(size: Size, tx: optax.GradientTransformation) -> tuple[Any, Any, Step]:
-    """Flax's model, what makes the optimizer's state, and a step."""
+    """Returns Flax's model, the optimizer and a step."""
     model = model_of(flax.linen, size, dtype=jnp.bfloat16)()
 
     def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any, Any]:
@@ -90,7 +90,7 @@ def by_hand(size: Size, tx: optax.GradientTransformation) -> tuple[Any, Any, Ste
 
 
 def ours(size: Size, policy: str = "mixed_bfloat16", **options: Any) -> tuple[Any, Any, Step]:
-    """The same under a policy."""
+    """Returns our model, optimizer and step under a policy."""
     model = model_of(linen, size)(dtype_policy=policy)
     tx = mixed_precision(optax.adamw(1e-3), policy, **options)
 
@@ -106,7 +106,7 @@ def ours(size: Size, policy: str = "mixed_bfloat16", **options: Any) -> tuple[An
 
 
 def figures(size: Size, made: tuple[Any, Any, Step]) -> Figures:
-    """Of a step whose params, state and batch are split over all chips along their first axis."""
+    """Measures a step whose params, state and batch are split over all chips along their first axis."""
     model, tx, step = made
     mesh = Target(size.target).mesh()
     split = NamedSharding(mesh, PartitionSpec("data"))
@@ -136,7 +136,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
 
 
 def steps(size: Size) -> dict[str, Callable[[], tuple[Any, Any, Step]]]:
-    """What makes each step."""
+    """Returns the functions that make each step, by name."""
     adamw = functools.partial(optax.adamw, 1e-3)
     return {
         BY_HAND: lambda: by_hand(size, adamw()),
@@ -148,7 +148,7 @@ def steps(size: Size) -> dict[str, Callable[[], tuple[Any, Any, Step]]]:
 
 
 def rows(small: bool = False) -> Iterator[Row]:
-    """Every row, as it is measured; the small ones have no bounds: their kernels' fixed costs are most of them."""
+    """Yields every row, as it is measured. The small ones have no bounds: fixed costs of kernels dominate them."""
     size = SMALL if small else Size()
     made = steps(size)
     hand = figures(size, made[BY_HAND]())

@@ -21,7 +21,7 @@ INSTALL = (
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A device as JAX counts them: of v5p, v6e and v5e a chip, of tpu7x half of one.
+    """A device in JAX's count: a chip of v5p, v6e and v5e, half a chip of tpu7x.
 
     Attributes:
       platform: "tpu" or "cuda".
@@ -84,7 +84,7 @@ class Target:
         return np.array(_topology(self.name).devices).reshape(-1)
 
     def mesh(self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] = ("data",)) -> jax.sharding.Mesh:
-        """A mesh of all devices, over which XLA shards by itself."""
+        """Makes a mesh of all devices with axes of type Auto: XLA partitions over them."""
         devices = self.devices.reshape(shape or (-1,))
         return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
@@ -111,7 +111,7 @@ def _topology(name: str) -> Any:
 
 
 def chosen(on: Sequence[str], default: Sequence[str], others: Sequence[str] = ()) -> list[Target]:
-    """The targets of a table: its default ones, or those that `on` names.
+    """Returns the targets of a table: its default ones, or those that `on` names.
 
     Args:
       on: chips, as in ``v5e``, each of which is the topology of that chip among `default` and `others`; or targets.

@@ -1,4 +1,4 @@
-"""The bytes that an instruction of a compiled program moves to and from memory, by the shapes in its text."""
+"""Counts the bytes that an instruction of a compiled program moves to and from memory, by the shapes in its text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _LIBRARIES = ("__cublas", "__cudnn")
 
 
 def moved(computations: dict[str, Computation], inside: Computation, instruction: Instruction) -> float:
-    """Bytes that a kernel reads and writes; memory of the chip's own is free.
+    """Returns the bytes that a kernel reads and writes; on-chip memory is free.
 
-    Of an operand that is only sliced the slices count, of one that is updated in place the update.
+    For an operand that is only sliced the slices count, for one that is updated in place the update.
     """
     operands = _operands(inside, instruction)
     opcode, results = instruction.opcode.removesuffix("-start"), produced(inside, instruction)
@@ -31,9 +31,9 @@ def moved(computations: dict[str, Computation], inside: Computation, instruction
 
 
 def produced(inside: Computation, instruction: Instruction) -> tuple[Array, ...]:
-    """The results of an instruction; of one that starts something, those that it will have.
+    """Returns the results of an instruction; for the start of an asynchronous one, the results of its end.
 
-    Such a one's own results are its operands once more, the results and contexts; of a copy first the copy.
+    The start's own results are its operands, the results and contexts; those of a copy begin with the copy.
     """
     opcode, results = instruction.opcode, instruction.results
     if not opcode.endswith("-start") or opcode == "all-reduce-start":
@@ -63,7 +63,7 @@ def _whole(arrays: tuple[Array, ...]) -> float:
 
 
 def _read(computations: dict[str, Computation], fused: Computation, number: int, operand: tuple[Array, ...]) -> float:
-    """Bytes that a fusion reads of an operand."""
+    """Returns the bytes that a fusion reads of an operand."""
     outside = _outside(operand)
     if not outside or number not in fused.parameters:
         return outside
@@ -72,7 +72,7 @@ def _read(computations: dict[str, Computation], fused: Computation, number: int,
 
 
 def _sliced(computations: dict[str, Computation], fused: Computation, name: str) -> float | None:
-    """Bytes that are read of an array of a fusion that it only slices or updates in place; None where it reads all."""
+    """Returns the bytes read of an array that a fusion only slices or updates in place; else None."""
     users = [user for user in fused.instructions.values() if name in user.operands]
     total = 0.0
     for user in users:
@@ -104,7 +104,7 @@ def _updated_in_place(fused: Computation, update: Instruction, name: str) -> boo
 def _written(
     computations: dict[str, Computation], fused: Computation, root: Instruction, results: tuple[Array, ...]
 ) -> float:
-    """Bytes that a fusion writes: of what it updates in place the updates."""
+    """Returns the bytes that a fusion writes: of arrays updated in place only the updates."""
     if root.opcode == "tuple" and len(root.operands) == len(results):
         parts = zip(root.operands, results, strict=True)
         return sum(_written(computations, fused, fused.instructions[name], (result,)) for name, result in parts)

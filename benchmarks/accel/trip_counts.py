@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs, as its text says."""
+"""Trip counts of the loops of a compiled program, read from its text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from benchmarks.accel.hlo_text import Computation, Instruction, settled
 
 
 def turns(computations: dict[str, Computation], inside: Computation, loop: Instruction) -> int | None:
-    """How often a `while` runs; None where that depends on data.
+    """Returns the trip count of a `while`; None where it depends on data.
 
-    It is the compiler's own count where the text has it; else the counter's start, bound and step are read.
+    It is the compiler's own count where the text has one; else it follows from the counter's start, bound and step.
     """
     known = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest)
     if known:
@@ -51,7 +51,7 @@ def turns(computations: dict[str, Computation], inside: Computation, loop: Instr
 
 
 def _through(fused: Computation, instruction: Instruction, outer: list[Instruction]) -> Instruction:
-    """What an instruction of a fusion is outside of it, where it is one of the fusion's operands."""
+    """Resolves a fusion's parameter to the operand that it stands for, through copies and casts; else returns it."""
     while instruction.opcode in ("copy", "bitcast", "convert"):
         instruction = fused.instructions[instruction.operands[0]]
     return outer[int(instruction.literal)] if instruction.opcode == "parameter" else instruction
@@ -64,7 +64,7 @@ def _number(computation: Computation, instruction: Instruction) -> int | None:
 
 
 def _index(computation: Computation, instruction: Instruction) -> int | None:
-    """Which part of the loop's state an instruction is."""
+    """Returns the index of an instruction in the loop's state; None where it is no element of it."""
     instruction = settled(computation, instruction)
     if instruction.opcode != "get-tuple-element":
         return None
@@ -83,7 +83,7 @@ def _entering(inside: Computation, start: Instruction, index: int) -> int | None
 def _step(
     computations: dict[str, Computation], body: Computation, counter: int, inside: Computation, start: Instruction
 ) -> int | None:
-    """By how much a turn of the loop moves its counter."""
+    """Returns the step of the loop's counter a turn; None where it can't be read."""
     result = body.root
     if result.opcode != "tuple":
         return None
