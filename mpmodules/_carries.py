@@ -1,4 +1,4 @@
-"""Recurrent carries: what no boundary casts, and the dtype that a cell hands its carry on in."""
+"""Recurrent carries: boundaries leave them uncast, and a cell returns its carry in the dtype of the one given."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cast_inputs(
     keep: Collection[str],
     signature: Callable[[], inspect.Signature],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A boundary's inputs, with the carry of a cell's step (its first argument), or of a loop over one, as it comes.
+    """Casts a boundary's inputs, but not the carry of a cell's step (its first argument) or of a loop over one.
 
     Args:
       is_step: whether the call is a cell's, from carry and input to carry and output.
@@ -54,33 +54,33 @@ def cast_inputs(
 
 
 def cast_outputs(policy: Policy, outputs: Any, *, has_carry: bool) -> Any:
-    """A boundary's outputs, with the carry as it is where there is one: the first of a pair."""
+    """Casts a boundary's outputs, but not the carry where there is one: the first of a pair."""
     if has_carry and is_pair(outputs):
         return outputs[0], boundary.cast_outputs(policy, outputs[1], is_leaf=is_reference)
     return boundary.cast_outputs(policy, outputs, is_leaf=is_reference)
 
 
 def returns_carry(loop: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an RNN returns its carry beside its output."""
+    """Returns whether a call of an RNN returns its carry beside its output."""
     asked = kwargs.get("return_carry")
     return bool(loop.return_carry if asked is None else asked)
 
 
 def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The carry that a cell is called with: its first argument, or `carry=`."""
+    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
     return args[0] if args else kwargs.get("carry")
 
 
 def with_carry(carry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A cell's arguments with another carry in place of the one given."""
+    """Returns a cell's arguments with another carry in place of the one given."""
     return ((carry, *args[1:]), kwargs) if args else (args, kwargs | {"carry": carry})
 
 
 def handed_on(new: Any, given: Any) -> Any:
-    """A cell's new carry in the dtypes of the one given, wherever these are wider.
+    """Casts a cell's new carry to the dtypes of the one given, wherever these are wider.
 
-    So a carry that was made in float32 keeps its type through a loop of half-precision steps, and nothing is ever
-    rounded to a narrower dtype that somebody made the first carry in.
+    Thus a float32 carry keeps its type through a loop of half-precision steps. A carry is never rounded to a narrower
+    dtype of the first one.
     """
     if jax.tree.structure(new) != jax.tree.structure(given):
         return new
@@ -94,14 +94,14 @@ def _as_wide(new: Any, given: Any) -> Any:
 
 
 def hand_on_outputs(outputs: Any, given: Any) -> Any:
-    """What a cell returned, its carry as `handed_on` says."""
+    """Applies `handed_on` to the carry in a cell's outputs."""
     if not is_pair(outputs):
         return outputs
     return handed_on(outputs[0], given), outputs[1]
 
 
 def is_pair(outputs: Any) -> bool:
-    """Whether a call returned a carry and an output, as cells do."""
+    """Returns whether a call returned a carry and an output, as cells do."""
     return isinstance(outputs, tuple) and len(outputs) == 2
 
 
@@ -111,10 +111,10 @@ def step_in(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """One step of a cell of Flax's with carry and output in `dtype`.
+    """Runs one step of a Flax cell with carry and output in `dtype`.
 
     Args:
-      dtype: what the cell computes in. None (infer it), or one that is not floating, leaves the step as it is.
+      dtype: the cell's computation dtype. None (infer it), or one that is not floating, leaves the step as it is.
       step: the cell's ``__call__``, from carry and input to carry and output.
       args, kwargs: its arguments.
 
@@ -129,7 +129,7 @@ def step_in(
 
 
 def indexing_lengths(seq_lengths: Any) -> Any:
-    """A loop's lengths in JAX's default integer dtype, that of the indices which Flax adds them to.
+    """Casts a loop's lengths to JAX's default integer dtype, that of the indices which Flax adds them to.
 
     In x64 mode strict promotion refuses int64 indices with int32 lengths.
     """
@@ -147,8 +147,8 @@ def scan_explained(crossed: Mapping[str, Policy], at: str | None = None, *, lift
 
     Args:
       crossed: the boundaries crossed, by path or class; read when the error arrives.
-      at: the one whose call this is.
-      lifting: what the wing offers beside, for the message.
+      at: the boundary whose call this is; it is left out.
+      lifting: for the message, another remedy that the wing has.
     """
     try:
         yield

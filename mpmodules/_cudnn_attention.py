@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 def fits_cudnn(query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None) -> bool:
-    """Whether the kernel takes these shapes and dtypes on this process's device, forward and backward."""
+    """Returns whether the kernel takes these shapes and dtypes on this process's device, forward and backward."""
     width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
     if width > _widest_head() or width % 8 or value.shape[-1] != width or 0 in query.shape + key.shape:
         return False
@@ -23,7 +23,7 @@ def fits_cudnn(query: Array, key: Array, value: Array, bias: Array | None, mask:
 
 
 def _widest_head() -> int:
-    """The widest head that the kernel takes on this process's device; 0 where there is no such kernel.
+    """Returns the widest head that the kernel takes on this process's device; 0 where there is no such kernel.
 
     Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256 from 9.0 on.
     """
@@ -38,7 +38,7 @@ def _widest_head() -> int:
 def cudnn_attention(
     query: Array, key: Array, value: Array, *, bias: Array | None, mask: Array | None, is_causal: bool
 ) -> Array:
-    """softmax(q k^T / sqrt(H) + bias) v in one kernel.
+    """Computes softmax(q k^T / sqrt(H) + bias) v in one kernel.
 
     Args:
       query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), half precision.
@@ -65,7 +65,7 @@ def cudnn_attention(
 
 
 def _four_axes(x: Any, batch: Sequence[int], logits_shape: tuple[int, int, int]) -> Array:
-    """A bias or mask as (B, N, T, S), where B and N may stay 1: queries and keys may not."""
+    """Broadcasts a bias or mask to (B, N, T, S); only B and N may stay 1."""
     x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
     x = jnp.broadcast_to(x, (*x.shape[:-2], *logits_shape[1:]))
     if all(size == 1 for size in x.shape[:-3]):

@@ -1,4 +1,4 @@
-"""What both wings' normalisations share: what each reduces over, and a call taken apart so that JAX traces it once."""
+"""Helpers of both wings' normalisations: their reduction axes, and a call taken apart so that JAX traces it once."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ UNUSED = frozenset(("scale_init", "bias_init", "rngs", "parent", "name"))
 
 
 def no_region(layer: Any, x: jax.Array) -> Region | None:
-    """Of a layer that takes no mean."""
+    """Returns None, for a layer that takes no mean."""
     return None
 
 
 def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """The axes that a LayerNorm reduces over; None where Flax refuses them, or those of its features."""
+    """Returns the axes that a LayerNorm reduces over; None where Flax refuses them, or those of its features."""
     axes = _listed(layer.reduction_axes)
     return Region.of(axes, x.ndim) if _are_axes((*axes, *_listed(layer.feature_axes)), x.ndim) else None
 
 
 def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """The axes and groups of a GroupNorm; None where Flax refuses them."""
+    """Returns the axes and groups of a GroupNorm; None where Flax refuses them."""
     if not x.ndim:
         return None
     size, channels = getattr(layer, "group_size", None), x.shape[-1]
@@ -52,7 +52,7 @@ def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """The axes that an InstanceNorm reduces over, all but the batch's and the features'; None where Flax refuses them.
+    """Returns the axes that an InstanceNorm reduces over, all but the batch's and the features'; None where Flax refuses them.
 
     The first axis is the batch's, and can't be one of the features'.
     """
@@ -63,7 +63,7 @@ def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """The axes that a BatchNorm reduces over, all but the features'; None where Flax refuses them."""
+    """Returns the axes that a BatchNorm reduces over, all but the features'; None where Flax refuses them."""
     features = _listed(layer.axis)
     return Region.of(_without(range(x.ndim), x.ndim, features), x.ndim) if _are_axes(features, x.ndim) else None
 
@@ -73,18 +73,18 @@ def _listed(axes: int | Sequence[int]) -> list[int]:
 
 
 def _are_axes(axes: Iterable[int], ndim: int) -> bool:
-    """Whether an array of `ndim` axes, which are to be one or more, has all of `axes`."""
+    """Returns whether an array of `ndim` axes, which are to be one or more, has all of `axes`."""
     return ndim > 0 and all(-ndim <= axis < ndim for axis in axes)
 
 
 def _without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:
-    """`axes` of an array of `ndim` axes, but for those `left_out`; negative ones count from the end."""
+    """Returns `axes` of an array of `ndim` axes without those `left_out`; negative ones count from the end."""
     out = {axis % ndim for axis in _listed(left_out)}
     return [axis % ndim for axis in axes if axis % ndim not in out]
 
 
 def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
-    """The axes along which a normalisation has scales and biases."""
+    """Returns the axes along which a normalisation has scales and biases."""
     axes = layer.axis if hasattr(layer, "axis") else getattr(layer, "feature_axes", -1)
     return tuple(sorted({axis % ndim for axis in _listed(axes)}))
 
@@ -95,7 +95,7 @@ def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
 
 
 def takes_exact_moments(layer: Any, x: jax.Array, policy: Policy) -> bool:
-    """Whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest.
+    """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest.
 
     An epsilon that is an array may be traced, differentiated, or one of many: that is for Flax's code.
     """
@@ -104,20 +104,20 @@ def takes_exact_moments(layer: Any, x: jax.Array, policy: Policy) -> bool:
 
 
 def takes_arguments(layer: Any, args: Sequence[Any], rest: Iterable[str]) -> bool:
-    """Whether a normalisation of Flax's takes those arguments after its input; what it does not take, it refuses."""
+    """Returns whether a normalisation of Flax's takes those arguments after its input; what it does not take, it refuses."""
     flags = ["use_running_average"] if layer._running else []
     return len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
 
 
 def is_flax_method(method: Callable[..., Any]) -> bool:
-    """Whether what runs is Flax's own code, and no user's."""
+    """Returns whether `method` is Flax's own code, not a user's."""
     return method.__module__.startswith("flax.")
 
 
 def normalized(
     layer: Any, x: jax.Array, region: Region, scale: Any, bias: Any, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a layer makes of `x`, and the mean and the variance of its region.
+    """Returns a layer's result for `x`, and the mean and the variance of its region.
 
     Args:
       scale, bias: as they are stored, along the layer's feature axes; or None.
@@ -130,7 +130,7 @@ def normalized(
 
 
 def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
-    """A BatchNorm's running statistic after a batch's, in the wider dtype of the two."""
+    """Updates a BatchNorm's running statistic with a batch's, in the wider dtype of the two."""
     with jax.numpy_dtype_promotion("standard"):
         return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
 
@@ -142,7 +142,7 @@ def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class NormalizationCall(abc.ABC):
-    """What a call of a normalisation does with its input, by Flax's code; a wing says how.
+    """A call of a normalisation by Flax's code, as a function of layer and input; each wing implements it.
 
     Attributes:
       method: Flax's.
@@ -159,18 +159,18 @@ class NormalizationCall(abc.ABC):
     rest: tuple[tuple[str, Any], ...]
 
     def is_of(self, layer: Any, module: str) -> bool:
-        """Whether the call is Flax's own, of a class of ours in `module`, with nothing but flags beside its input."""
+        """Returns whether Flax's own method is called on a class of `module`, with only flags beside its input."""
         flags = (*self.args, *(value for _, value in self.rest))
         is_own = type(layer).__module__ == module and is_flax_method(self.method)
         return is_own and all(flag is None or isinstance(flag, bool) for flag in flags)
 
     @abc.abstractmethod
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The result, and the values of the running statistics after the call."""
+        """Returns the result, and the values of the running statistics after the call."""
 
 
 def frozen(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Hashable], ...] | None:
-    """What decides a layer's program, hashable; None where something in it is not."""
+    """Returns the fields that determine a layer's program, hashable; None where one of them is not."""
     found = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in fields if n not in UNUSED)
     try:
         hash(found)

@@ -1,4 +1,4 @@
-"""What a boundary hands on by identity."""
+"""References: objects that a boundary passes on by identity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax.core import Scope
 
 
 def is_reference(x: Any) -> bool:
-    """Whether `x` is, or is tied to, state that a copy would lose.
+    """Returns whether `x` is, or is tied to, state that a copy would lose.
 
     nnx Modules, Rngs and Variables are pytrees: a tree map over them gives the same dropout mask at every call and
     loses the updates of batch statistics. linen Modules, Scopes and Variables are references as well.

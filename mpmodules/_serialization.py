@@ -1,7 +1,7 @@
 """Optimizer states in `flax.serialization`: `to_state_dict`, `to_bytes` and back.
 
-Flax knows dicts, lists and named tuples; of what else a `MixedPrecisionState` holds it has to be told. Numbers that are
-part of a tree's structure (a loss scale's period and bounds, a fixed scale) come from the target, as shapes do.
+Flax knows dicts, lists and named tuples; the other classes in a `MixedPrecisionState` are registered here. Numbers that
+are part of a tree's structure (a loss scale's period and bounds, a fixed scale) come from the target, as shapes do.
 """
 
 from __future__ import annotations

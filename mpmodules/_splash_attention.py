@@ -26,10 +26,10 @@ Three = tuple[Array, Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Splash:
-    """One attention, all that is known of it besides its operands.
+    """The static parameters of one attention.
 
     Attributes:
-      mask: which pairs are kept, where some are not.
+      mask: the pairs that are kept; None keeps all.
       is_causal: masks out the keys after each query.
       insists: lowers to the kernel or not at all, rather than to XLA's formula where the kernel can't be partitioned.
     """
@@ -39,7 +39,7 @@ class Splash:
     insists: bool
 
     def formula(self, query: Array, key: Array, value: Array) -> Array:
-        """XLA's program for the same."""
+        """Computes the same attention by XLA's operations."""
         mask: Any = None if self.mask is None else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
         return dot_product_attention(
             query, key, value, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32
@@ -48,10 +48,10 @@ class Splash:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def splash_attention(how: Splash, query: Array, key: Array, value: Array) -> Array:
-    """softmax(q k^T / sqrt(H)) v in one kernel.
+    """Computes softmax(q k^T / sqrt(H)) v in one kernel.
 
     Args:
-      how: the masks, and what to lower to.
+      how: the masks, and whether to insist on the kernel.
       query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), K a divisor of N.
 
     Returns:
@@ -105,7 +105,7 @@ _kernel_p.multiple_results = True
 
 
 def _log_sum(query: Any) -> Any:
-    """The aval of the softmax's denominators: (B..., N, T), float32."""
+    """Returns the aval of the logarithms of the softmax's denominators: (B..., N, T), float32."""
     *batch, queries, heads, _ = query.shape
     shape = (*batch, heads, queries)
     sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
@@ -121,7 +121,7 @@ def _kernel_avals(query: Any, key: Any, value: Any, *_: Any, how: Splash, stage:
 
 @functools.lru_cache(maxsize=256)
 def _program(how: Splash, stage: str, operands: tuple[jax.ShapeDtypeStruct, ...], interpret: bool) -> Any:
-    """The kernel's jaxpr.
+    """Traces the kernel to a jaxpr.
 
     It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`, JAX's kernel does
     not say over which axes its outputs vary. Its `_kernel_avals` here do.
@@ -175,7 +175,7 @@ def _lower_kernel(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
 
 
 def _is_whole(axis_context: Any) -> bool:
-    """Whether arrays are whole in the program that is lowered: on one device, or within `shard_map`."""
+    """Returns whether the program that is lowered sees whole arrays: on one device, or within `shard_map`."""
     if hasattr(axis_context, "num_devices"):
         return axis_context.num_devices == 1
     mesh = getattr(axis_context, "mesh", None)
@@ -188,7 +188,7 @@ def _compiled(how: Splash, stage: str) -> Any:
 
 
 def _batch(primitive: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
-    """One more batch axis, before the others."""
+    """Batches a primitive: the new batch axis comes before the others."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)

@@ -58,7 +58,7 @@ def _as_written() -> Iterator[None]:
 def forward(
     query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
 ) -> Array:
-    """softmax(q k^T / sqrt(H)) v: (B..., T, N, H)."""
+    """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H)."""
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
     with _as_written():
         out = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
@@ -68,7 +68,7 @@ def forward(
 def forward_with_residuals(
     query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
 ) -> tuple[Array, Array]:
-    """The same, and the logarithm of the softmax's denominators: (B..., N, T) in float32."""
+    """Computes `forward`, and its residual: the logarithms of the softmax's denominators, (B..., N, T) in float32."""
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, interpret)
     with _as_written():
         out, (log_sum,) = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
@@ -87,7 +87,7 @@ def backward(
     is_causal: bool,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    """The cotangents of queries, keys and values, from what `forward_with_residuals` returned."""
+    """Computes the cotangents of queries, keys and values, from the results of `forward_with_residuals`."""
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
     with _as_written():
         operands = [_scaled(query), *map(_heads_first, (key, value, out, cotangent))]
@@ -108,10 +108,10 @@ def _pullback(
     log_sum: Array,
     cotangent: Array,
 ) -> tuple[Array, ...]:
-    """The kernel's pullback, with `out` and `log_sum` in the place of what its forward pass would compute again.
+    """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward is not run again.
 
     Raises:
-      NotImplementedError: JAX's kernel keeps something else for backward.
+      NotImplementedError: JAX's kernel has other residuals.
     """
     program, shapes = jax.make_jaxpr(lambda *operands: jax.vjp(kernel, *operands), return_shape=True)(query, key, value)
     jaxpr: Any = program.jaxpr
@@ -139,12 +139,12 @@ def _scale(query: Array) -> np.ndarray:
 
 
 def _scaled(query: Array) -> Array:
-    """The queries over sqrt(H), heads first: exact where that is a power of two."""
+    """Divides the queries by sqrt(H), heads first; exact where that is a power of two."""
     return _heads_first((query.astype(jnp.float32) * _scale(query)).astype(query.dtype))
 
 
 def _heads_first(x: Array) -> Array:
-    """(B..., T, N, H) as (B, N, T, H)."""
+    """Reshapes (B..., T, N, H) to (B, N, T, H)."""
     return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
 
 
@@ -165,9 +165,9 @@ def _kernel(
     save_residuals: bool,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """JAX's kernel for one example: (N, T, H), (K, S, H), (K, S, H) to (N, T, H).
+    """Makes JAX's kernel for one example: (N, T, H), (K, S, H), (K, S, H) -> (N, T, H).
 
-    Cached, as each of its own caches goes by the identity of its mask.
+    It is cached here: the kernel's own caches compare masks by identity.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -187,10 +187,10 @@ def _kernel(
 
 
 def _block_sizes(queries: int, keys: int, width: int, *, is_full: bool) -> Any:
-    """Blocks of up to 512 queries by 512 keys.
+    """Chooses blocks of up to 512 queries by 512 keys.
 
-    Where all keys are one block of backward's, one kernel returns all three gradients, which reads the logits' operands
-    once; a masked block is skipped only if it is one of several.
+    Where all keys fit in one block of backward, one kernel returns all three gradients and reads the logits' operands
+    once. Masked blocks can be skipped only where there are several.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

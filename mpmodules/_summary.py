@@ -22,12 +22,12 @@ NOT_OURS: Cells = ("", "none: Flax's own")
 
 
 def cells_of(policy: Policy | None, source: Source) -> Cells:
-    """What the two columns say of one module."""
+    """Returns the texts of the two columns for one module."""
     return ("", "none") if policy is None else (policy.short, str(source))
 
 
 def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """The same function of Flax's, seeing other values of some of its module's names. Nothing of Flax's is changed.
+    """Copies a function of Flax's with other values for some of its module's names. Flax itself is not changed.
 
     Raises:
       RuntimeError: the function's module has no such name.
@@ -59,13 +59,13 @@ def taking_what(upstream: Callable[..., Any]) -> Callable[[F], F]:
 def with_columns(
     table: Any, cells: Sequence[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None
 ) -> Any:
-    """A `rich` table of Flax's with ours after the columns that say where and what a module is.
+    """Inserts our columns in a `rich` table of Flax's, after a module's path and class.
 
     Args:
       table: the table, its rows those of `cells`.
-      cells: what our columns hold, by row.
-      column_kwargs: what the caller of `tabulate` has for `add_column`.
-      policy_columns: whether they are there; None where a policy holds in any row.
+      cells: the texts of our columns, by row.
+      column_kwargs: those that the caller of `tabulate` gives for `add_column`.
+      policy_columns: whether to insert them; None does where any row has a policy.
     """
     if policy_columns is None and not any(policy for policy, _ in cells):
         return table

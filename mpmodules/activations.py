@@ -1,7 +1,7 @@
 """The functions among Flax's activations that half precision breaks, under their names and arguments there.
 
-Half in, reduction_dtype inside, half out; what backward keeps of a half input is that input. In float32 each is JAX's
-own function, bit for bit where no policy holds.
+Half in, reduction_dtype inside, half out; the residual is the half input itself. In float32 each is JAX's own function,
+bit for bit where no policy holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
 ) -> Any:
-    """log(sum(b * exp(a))) over `axis`, in reduction_dtype; the dtype of `a` out. See `policy.reductions.logsumexp`."""
+    """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`. See `policy.reductions.logsumexp`."""
     return reductions.logsumexp(a, axis, b, keepdims, return_sign, where)
 
 
@@ -44,7 +44,7 @@ def standardize(
     *,
     algorithm: str | None = None,
 ) -> jax.Array:
-    """(x - mean) / sqrt(variance + epsilon) over `axis`, in reduction_dtype; x's dtype out.
+    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype; returns the dtype of `x`.
 
     Under a policy, and for half inputs, a variance that is not given does not cancel where the mean is large
     (`policy.reductions.standardize`). Without a policy, float32 gives what `jax.nn.standardize` does.
@@ -65,7 +65,7 @@ def standardize(
 
 
 def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
-    """x where it is not negative, slope * x elsewhere: multiplied in reduction_dtype, rounded once to x's dtype.
+    """Computes x where it is not negative and slope * x elsewhere, in reduction_dtype, rounded once to x's dtype.
 
     Args:
       x: floating, any shape.

@@ -44,12 +44,12 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
 
 
 def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None:
-    """What attention's operands are cast to: `dtype`, or nothing (None) where a policy would cast complex numbers."""
+    """Returns the dtype to cast attention's operands to: `dtype`, or None for complex ones, which no policy casts."""
     return None if current_policy() is not None and complex_input(operands) is not None else dtype
 
 
 def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
-    """For Flax's decoding in x64 mode, which adds its int32 counter to int64 indices: strict promotion refuses that."""
+    """Allows promotion while Flax decodes in x64 mode, where it adds its int32 counter to int64 indices."""
     mixes = decoding and jax.config.read("jax_enable_x64")
     return jax.numpy_dtype_promotion("standard") if mixes else contextlib.nullcontext()
 
@@ -65,7 +65,7 @@ def dot_product_attention(
     precision: Any = None,
     reduction_dtype: DTypeLike = jnp.float32,
 ) -> Array:
-    """softmax(q k^T / sqrt(H) + bias) v, whose weights nobody else needs.
+    """Computes softmax(q k^T / sqrt(H) + bias) v where the weights themselves are not needed.
 
     The sum of the values is divided by the sum of the exponentials, not each weight; and backward takes the sum of
     weights times their cotangents from the result, as FlashAttention does (Dao et al. 2022, section B.2). That leaves
@@ -89,12 +89,12 @@ def dot_product_attention(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(precision: Any, logits: Array, value: Array) -> Array:
-    """softmax(logits) value, rounded once; backward keeps the exponentials in the values' dtype."""
+    """Computes softmax(logits) value, rounded once; its residual is the exponentials in the values' dtype."""
     return _exponentials(precision, logits, value)[2].astype(value.dtype)
 
 
 def _exponentials(precision: Any, logits: Array, value: Array) -> tuple[Array, Array, Array]:
-    """The exponentials (B..., N, T, S) in the values' dtype, their sums (B..., T, N, 1), and the unrounded result."""
+    """Returns the exponentials (B..., N, T, S) in half, their sums (B..., T, N, 1), and the unrounded result."""
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     exponentials = jnp.exp(logits - highest).astype(value.dtype)
     # Of the rounded ones, which every matmul multiplies: so the weights add up to 1, and the gradient by a row's logits
@@ -152,7 +152,7 @@ def dot_product_attention_weights(
     reduction_dtype: DTypeLike = jnp.float32,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the matmul's accumulator on.
+    """Computes softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the matmul's accumulator on.
 
     Axes: B batch (any number), T query, S key, N query heads, K key heads (a divisor of N), H head width. This is
     `jax.nn.dot_product_attention`'s contract: logits and softmax are never rounded to the operands' dtype.
@@ -188,7 +188,7 @@ def _logits(
     einsum: Callable[..., Array] | None,
     reduction_dtype: DTypeLike,
 ) -> Array:
-    """q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in `reduction_dtype`."""
+    """Computes q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in `reduction_dtype`."""
     heads, key_heads = query.shape[-2], key.shape[-2]
     if einsum is not None:
         logits = einsum("...qhd,...khd->...hqk", query, key).astype(reduction_dtype)
@@ -207,7 +207,7 @@ def _logits(
 
 
 def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
-    """The logits, very low where `mask` is False (or 0) and, where causal, at the keys after each query."""
+    """Lowers the logits where `mask` is False (or 0) and, where causal, at the keys after each query."""
     allowed = jnp.ones((1,) * logits.ndim, bool) if mask is None else jnp.asarray(mask).astype(bool)
     allowed = jnp.broadcast_to(allowed, logits.shape)
     if is_causal:
@@ -219,7 +219,7 @@ def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _rounded_softmax(dtype: np.dtype, logits: Array) -> Array:
-    """softmax over the last axis, rounded once to `dtype`; backward keeps the rounded weights, no others."""
+    """Computes softmax over the last axis, rounded once to `dtype`; its residual is the rounded weights alone."""
     return jax.nn.softmax(logits, axis=-1).astype(dtype)
 
 
@@ -260,7 +260,7 @@ def weighted_values(
 
 
 def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLike) -> Array:
-    """An einsum of two operands that returns its accumulator where `dtype` is wider than the operands."""
+    """Computes an einsum of two operands; returns its accumulator where `dtype` is wider than they are."""
     if not is_wider(dtype, lhs.dtype):
         return jnp.einsum(subscripts, lhs, rhs, precision=precision)
     dtype = jnp.dtype(dtype)

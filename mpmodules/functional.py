@@ -22,7 +22,7 @@ Array = jax.Array
 
 
 def is_half(dtype: DTypeLike) -> bool:
-    """Whether `dtype` is a floating dtype narrower than float32."""
+    """Returns whether `dtype` is a floating dtype narrower than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
 
 
@@ -31,13 +31,13 @@ def is_wider(dtype: DTypeLike, than: DTypeLike) -> bool:
 
 
 def complex_input(arguments: Sequence[Any]) -> np.dtype | None:
-    """The widest complex dtype among the arguments that are arrays, or None."""
+    """Returns the widest complex dtype among the arguments that are arrays, or None."""
     dtypes = [x.dtype for x in arguments if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)]
     return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
 
 def widen(x: Any, dtype: DTypeLike) -> Any:
-    """`x` in the wider of its own dtype and `dtype` where it is a floating array; else `x` itself."""
+    """Casts a floating array to `dtype` where that is wider than its own; returns anything else as it is."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating) or not is_wider(dtype, x.dtype):
         return x
     return jnp.asarray(x, dtype)
@@ -50,9 +50,9 @@ def widen(x: Any, dtype: DTypeLike) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class HalfSafe:
-    """An initialiser that also works in half precision: where JAX can't run it there, in float32 and cast.
+    """An initialiser that also works in half precision: one that JAX can't run there is run in float32 and cast.
 
-    The orthogonal initialisers are such: no QR decomposition takes half. An initialiser that runs in half is left to.
+    The orthogonal initialisers are such: no QR decomposition takes half. One that runs in half is run in half.
     """
 
     init: Callable[..., Array]
@@ -66,7 +66,7 @@ class HalfSafe:
 
 @functools.lru_cache(maxsize=256)
 def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Whether JAX can lower an initialiser for a dtype. Releases differ in whether they refuse it sooner."""
+    """Returns whether JAX can lower an initialiser for a dtype; some releases refuse it while tracing."""
     try:
         jax.jit(lambda key: init(key, shape, dtype)).lower(jax.eval_shape(lambda: jax.random.key(0)))
     except (NotImplementedError, TypeError):
@@ -80,13 +80,13 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
 
 
 def with_operand_gradients(y: Array, lhs: Array, rhs: Array, bilinear: Callable[[Array, Array], Array]) -> Array:
-    """`y` itself, which is or has in it `bilinear(lhs, rhs)` accumulated in a wider dtype, with their gradients.
+    """Returns `y`, and gives `lhs` and `rhs` their gradients through `bilinear(lhs, rhs)`.
 
-    For an operation that can be asked for its accumulator, but not be replaced by `accumulating`: the forward program
-    stays as it is, and both backward operations run in the operands' dtype.
+    For an operation that can return its accumulator, but can't be replaced by `accumulating`: `y` is that accumulator,
+    or contains it. The forward program stays as it is, and both backward operations run in the operands' dtype.
 
     Args:
-      y: what the operation returned, made of operands behind a `stop_gradient`.
+      y: the operation's result, made of operands behind a `stop_gradient`.
       lhs, rhs: the operands, in the dtype that the operation ran in.
       bilinear: the operation, of operands and result in that dtype.
     """
@@ -105,22 +105,22 @@ def with_operand_gradients(y: Array, lhs: Array, rhs: Array, bilinear: Callable[
 
 
 def accumulating_dot_general(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """A stand-in for `lax.dot_general` that returns its accumulator; see `accumulating`."""
+    """Makes a stand-in for `lax.dot_general` that returns its accumulator; see `accumulating`."""
     return _AccumulatingOp(lax.dot_general, jnp.dtype(accumulator_dtype))
 
 
 def accumulating_conv(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """A stand-in for `lax.conv_general_dilated` that returns its accumulator; see `accumulating`."""
+    """Makes a stand-in for `lax.conv_general_dilated` that returns its accumulator; see `accumulating`."""
     return _AccumulatingOp(lax.conv_general_dilated, jnp.dtype(accumulator_dtype))
 
 
 def accumulating_einsum(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """A stand-in for `jnp.einsum` of two operands that returns its accumulator; see `accumulating`."""
+    """Makes a stand-in for `jnp.einsum` of two operands that returns its accumulator; see `accumulating`."""
     return _AccumulatingEinsum(jnp.einsum, jnp.dtype(accumulator_dtype))
 
 
 class _AccumulatingOp:
-    """A value, so that a layer that holds one is equal to, and hashes as, another that holds its like."""
+    """An operation that returns its accumulator; equal operations compare equal, and so do layers that hold them."""
 
     def __init__(self, operation: Callable[..., Array], dtype: np.dtype):
         self._key = (operation, dtype)
@@ -148,13 +148,13 @@ class _AccumulatingEinsum(_AccumulatingOp):
 
 
 def with_bias_gradient(y: Array, bias: Array, shape: Sequence[int], reduction_dtype: DTypeLike) -> Array:
-    """`y` itself, which has a bias in it already, with the gradient of that bias.
+    """Returns `y`, which contains the bias already, and gives the bias its gradient.
 
     Where a bias is cast to half and then broadcast, JAX sums its gradient to half. Here the sum is in
     `reduction_dtype`, and is rounded once, to the bias's dtype; the forward program stays as it is.
 
     Args:
-      y: floating, any shape. What was added to it is to be behind a `stop_gradient`.
+      y: floating, any shape; the bias was added to it behind a `stop_gradient`.
       bias: as it is stored.
       shape: of the bias, with as many axes as `y`.
     """
@@ -182,11 +182,11 @@ _with_bias_gradient.defjvp(_bias_tangent, symbolic_zeros=True)
 
 
 def broadcast_like(x: Array, like: Array) -> Array:
-    """`x` in the shape of `like`, and along explicit axes of a mesh sharded as it: else the cotangent is gathered."""
+    """Broadcasts `x` to the shape of `like`, sharded alike along explicit axes: else the cotangent is gathered."""
     sharding = jax.typeof(like).sharding
     return jnp.broadcast_to(x, like.shape, out_sharding=None if sharding.mesh.empty else sharding)
 
 
 def trailing(y: Array, bias: Array) -> tuple[int, ...]:
-    """The shape in which a bias over the last axes of `y` is added."""
+    """Returns the shape in which a bias over the last axes of `y` is added."""
     return (1,) * (y.ndim - bias.ndim) + bias.shape

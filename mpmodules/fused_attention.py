@@ -1,4 +1,4 @@
-"""The choice of attention in one kernel: cuDNN's on NVIDIA GPUs, splash attention on TPUs, where it can be done.
+"""Chooses a fused attention kernel where one applies: cuDNN's on NVIDIA GPUs, splash attention on TPUs.
 
 Both keep logits and softmax in float32 and never write them to memory. They have no attention weights to return, and
 take no dropout.
@@ -43,9 +43,9 @@ def fused_kernel(
 ) -> Attention | None:
     """Chooses the kernel to compute attention with.
 
-    With `implementation=None` there is one where nothing in `obstacles` is asked for, shapes and dtypes are such that
-    the kernel takes them, and arrays are whole: on one device, or within `shard_map`. (XLA can't partition splash
-    attention, and cuDNN's refuses arrays that are sharded over heads or positions, which can't be seen while tracing.)
+    With `implementation=None` there is one where nothing in `obstacles` is asked for, the kernel takes these shapes and
+    dtypes, and arrays are whole: on one device, or within `shard_map`. (XLA can't partition splash attention, and
+    cuDNN's refuses arrays that are sharded over heads or positions, which can't be seen while tracing.)
 
     - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process.
     - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias, and no mask but causality and
@@ -57,15 +57,15 @@ def fused_kernel(
       query: (B..., T, N, H); `key` and `value`: (B..., S, K, H).
       bias, mask: broadcastable to (B..., N, T, S), or None.
       is_causal: masks out the keys after each query.
-      reduction_dtype: what logits and softmax are to be in.
-      obstacles: what no kernel can do, by name, and whether it is asked for.
+      reduction_dtype: the dtype of logits and softmax.
+      obstacles: features that no kernel has, by name, and whether each is asked for.
 
     Returns:
       `attention(query, key, value)`, which is the kernel, or on a TPU the kernel and elsewhere XLA's program. None
-      where it is XLA's everywhere.
+      where it is XLA's on every platform.
 
     Raises:
-      ValueError: an `implementation` that is none, or that can't do what is asked for.
+      ValueError: an unknown `implementation`, or one that lacks a feature that is asked for.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation should be None, 'xla', 'cudnn' or 'splash', but got {implementation!r}.")
@@ -117,13 +117,13 @@ def _splash(mask: np.ndarray | None, is_causal: bool, *, insists: bool) -> Atten
 
 
 def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:
-    """The kernel in a program that is lowered for TPUs, XLA's formula in others."""
+    """Runs the kernel in a program that is lowered for TPUs, XLA's formula in others."""
     kernel = functools.partial(splash_attention, how)
     return lax.platform_dependent(query, key, value, tpu=kernel, default=how.formula)
 
 
 def _splash_obstacles(query: Array, key: Array, value: Array, bias: Array | None) -> dict[str, bool]:
-    """What splash attention can't do, by name, and whether it is asked for; masks apart."""
+    """Returns the features that splash attention lacks, by name, and whether each is asked for; masks apart."""
     width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
     return {
         f"{query.dtype.name} queries": query.dtype != jnp.bfloat16,  # Mosaic loads no float16
@@ -143,7 +143,7 @@ def _varies_over(x: Array) -> Any:
 
 
 def _static_mask(query: Array, key: Array, mask: Any) -> np.ndarray | None:
-    """A mask as (1 or N, T, S), where it is known while tracing and the same for the whole batch; else None."""
+    """Returns a mask as (1 or N, T, S) where it is known while tracing and the same for the whole batch; else None."""
     if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
         return None
     mask = np.asarray(mask).astype(bool)
@@ -154,16 +154,17 @@ def _static_mask(query: Array, key: Array, mask: Any) -> np.ndarray | None:
 
 
 def _has_empty_row(mask: np.ndarray | None, is_causal: bool) -> bool:
-    """Whether a query has no key left, whose weights are uniform by our definition and not by the kernel's."""
+    """Returns whether a query has no key left: its weights are uniform in our definition, not in the kernel's."""
     if mask is None:
         return False
     return not (np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask).any(-1).all()
 
 
 def _one_shard(*arrays: Array) -> bool:
-    """Whether arrays are whole as they are seen here: one device, or every axis of the mesh in `shard_map`.
+    """Returns whether arrays are whole while tracing: on one device, or with every axis of the mesh in `shard_map`.
 
-    Compiled for a topology, a program's devices are not this process's: then the arrays' own mesh tells.
+    The mesh of the arrays decides where they have one: a program compiled for a topology has other devices than this
+    process.
     """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
     meshes = [mesh for mesh in meshes if not mesh.empty]

@@ -37,15 +37,15 @@ class Region:
 
     @classmethod
     def of(cls, axes: Sequence[int], ndim: int, groups: int = 0) -> Region:
-        """The region of axes that may be negative."""
+        """Makes a region of axes that may be negative."""
         return cls(tuple(sorted({int(axis) % ndim for axis in axes})), groups)
 
     def size(self, shape: Sequence[int]) -> int:
-        """How many elements of an array of that shape share a mean."""
+        """Returns the number of elements that share a mean in an array of that shape."""
         return math.prod(shape[axis] for axis in self.axes) * (shape[-1] // self.groups if self.groups else 1)
 
     def sum(self, x: Array) -> Array:
-        """The sums. Axes reduced over are 1; along the last one, each channel has the sum of its group."""
+        """Returns the sums. Axes reduced over are 1; along the last one, each channel has the sum of its group."""
         total = x.sum(self.axes, keepdims=True)
         if not self.groups:
             return total
@@ -53,13 +53,13 @@ class Region:
         return jnp.repeat(total.reshape(*total.shape[:-1], self.groups, width).sum(-1), width, axis=-1)
 
     def mean(self, x: Array) -> Array:
-        """The means, in the shape of the sums."""
+        """Returns the means, in the shape of the sums."""
         size = self.size(x.shape)
         return self.sum(x) / (size if isinstance(size, int) else jnp.asarray(size, x.dtype))
 
 
 def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
-    """The mean, as the sum of two numbers, and the variance of half-precision numbers over a region.
+    """Computes the mean, as the sum of two numbers, and the variance of half-precision numbers over a region.
 
     The variance is within 1e-4 of itself, whatever the mean is.
 
@@ -93,7 +93,7 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
 def _parts(
     shape: Sequence[int], axes: Sequence[int], limit: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """A shape in which some axes hold at most `limit` elements together, those axes, and the other reduced ones.
+    """Returns a shape with axes that hold at most `limit` elements together, those axes, and the other reduced ones.
 
     An axis that is longer is cut in two. None where no divisor allows that.
     """
@@ -117,7 +117,7 @@ def _parts(
 
 
 def _exact_moments(x: Array, region: Region, precision: int) -> tuple[Array, Array, Array]:
-    """The mean, as the sum of two numbers, and the variance, of numbers with `precision` bits.
+    """Computes the mean, as the sum of two numbers, and the variance of numbers with `precision` bits.
 
     With S and Q the sums of x and of x^2 and c a number of `precision` bits close to the mean, the squared distances
     from c add up to (Q - c S) - c (S - n c). Of numbers close to each other, not more than 2^(24 - precision), each
@@ -136,7 +136,7 @@ def _exact_moments(x: Array, region: Region, precision: int) -> tuple[Array, Arr
 
 
 def _joined(centre: Array, offset: Array, variance: Array, among: Region, precision: int) -> tuple[Array, Array, Array]:
-    """The moments of a whole from those of its parts, which are equally large: the mean as the sum of two numbers.
+    """Computes the moments of a whole from those of its parts, of equal size; the mean is the sum of two numbers.
 
     The whole's variance is the mean of the parts' and the variance of their means; that of the centres is exact, and
     the rest is small beside it. All sums are of one pass, so that devices exchange them at once.
@@ -149,13 +149,13 @@ def _joined(centre: Array, offset: Array, variance: Array, among: Region, precis
 
 
 def _leading_bits(x: Array, count: int) -> Array:
-    """float32 `x` cut off after its first `count` significant bits."""
+    """Truncates float32 `x` to its first `count` significant bits."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFFFFFF << (24 - count) & 0xFFFFFFFF)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def shift_of(region: Region, x: Array) -> Array | None:
-    """The mean of four elements of each region of `x`, with no gradient; None of an empty array.
+    """Returns the mean of four elements of each region of `x`, with no gradient; None for an empty array.
 
     A normalisation is the same for `x` and `x - shift_of(region, x)`, forward and backward, but the one-pass variance
     E[x^2] - E[x]^2 of the shifted numbers does not cancel where the mean is large against the spread (measured at mean

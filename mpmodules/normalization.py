@@ -22,7 +22,7 @@ Array = jax.Array
 def normalize(
     x: Array, scale: Array | None, bias: Array | None, *, region: Region, epsilon: float, dtype: DTypeLike
 ) -> tuple[Array, Array, Array]:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32 but for one rounding of the result.
+    """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias in float32, and rounds the result once.
 
     Backward keeps `x` as it came, the mean and the variance, and reads `x` twice.
 
@@ -44,7 +44,7 @@ def normalize(
 def _normalize(
     region: Region, epsilon: float, dtype: np.dtype, x: Array, scale: Array | None, bias: Array | None
 ) -> tuple[Array, Array, Array | None, Array]:
-    """The result; the mean, in two numbers where that costs nothing; and the variance."""
+    """Returns the result; the mean, in two numbers where that costs nothing; and the variance."""
     centre, offset, variance = traced_once(moments, region)(x)
     if x.ndim - 1 in region.axes:  # one number for each row: TPUs spread a second one over the lanes at a cost
         centre, offset = centre + offset, None
@@ -54,7 +54,7 @@ def _normalize(
 
 
 def _centred(x: Array, centre: Array, offset: Array | None) -> Array:
-    """`x` less its mean. Less the centre first, which is exact where the two are close."""
+    """Subtracts the mean from `x`, the centre first: that is exact where the two are close."""
     difference = x.astype(jnp.float32) - centre
     return difference if offset is None else difference - offset
 

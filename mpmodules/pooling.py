@@ -1,4 +1,4 @@
-"""Pooling for both wings: windows summed in reduction_dtype, whatever the input is, forward and backward.
+"""Pooling for both wings: windows are summed in reduction_dtype, whatever the input is, forward and backward.
 
 Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32 and wider each
 function is Flax's own.

@@ -335,7 +335,7 @@ def _sum_by_matmul(x: jax.Array) -> jax.Array:
 
 
 def unscale_by_reciprocal(tree: T, scale: ArrayLike) -> T:
-    """What `unscale_tree` returns, exactly where the scale is a power of two, else to within an ulp of float32.
+    """Unscales as `unscale_tree` does, exactly where the scale is a power of two, else to within an ulp of float32.
 
     XLA fuses a product into each of its users, but gives a quotient a kernel and a buffer of its own: 10 bytes an
     element more in an AdamW step. Two factors, because the reciprocal of 2^127 is subnormal, and flushed to zero.

@@ -25,7 +25,7 @@ Axis = int | Sequence[int] | None
 
 
 def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
-    """What a reduction of `arrays` runs in: the policy's reduction_dtype, else float32; never narrower."""
+    """Returns the dtype for a reduction of `arrays`: the policy's reduction_dtype, else float32; never narrower."""
     policy = current_policy()
     dtype = jnp.dtype(jnp.float32) if policy is None else require_available(policy.reduction_dtype)
     return _widest([dtype, *(jnp.result_type(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact))])

@@ -176,7 +176,7 @@ def _reduction_dtype() -> Any:
 
 
 class Attention(Module):
-    """What the attention layers share: they count as modules, and hand their dtypes to the layers that they create."""
+    """Base class of attention layers, which count as modules and pass their dtypes to the layers that they create."""
 
     _dtype_fields: ClassVar[bool] = True
 

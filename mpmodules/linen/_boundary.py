@@ -27,9 +27,9 @@ _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 def install_boundaries(cls: Any) -> None:
     """Puts the boundary around each public method that `cls` adds, and around its setup.
 
-    Flax's machinery is outside of the boundary: what it hands to interceptors, captures and tabulates is what the
-    caller gave and gets. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it
-    transforms, our mark included: a mark that points to another function tells such a method, and gives it a boundary
+    Interceptors and summaries of Flax see the uncast inputs and the final outputs: its machinery is outside of the
+    boundary. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it transforms, our
+    mark included. A mark that points to another function therefore identifies such a method, which gets a boundary
     outside of the transform.
     """
     fields = {field.name for field in dataclasses.fields(cls)}
@@ -51,7 +51,7 @@ def install_boundaries(cls: Any) -> None:
 
 
 def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
-    """A method with its boundary: inside of Flax's wrapper, unless it is a transformed one."""
+    """Puts a boundary around a method: inside of Flax's wrapper, unless it is a transformed one."""
     wrapped = getattr(method, "__wrapped__", None)
     transformed = lifted or hasattr(wrapped, "method_handler_wrapped")
     if wrapped is None or transformed or not hasattr(method, "method_handler_wrapped"):
@@ -62,7 +62,7 @@ def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
 
 
 def is_upstream(method: Callable[..., Any]) -> bool:
-    """Whether a layer's method is Flax's own (or ours), rather than a user's on top of it."""
+    """Returns whether a layer's method is Flax's own (or ours), rather than a user's on top of it."""
     return method.__module__.split(".")[0] in ("flax", "mpmodules")
 
 
@@ -80,7 +80,7 @@ def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[...,
 
 
 def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Parameters made in `setup` need their dtype before any method runs, through whatever entry setup is reached."""
+    """Runs `setup` under the module's policy, whichever entry reaches it: params made there need their dtype."""
 
     @functools.wraps(setup)
     def call(self: Any) -> Any:
@@ -103,7 +103,7 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
 
 
 def _scope_inside(scope: Scope, effective: Effective, crosses: bool) -> Scope:
-    """The scope that holds for what a module's methods run."""
+    """Returns the scope inside of a module's call."""
     if effective.policy is None:
         return scope
     return boundary.inside(scope, effective.policy) if crosses else dataclasses.replace(scope, policy=effective.policy)
@@ -121,8 +121,8 @@ def run_method(
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
 
     Args:
-      lifted: `method` is a transformed one, that calls another boundary of the same module inside of the transform:
-        only the casts and the scope are ours.
+      lifted: `method` is a transformed one, which calls another boundary of the same module inside of the transform:
+        only the casts and the scope are applied here.
       own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
         inputs are the user's business, and the layer's own method is a call inside.
     """
@@ -174,12 +174,12 @@ def _cast_inputs(
 
 
 def _is_step(module: Any, method: Callable[..., Any]) -> bool:
-    """Whether a call is a step of a recurrent cell, from carry and input to carry and output."""
+    """Returns whether a call is a step of a recurrent cell, from carry and input to carry and output."""
     return isinstance(module, flax_nn.RNNCellBase) and method.__name__ == "__call__"
 
 
 def _is_loop(module: Any, method: Callable[..., Any]) -> bool:
-    """Whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
+    """Returns whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
     return isinstance(module, flax_nn.RNN | flax_nn.Bidirectional) and method.__name__ == "__call__"
 
 

@@ -15,7 +15,7 @@ from policy.scope import Scope
 
 
 class _Calls(threading.local):
-    """The module calls under way in this thread, and what a root call has seen so far."""
+    """The module calls under way in this thread, and the modules that the root call has seen so far."""
 
     def __init__(self) -> None:
         self.paths: list[tuple[str, ...]] = []
@@ -25,15 +25,15 @@ class _Calls(threading.local):
         self.recorded: Recorded | None = None
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
-        """Notes what a module obeys in a call, where a summary listens."""
+        """Notes the policy that a module obeys in a call, where a summary is being recorded."""
         if self.recorded is not None:
             self.recorded.note(module, effective)
 
 
 class Recorded:
-    """The calls of Flax's modules and ours, in order, with what ours obey in them.
+    """The calls of Flax's modules and ours, in order, with the policies that ours obey in them.
 
-    Flax's machinery is around our boundary in each call: its interceptor says that a call began, `note` what holds.
+    In each call, `intercept` runs first, outside of our boundary, and `note` adds the policy inside of it.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Recorded:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorded]:
-    """Records what the modules called in a block obey."""
+    """Records the policies that the modules called in a block obey."""
     outer, calls.recorded = calls.recorded, Recorded()
     try:
         with flax_nn.intercept_methods(calls.recorded.intercept):
@@ -71,12 +71,12 @@ calls = _Calls()
 
 
 def is_innermost(module: flax_nn.Module) -> bool:
-    """Whether the innermost call under way is of this very instance."""
+    """Returns whether the innermost call under way is of this very instance."""
     return calls.innermost is module
 
 
 def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
-    """The module's path from the root, or None for an unbound module."""
+    """Returns the module's path from the root, or None for an unbound module."""
     return None if module.scope is None else module.path
 
 

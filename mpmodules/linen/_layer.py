@@ -1,4 +1,4 @@
-"""What every linen layer of ours shares: how it puts the policy's dtypes in Flax's own fields for a call."""
+"""The base class of our linen layers, which puts the policy's dtypes in Flax's own fields for a call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layer(Module):
     _takes_inputs_as_they_come: ClassVar[bool] = False
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
-        """The dataclass fields to put in place for a call of `method_name` that is to return `output_dtype`."""
+        """Returns the dataclass fields to set for a call of `method_name` that is to return `output_dtype`."""
         return dtype_fields(self, policy)
 
     def _call_layer(
@@ -48,7 +48,7 @@ class Layer(Module):
 
 
 def half_safe_inits(layer: Any, param_dtype: Any, *, defaults: bool = False) -> dict[str, Any]:
-    """A layer's initialisers, made to work in half precision where its parameters are half.
+    """Returns a layer's initialisers, made to work in half precision where its parameters are half.
 
     Args:
       defaults: whether Flax's own defaults are among them; those of most layers run in half as they are.
@@ -65,6 +65,6 @@ def half_safe_inits(layer: Any, param_dtype: Any, *, defaults: bool = False) -> 
 
 
 def declared_field(module: Any, name: str) -> Any:
-    """What the user gave for a field, whatever is in it for the length of a call."""
+    """Returns the value that the user gave for a field, whatever is in it for the length of a call."""
     declared = module.__dict__.get("_declared_fields")
     return module.__dict__.get(name) if declared is None else declared.get(name)

@@ -37,7 +37,7 @@ class PromoteToAccumulator:
 
 
 def accumulator_fields(layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any) -> dict:
-    """The fields that make a matmul layer return its accumulator, where it is to return more than compute_dtype.
+    """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is wider than compute.
 
     An operation or a `promote_dtype` of the user's own is left in place: then the result is widened afterwards.
 
@@ -55,11 +55,11 @@ def accumulator_fields(layer: Any, policy: Policy | None, output_dtype: Any, hoo
 
 
 class Biased(Layer):
-    """What the matmul and convolution layers share: the gradient of a half bias is summed in reduction_dtype."""
+    """Base class of the matmul and convolution layers: the gradient of a half bias is summed in reduction_dtype."""
 
     @flax_nn.nowrap
     def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
-        """The shape in which the bias is added to `y`, or None to leave its gradient to Flax.
+        """Returns the shape in which the bias is added to `y`, or None to leave its gradient to Flax.
 
         Args:
           operands: inputs, kernel and bias as they entered the matmul.
@@ -94,10 +94,10 @@ class Biased(Layer):
 
 
 class Accumulating(Biased):
-    """What layers share whose operation can't be replaced, but asked for its accumulator: `preferred_element_type`.
+    """Base class of layers whose operation can't be replaced, but takes `preferred_element_type`.
 
     With that alone, both backward operations would run as float32 times half, or not at all. So Flax's method runs on
-    operands without a gradient, which is put back afterwards, from the same method run in compute_dtype.
+    operands without a gradient; the gradient is that of the same method in compute_dtype.
     """
 
     def _call_layer(
@@ -131,7 +131,7 @@ class Accumulating(Biased):
     def _operation(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict, inputs: jax.Array, kernel: jax.Array
     ) -> jax.Array:
-        """Flax's bare method, of operands as they are and nothing else: no bias, no mask, no variable."""
+        """Runs Flax's method on these operands alone: no bias, no mask, no variable."""
         view: Any = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         fields: dict[str, Any] = {"use_bias": False, "mask": None, "param": lambda *_: kernel}

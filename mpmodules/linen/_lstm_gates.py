@@ -1,4 +1,4 @@
-"""The gradients of an OptimizedLSTMCell's biases, which Flax adds to one matmul of all four gates."""
+"""Gradients of an OptimizedLSTMCell's biases, which Flax adds to one matmul of all four gates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = ("hi", "hf", "hg", "ho")
 
 
 def gates_of(cell: Any) -> Gates | None:
-    """The gates that the functions of `cell` are applied to, or None where that can't be told."""
+    """Returns the gates that the functions of `cell` are applied to, or None where they can't be determined."""
     call = inspect.unwrap(type(cell).__call__)
     for cls in reversed(type(cell).__mro__):  # the class that the code is of; those derived from it wrap it
         own = vars(cls).get("__call__")
@@ -30,10 +30,10 @@ def gates_of(cell: Any) -> Gates | None:
 
 @functools.cache
 def applied_gates(cls: Any) -> Gates | None:
-    """Which gate each call of `gate_fn` and `activation_fn` is given, in a class of Flax's; found out by running it.
+    """Returns the gate that each call of `gate_fn` and `activation_fn` gets in a class of Flax's, by running it.
 
-    The cell has one feature, kernels of zeros and another bias for each gate, so that a function is given exactly its
-    gate's bias. What the functions return is 0, so that nothing else is taken for one.
+    The cell has one feature, kernels of zeros and another bias for each gate, so that a function gets exactly its
+    gate's bias. The functions return 0, so that no other value is taken for a bias.
 
     Returns:
       None where the class can't be run so, or does not apply exactly one function to each gate.
@@ -50,7 +50,7 @@ def applied_gates(cls: Any) -> Gates | None:
 
 
 def _given_to_functions(cls: Any) -> dict[str, list[jax.Array]]:
-    """What each function of a cell is given at each call, where the biases of its gates are 1, 2, 3 and 4."""
+    """Returns the argument of each call of a cell's functions, where the biases of its gates are 1, 2, 3 and 4."""
     given: dict[str, list[jax.Array]] = {"gate_fn": [], "activation_fn": []}
 
     def recording(name: str) -> Any:
@@ -70,10 +70,10 @@ def _given_to_functions(cls: Any) -> dict[str, list[jax.Array]]:
 
 
 class GateBiases:
-    """The biases of a cell's gates, whose gradients are to be summed in reduction_dtype.
+    """Hooks of a cell that sum the gradients of its gates' biases in reduction_dtype.
 
-    Flax adds all four to one matmul's result, and offers no hook there. So they are frozen where they are read, and
-    each has its gradient put back where its gate's sum is complete: where the gate's function is applied to it.
+    Flax adds all four biases to one matmul's result, and has no hook there. So they are read behind a `stop_gradient`,
+    and each gets its gradient where its gate's sum is complete: where the gate's function is applied to it.
     """
 
     def __init__(self, cell: Any, gates: Gates, reduction_dtype: Any):

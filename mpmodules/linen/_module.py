@@ -106,5 +106,5 @@ def _keep_from_flax(cls: type) -> None:
 
 
 def obeys_policies(module: Any) -> bool:
-    """Whether `module` is one of ours, rather than a Flax Module that merely passes ``isinstance(_, Module)``."""
+    """Returns whether `module` is one of ours, rather than a Flax Module that only passes ``isinstance(_, Module)``."""
     return hasattr(type(module), "_is_layer")

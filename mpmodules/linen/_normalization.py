@@ -40,12 +40,12 @@ from policy.remembering import keeping_inputs, keeping_inputs_once
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Flax's statistics mix dtypes where the input is half, and ask how float64 promotes: strict promotion refuses."""
+    """Allows promotion: Flax's statistics mix dtypes where the input is half, and ask how float64 promotes."""
     return jax.numpy_dtype_promotion("standard")
 
 
 class _Deferred:
-    """Stands for a variable while its layer runs inside of a transform: what is written is put in place afterwards."""
+    """Stands for a variable while its layer runs inside of a transform: writes are collected and applied afterwards."""
 
     def __init__(self, variable: Any, updates: dict[str, jax.Array], name: str):
         self._variable, self._updates, self._name = variable, updates, name
@@ -60,7 +60,7 @@ class _Deferred:
 
 
 class Normalization(Layer):
-    """What the normalisations share.
+    """Base class of the normalisations.
 
     The input is widened to reduction_dtype before the statistics, scale and bias are read in reduction_dtype, and the
     result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
@@ -87,7 +87,7 @@ class Normalization(Layer):
         return fields | {"use_fast_variance": False if fast is None else fast}
 
     def _takes_statistics(self, use_running_average: bool | None) -> bool:
-        """Whether a call with that argument takes statistics of its input."""
+        """Returns whether a call with that argument takes statistics of its input."""
         return use_running_average is None
 
     def _call_layer(
@@ -119,7 +119,7 @@ class Normalization(Layer):
         return y
 
     def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array:
-        """The result, from exact statistics; running statistics are updated.
+        """Returns the result, from exact statistics, and updates running statistics.
 
         Raises:
           _NotThere: Flax's code is to run, which makes what is missing or refuses what doesn't fit.
@@ -140,26 +140,26 @@ class Normalization(Layer):
         return y
 
     def _stored(self, collection: str, name: str, shape: tuple[int, ...]) -> jax.Array:
-        """The value of a variable that is there and has that shape."""
+        """Returns the value of a variable that exists and has that shape."""
         value: Any = meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
         if getattr(value, "shape", None) != shape:
             raise _NotThere
         return value
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
-        """The updates of variables, as they are for the input as it came."""
+        """Returns the updates of variables for the input before the shift."""
         return updates
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        """Flax's `param`; while the layer runs under a policy the value is read in reduction_dtype."""
+        """Returns Flax's `param`; while the layer runs under a policy the value is read in reduction_dtype."""
         value = super().param(name, init_fn, *init_args, **kwargs)
         return value if self._reads_in is None else cast_array(value, self._reads_in)
 
 
 class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The result, and the values of the running statistics that the call writes."""
+        """Returns the result, and the values of the running statistics that the call writes."""
         updates: dict[str, jax.Array] = {}
         rest = dict(self.rest)
         fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
@@ -175,7 +175,7 @@ class _Run(NormalizationCall):
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`run`, of which backward keeps the input as it came; traced once for all layers that are alike."""
+    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are alike."""
     parts = _parts(layer, run)
     if parts is not None:
         with contextlib.suppress(_NotThere):
@@ -188,7 +188,7 @@ class _NotThere(Exception):
 
 
 class _Parts(NamedTuple):
-    """A layer taken apart: what decides its program, and the variables that enter it, by name."""
+    """A layer taken apart: the fields that determine its program, and its variables by name."""
 
     fields: tuple[tuple[str, Hashable], ...]
     variables: dict[str, jax.Array]
@@ -198,7 +198,7 @@ _VARIABLES = {"params": ("scale", "bias"), "batch_stats": ("mean", "var")}
 
 
 def _parts(layer: Any, run: _Run) -> _Parts | None:
-    """The parts of a layer of ours whose call is Flax's own and needs no more of it, else None."""
+    """Returns the parts of a layer whose call is Flax's own and needs nothing else of it, else None."""
     fields = frozen((field.name, getattr(layer, field.name)) for field in dataclasses.fields(layer))
     if fields is None or layer.is_initializing() or not run.is_of(layer, __name__):
         return None
@@ -214,7 +214,7 @@ def _parts(layer: Any, run: _Run) -> _Parts | None:
 def _run_apart(
     run: _Run, kind: type, fields: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`run` of a layer put together again from its parts, bound to nothing."""
+    """Runs `run` on an unbound layer that is put together again from its parts."""
     layer: Any = object.__new__(kind)
     layer.__dict__.update(fields)
     layer.__dict__.update(dict.fromkeys(("scale_init", "bias_init")))
@@ -293,7 +293,7 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     def variable(
         self, col: str, name: str, init_fn: Callable[..., Any] | None = None, *init_args: Any, **kwargs: Any
     ) -> Any:
-        """Flax's `variable`; running statistics are created in reduction_dtype where that is wider than float32."""
+        """Returns Flax's `variable`; running statistics are created in the wider of reduction_dtype and float32."""
         make, reads_in = init_fn, self._reads_in
         if make is not None and reads_in is not None:
             init_fn = lambda *args, **kwargs: functional.widen(make(*args, **kwargs), reads_in)  # noqa: E731

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=flax_nn.Module)
 
 @functools.cache
 def adopting_class(cls: type) -> type | None:
-    """The class of ours that an instance of Flax's layer `cls`, or of a subclass of one, is turned into; or None."""
+    """Returns our class for instances of a Flax layer `cls`, or of a subclass of one; None of other classes."""
     for base in cls.__mro__:
         ours = LAYER_OF.get(base)
         if ours is not None and hasattr(ours, "_call_layer"):
@@ -91,7 +91,7 @@ class _Adopter:
 
 
 def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
-    """The method that was called, with the interceptors inside of ours around it."""
+    """Returns the method that was called, with the interceptors inside of ours around it."""
     bare = context.orig_method.func
 
     def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,10 +105,10 @@ def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
 
 
 def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """While a layer of ours runs Flax's code: the Flax layers that this code creates obey policies and rules too.
+    """Makes the Flax layers that Flax's code creates inside of a layer of ours obey policies and rules too.
 
     Args:
-      policy: what the layer of ours obeys. Where it is None, rules may still reach the layers inside, and where its
+      policy: the policy of the layer of ours. Where it is None, rules may still reach the layers inside, and where its
         dtype arguments are half, their sums are ours.
       declared: the dtype arguments that the layer of ours was given; with no policy, its layers inherit them.
     """
@@ -143,7 +143,7 @@ def _adopting(adopter: _Adopter) -> Iterator[None]:
 
 
 def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False) -> M:
-    """The same linen model under a policy and rules, without an edit.
+    """Returns the same linen model under a policy and rules, without an edit.
 
     Every Flax layer in the model, at whatever depth, obeys the policy: in compact and setup style, shared, scanned,
     rematerialised, vmapped and jitted, and inside Flax's own composites. Functions (pooling, softmax) are out of reach.
@@ -191,14 +191,14 @@ def _rebuild(base: type, policy: Policy, rules: PolicyRules | None, keep_explici
 
 
 def _is_lifted(cls: type, method: Callable[..., Any]) -> bool:
-    """Whether a method of a Flax class is a transformed one, as in nn.scan(Block): it wraps one that Flax wrapped."""
+    """Returns whether a Flax class's method is transformed, as in nn.scan(Block): it wraps one that Flax wrapped."""
     wrapped = getattr(method, "__wrapped__", None)
     return not hasattr(cls, "_is_layer") and getattr(wrapped, "method_handler_wrapped", False)
 
 
 @functools.cache
 def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_explicit: bool) -> Any:
-    """The subclass of `base` whose public methods enter the scope and the adopter."""
+    """Makes the subclass of `base` whose public methods enter the scope and the adopter."""
     # An explicit param_dtype can't be told from Flax's default.
     interceptor = _Adopter(keep=["dtype"] if keep_explicit else [], composites=True)
     layer = base if hasattr(base, "_is_layer") else adopting_class(base)
@@ -228,7 +228,7 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
         return call
 
     def taking_names(entry: Callable[..., Any]) -> Callable[..., Any]:
-        """`apply` and its like with a method given as the base class's function: that would pass by ours."""
+        """Wraps `apply` and its like: a method given as the base class's function is looked up by name in our class."""
 
         @functools.wraps(entry)
         def call(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:

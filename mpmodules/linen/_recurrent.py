@@ -27,19 +27,19 @@ from policy.scope import current_scope
 
 
 class RNNCellBase(Module, flax_nn.RNNCellBase):
-    """`flax.linen.RNNCellBase` that obeys policies: what a recurrent cell of your own derives from.
+    """`flax.linen.RNNCellBase` that obeys policies: the base class of a recurrent cell of your own.
 
     Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
     cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
-    through a scan. `initialize_carry` is no boundary: what it returns is the cell's business.
+    through a scan. `initialize_carry` is no boundary: its result is not cast.
     """
 
 
 class Cell(Layer):
-    """What Flax's cells share: gates, carry and output in compute_dtype, parameters in param_dtype.
+    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
 
-    A carry given in a wider dtype is computed with in compute_dtype and handed on in its own, so that its type is kept
-    through a loop. With no policy, an explicit `dtype` is what carry and output are in.
+    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own dtype, so that its type
+    is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
     """
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Cell(Layer):
 
     @flax_nn.nowrap
     def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
-        """Flax's `initialize_carry`, with the carry in what the cell computes in.
+        """Runs Flax's `initialize_carry`, and returns the carry in the cell's computation dtype.
 
         That is compute_dtype under a policy, else an explicit `dtype`, else param_dtype.
 
@@ -79,13 +79,13 @@ class Cell(Layer):
 
     @flax_nn.nowrap
     def _cast_carry(self, carry: Any) -> Any:
-        """A carry in what the cell computes in; one given to a cell that infers its dtype is returned as it is."""
+        """Casts a carry to the cell's computation dtype; a cell that infers its dtype leaves it as it is."""
         dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
         return carry if dtype is None or not jnp.issubdtype(dtype, jnp.floating) else cast_floating(carry, dtype)
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Rules may give layers inside a cell another output_dtype than the cell's: then Flax's arithmetic mixes dtypes."""
+    """Allows promotion under rules: they may give layers inside a cell another output_dtype than the cell's."""
     return jax.numpy_dtype_promotion("standard") if current_scope().rules else contextlib.nullcontext()
 
 
@@ -155,8 +155,8 @@ class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
 class RNN(Module, flax_nn.RNN):
     """`flax.linen.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
 
-    The carry is in what the cell computes in, from `initial_carry` (cast, where the cell is one of Flax's) to the carry
-    returned, so that one call can go on where another ended.
+    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one of Flax's) to the
+    carry returned, so that one call can go on where another ended.
     """
 
     _dtype_fields: ClassVar[bool] = True
@@ -186,10 +186,10 @@ class RNN(Module, flax_nn.RNN):
 
     @flax_nn.nowrap
     def _may_widen(self) -> bool:
-        """Whether the loop's half parameters may be handed to the cell in float32.
+        """Returns whether the loop may pass its half parameters to the cell in float32.
 
-        The cells of Flax's cast each of them where it is used, to what the cell computes in. So the values are the
-        same, and the gradient of each is summed over the steps in float32: JAX sums that of a loop's constant in the
+        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the values are the same,
+        and the gradient of each is summed over the steps in float32: JAX sums that of a loop's constant in the
         constant's own dtype.
         """
         is_upstreams = isinstance(self.cell, Cell) and is_upstream(inspect.unwrap(type(self.cell).__call__))

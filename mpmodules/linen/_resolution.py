@@ -1,4 +1,4 @@
-"""Which policy a linen module obeys, and the dtype fields that Flax's code sees of it during a call."""
+"""The policy that a linen module obeys, and the dtype fields that Flax's code sees of it during a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policy.sources import NO_SOURCE, Source, source_in_force
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:
-    """What `module` obeys, were one of its methods called now under `scope`."""
+    """Returns the policy that `module` would obey in a call under `scope`."""
     path = path_of(module)
     base, source = _carried(module, path, scope) or _inherited(module, path, scope)
     if not getattr(type(module), "_dtype_fields", False):
@@ -36,7 +36,7 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
 
 
 def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy, Source] | None:
-    """The policy that a module carries itself, by an argument or a rule, and where it comes from."""
+    """Returns the policy that a module carries itself, by an argument or a rule, and its source."""
     own = getattr(module, "dtype_policy", None)
     if own is not None:
         ported = getattr(type(module), "_ported_policy", None)
@@ -46,7 +46,7 @@ def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[P
 
 
 def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy | None, Source]:
-    """The caller's policy; above a module that nobody of ours is calling, what its ancestors would obey."""
+    """Returns the caller's policy; where no module of ours is calling, the policy that its ancestors would obey."""
     in_force = scope.policy, source_in_force()
     if not path or (not scope.rules and calls.paths):
         return in_force
@@ -68,12 +68,12 @@ def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple
 
 
 def where(module: Any) -> str:
-    """A module's path for people to read; a root's is its class's name."""
+    """Returns a module's path for messages; a root's is its class's name."""
     return "/".join(path_of(module) or ()) or type(module).__name__
 
 
 def declared_dtypes(module: Any) -> Mapping[str, Any]:
-    """The dtype arguments that the user gave a layer, whatever is put in their fields for the length of a call."""
+    """Returns the dtype arguments that the user gave a layer, whatever its fields hold for the length of a call."""
     declared = module.__dict__.get("_declared_fields")
     if declared is None:
         declared = {name: module.__dict__.get(name) for name in ("dtype", "param_dtype")}
@@ -81,7 +81,7 @@ def declared_dtypes(module: Any) -> Mapping[str, Any]:
 
 
 def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
-    """The `dtype` and `param_dtype` that a layer of Flax's is to see: the policy's, else what was declared."""
+    """Returns the `dtype` and `param_dtype` for Flax's code: the policy's, else those declared."""
     declared = declared_dtypes(module)
     param_dtype = declared.get("param_dtype")
     if policy is None:
@@ -92,7 +92,7 @@ def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
 
 
 def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
-    """`dtype_fields` with an explicit complex dtype, which no policy can hold, put back."""
+    """Returns `dtype_fields` with an explicit complex dtype, which no policy can hold, put back."""
     fields = dtype_fields(module, effective.policy)
     return fields if effective.dtype is None else fields | {"dtype": effective.dtype}
 
@@ -101,7 +101,7 @@ def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
 def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
     """Puts other values in a layer's dataclass fields for the length of a block.
 
-    What the user declared stays to be read in `_declared_fields`; a block inside a block restores the outer's values.
+    The user's values stay in `_declared_fields` meanwhile; a block inside a block restores the outer's values.
     """
     namespace = module.__dict__
     outermost = "_declared_fields" not in namespace

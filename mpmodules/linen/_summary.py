@@ -77,20 +77,20 @@ def tabulate_method(
 
 
 def _obeyed(recorded: Recorded) -> Callable[[tuple[str, ...], str], Effective | None]:
-    """What the next call of a module's method obeyed: those of one stand in the table in the order they began in."""
+    """Returns a function that gives the policies of a method's calls one by one, in the order of the table's rows."""
     calls = {call: iter(obeyed) for call, obeyed in recorded.obeyed.items()}
     return lambda path, method: next(calls.get((path, method), iter(())), None)
 
 
 def _cells(table: Any, recorded: Recorded) -> list[Cells]:
-    """Our columns by row."""
+    """Returns the texts of our columns, by row."""
     obeyed = _obeyed(recorded)
     effective = [obeyed(row.path, row.method) for row in table]
     return [NOT_OURS if held is None else cells_of(held.policy, held.source) for held in effective]
 
 
 def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
-    """Flax counts a module's FLOPs as if it were a root: what it inherited is put in force, and path rules are not."""
+    """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root, without path rules."""
     obeyed = functools.cache(lambda: _obeyed(recorded))  # asked once all calls are recorded
 
     def flops(call: Any, *which: bool) -> tuple[int, int]:

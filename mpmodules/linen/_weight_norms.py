@@ -1,4 +1,4 @@
-"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; what is stored keeps the dtype it is stored in."""
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; stored weights keep their dtype."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from policy.reductions import reduction_dtype
 
 
 class ReparameterizedWeights(Module):
-    """What the two wrappers share: they count as modules, and hand the layer inside weights that are normalised.
+    """Base class of both wrappers, which count as modules and pass normalised weights to the layer inside.
 
-    Weights are widened to reduction_dtype before their norm is taken. Flax stores what the layer is handed when it
-    initialises (and wherever the params are mutable): there it is rounded to the dtype of the weights, and so
-    param_dtype stands. Everywhere else the layer gets it unrounded under a policy, and rounds it once, as it would any
-    weight; with no policy it gets what Flax's `dtype` says.
+    Weights are widened to reduction_dtype before their norm is taken. While the layer initialises (and wherever the
+    params are mutable) Flax stores the normalised weights: there they are rounded to the weights' dtype, so that
+    param_dtype holds. Everywhere else the layer gets them unrounded under a policy, and rounds them once, as it would
+    any weight; with no policy it gets them in Flax's `dtype`.
     """
 
     _dtype_fields: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class ReparameterizedWeights(Module):
 
     @flax_nn.nowrap
     def _normalised(self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any) -> jax.Array:
-        """``normalise(weights)`` with everything in reduction_dtype, in the dtype that it is handed on in.
+        """Computes ``normalise(weights)`` in reduction_dtype, and returns it in the dtype that the layer inside gets.
 
         Args:
           normalise: Flax's own function: weights in, weights of the same shape out.
@@ -67,13 +67,13 @@ class ReparameterizedWeights(Module):
 
     @flax_nn.nowrap
     def _inferred_dtype(self, weights: jax.Array) -> Any:
-        """What Flax hands on with no dtype given: what weights and its own parameters have in common."""
+        """Returns Flax's result dtype where none is given: the one that weights and its own parameters promote to."""
         with jax.numpy_dtype_promotion("standard"):
             return jnp.result_type(weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights)
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        """Flax's `param`; while weights are being normalised the value is read in reduction_dtype."""
+        """Returns Flax's `param`; while weights are being normalised the value is read in reduction_dtype."""
         value = super().param(name, init_fn, *init_args, **kwargs)
         return value if self._reads_in is None else functional.widen(value, self._reads_in)
 

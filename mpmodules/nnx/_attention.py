@@ -145,7 +145,7 @@ def dot_product_attention(
 
 
 def _is_ours(query: jax.Array) -> bool:
-    """Whether attention over such queries is ours, rather than Flax's, whose logits are float32 for float64 too."""
+    """Returns whether attention over such queries is ours: Flax's computes logits in float32 for float64 too."""
     in_float64 = current_policy() is not None and query.dtype == jnp.float64
     return in_float64 or is_wider(_reduction_dtype(), query.dtype)
 
@@ -156,7 +156,7 @@ def _reduction_dtype() -> Any:
 
 
 def _decoding(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's `__call__`, which may decode in x64 mode."""
+    """Wraps a layer's `__call__`, which may decode in x64 mode."""
 
     @functools.wraps(call)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ class MultiHeadAttention(Module, flax_nnx.MultiHeadAttention):
     __call__ = _decoding(flax_nnx.MultiHeadAttention.__call__)
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
-        """Flax's `init_cache`, in compute_dtype, or in float32 with no policy, unless `dtype` says otherwise."""
+        """Runs Flax's `init_cache` in compute_dtype, or in float32 with no policy, unless `dtype` is given."""
         if dtype is None:
             dtype = jnp.float32 if self.dtype is None else self.dtype
         super().init_cache(input_shape, dtype)

@@ -29,9 +29,9 @@ class Conv(Matmul, flax_nnx.Conv):
 class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` that obeys policies; dtypes as in `Conv`.
 
-    Its operation can't be replaced, but asked for its accumulator (`preferred_element_type`), which JAX can't transpose
-    where the operands are half. So Flax's method runs on operands without a gradient, which is put back afterwards,
-    from the same method run in compute_dtype.
+    Its operation can't be replaced, but takes `preferred_element_type`; JAX can't transpose that where the operands are
+    half. So Flax's method runs on operands without a gradient; the gradient is that of the same method in
+    compute_dtype.
     """
 
     def _call_accumulating(

@@ -31,9 +31,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Like `nnx.value_and_grad`, under a policy and a loss scale.
 
-    What the model changes in its forward pass (BatchNorm statistics, RNG counts) is kept, as in Flax: `jax.grad` would
-    lose it. The loss is cast to float32 before it is scaled, and returned unscaled. Without `policy`, `loss_scale` and
-    `grads` it is Flax's own function, but for gradients and a loss in half precision: they are cast to float32.
+    Updates of the model in its forward pass (BatchNorm statistics, RNG counts) are kept, as in Flax; `jax.grad` would
+    lose them. The loss is cast to float32 before it is scaled, and returned unscaled. Without `policy`, `loss_scale`
+    and `grads` it is Flax's own function, but for gradients and a loss in half precision: they are cast to float32.
 
     Gradients accumulate over the uses of a float32 param in float32. A param that is stored in half precision gets the
     sum that JAX makes, in its own dtype, cast to float32: split the model and take `policy.value_and_grad` of its state
@@ -135,7 +135,7 @@ def _is_variable(x: Any) -> bool:
 
 
 def _mapped(function: Callable[[Any], Any], gradients: Any) -> Any:
-    """`function(gradients)`, a map of leaves, with one Variable for each that `gradients` holds, however often."""
+    """Applies a map of leaves to `gradients`; a Variable that occurs several times is mapped to one Variable."""
     before = jax.tree.leaves(gradients, is_leaf=_is_variable)
     after, structure = jax.tree.flatten(function(gradients), is_leaf=_is_variable)
     made: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""What every nnx layer of ours shares: its dtype arguments at construction, and views of it for a call."""
+"""The base class of our nnx layers: dtype arguments at construction, and views of a layer for a call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layer(Module):
         return method(self, *args, **kwargs)
 
     def _returns(self, crosses: bool) -> Any:
-        """The dtype that a call returns under a policy."""
+        """Returns the dtype of a call's result under a policy."""
         policy: Any = self.dtype_policy
         return policy.output_dtype if crosses else policy.compute_dtype
 
@@ -53,13 +53,11 @@ class Layer(Module):
 def constructor_dtypes(
     layer: Any, upstream_init: Callable[..., None], policy: Policy | None, source: Source, kwargs: dict[str, Any]
 ) -> tuple[Effective, dict[str, Any]]:
-    """What a layer obeys, and its keyword arguments with the policy's dtypes put in.
+    """Returns the policy that a layer obeys, and its keyword arguments with the policy's dtypes put in.
 
-    What was given explicitly is noted on the layer: only here can it be told from what the policy says.
-
-    Initialisers given are made to work in half precision where parameters are half.
-
-    A dtype argument that is None counts as not given; with no policy in force a `param_dtype` of None is float32.
+    Explicit dtype arguments are noted on the layer: only here can they be told from the policy's. One that is None
+    counts as not given; with no policy in force a `param_dtype` of None is float32. Initialisers given are made to work
+    in half precision where parameters are half.
     """
     kwargs = dict(kwargs)
     accepted = inspect.signature(upstream_init).parameters
@@ -100,7 +98,7 @@ def _is_complex(dtype: Any) -> bool:
 
 
 def in_complex(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of a layer in the dtype of its complex inputs, which no policy casts; None where there are none.
+    """Returns a view of a layer in the dtype of its complex inputs, which no policy casts; None where there are none.
 
     An explicit dtype argument holds.
     """
@@ -111,7 +109,7 @@ def in_complex(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def viewed(module: Any, **attributes: Any) -> Any:
-    """A shallow copy with other static attributes. Variables are shared: what the view updates, the module sees."""
+    """Makes a shallow copy with other static attributes. Variables are shared: the module sees the view's updates."""
     view = object.__new__(type(module))
     view.__dict__.update(module.__dict__)
     view.__dict__.update(attributes)

@@ -32,11 +32,11 @@ class PromoteToAccumulator:
 
 
 class Matmul(Layer):
-    """What the matmul and convolution layers share.
+    """Base class of the matmul and convolution layers.
 
-    One that is a boundary with a wider output_dtype returns its accumulator, both backward operations in
-    compute_dtype. A `preferred_element_type` given by the user is the accumulator's dtype; what the layer returns is
-    the policy's all the same. An operation or a `promote_dtype` of the user's own is left in place.
+    One that is a boundary with a wider output_dtype returns its accumulator, with both backward operations in
+    compute_dtype. A `preferred_element_type` given by the user is the accumulator's dtype; the result still has the
+    policy's. An operation or a `promote_dtype` of the user's own is left in place.
     """
 
     # The attribute that takes the operation, the operation that Flax runs by default, and ours that accumulates.
@@ -93,7 +93,7 @@ class Matmul(Layer):
     def _bias_shape(
         self, y: jax.Array, operands: tuple[jax.Array, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, ...]:
-        """The shape in which the bias is added to `y`.
+        """Returns the shape in which the bias is added to `y`.
 
         Args:
           operands: inputs, kernel and bias as they entered the matmul.

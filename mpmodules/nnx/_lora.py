@@ -23,7 +23,7 @@ from policy.sources import Source
 class LoRA(Layer, flax_nnx.LoRA):
     """`flax.nnx.LoRA` that obeys policies.
 
-    Both matrices are kept in param_dtype and multiplied in compute_dtype; what a `base_module` returns is cast to
+    Both matrices are kept in param_dtype and multiplied in compute_dtype; a `base_module`'s result is cast to
     compute_dtype before it is added.
     """
 
@@ -45,7 +45,7 @@ class LoRA(Layer, flax_nnx.LoRA):
 class LoRALinear(Matmul, flax_nnx.LoRALinear):
     """`flax.nnx.LoRALinear` that obeys policies; dtypes as in `Linear` and `LoRA`.
 
-    Under a policy its low-rank part follows the policy too, unless `lora_dtype` or `lora_param_dtype` says else.
+    Under a policy its low-rank part follows the policy too, unless `lora_dtype` or `lora_param_dtype` is given.
     """
 
     _operation = Linear._operation
@@ -118,7 +118,7 @@ def _plain(x: Any) -> Any:
 
 
 def _accumulating(lora: Any, dtype: Any) -> Any:
-    """A view of a LoRA whose product is in `dtype`, where that is wider than its operands: the accumulator."""
+    """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider than its operands."""
 
     def promote(arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
         x, *matrices = promote_dtype(arrays, dtype=dtype, inexact=inexact)
@@ -129,7 +129,7 @@ def _accumulating(lora: Any, dtype: Any) -> Any:
 
 
 def _returning(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """`function` with its result in `dtype`."""
+    """Wraps `function`: its result is cast to `dtype`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return cast_array(function(*args, **kwargs), dtype)

@@ -32,7 +32,7 @@ LAYER_OF: dict[type, type] = {}
 
 @dataclasses.dataclass
 class _Frame:
-    """One construction: what gave its policy, and whether it is captured yet."""
+    """One construction: the source of its policy, and whether it is captured yet."""
 
     source: Source
     captured: bool = False
@@ -110,7 +110,7 @@ class ModuleMeta(type(flax_nnx.Module)):
 
 
 def _own_policy(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Policy | None, dict[str, Any]]:
-    """The policy given as `dtype_policy=`, and the keyword arguments that go on to ``__init__``.
+    """Returns the policy given as `dtype_policy=`, and the keyword arguments that go on to ``__init__``.
 
     An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by position.
     """
@@ -175,7 +175,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
 
 def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., None]:
-    """Flax's constructor, run by the layer's `_construct`: also where a user's subclass calls ``super().__init__``."""
+    """Wraps Flax's constructor: the layer's `_construct` runs it, also for a subclass's ``super().__init__``."""
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,12 +187,12 @@ def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., Non
 
 
 def obeys_policies(module: Any) -> bool:
-    """Whether `module` is one of ours, rather than a Flax Module that merely passes ``isinstance(_, Module)``."""
+    """Returns whether `module` is one of ours, rather than a Flax Module that only passes ``isinstance(_, Module)``."""
     return hasattr(type(module), "_policy_source")
 
 
 def _refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
-    """A policy given to a container can't reach children that were built before it."""
+    """Refuses a policy given to a container whose children were built before it, which it can't reach."""
     given = [x for x in jax.tree.leaves(arguments, is_leaf=is_reference) if isinstance(x, flax_nnx.Module)]
     strangers = sorted(
         {
@@ -211,7 +211,7 @@ def _refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -
 
 
 def _follows(child: Any, policy: Policy) -> bool:
-    """Whether a built module obeys `policy`, its own dtype arguments aside, or carries one of its own."""
+    """Returns whether a built module obeys `policy`, its own dtype arguments aside, or carries one of its own."""
     captured = getattr(child, "dtype_policy", None)
     if captured is None or child._policy_source.own:
         return captured is not None
@@ -219,7 +219,7 @@ def _follows(child: Any, policy: Policy) -> bool:
 
 
 def _captured_from(module: Any, policy: Policy) -> bool:
-    """Whether a module captured `policy`, its own dtype arguments aside."""
+    """Returns whether a module captured `policy`, its own dtype arguments aside."""
     captured = module.dtype_policy
     if captured is None:
         return False
@@ -237,7 +237,7 @@ def _captured_from(module: Any, policy: Policy) -> bool:
 
 
 class _Calls(threading.local):
-    """How many module calls are under way in this thread, and the boundaries crossed below the outermost, by class."""
+    """The number of module calls under way in this thread, and the boundaries below the outermost, by class."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -339,12 +339,12 @@ def run_method(
 
 
 def _is_step(module: Any, name: str) -> bool:
-    """Whether a call is a step of a recurrent cell, from carry and input to carry and output."""
+    """Returns whether a call is a step of a recurrent cell, from carry and input to carry and output."""
     return name == "__call__" and isinstance(module, flax_nnx.RNNCellBase)
 
 
 def _is_loop(module: Any, name: str) -> bool:
-    """Whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
+    """Returns whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
     return name == "__call__" and isinstance(module, flax_nnx.RNN | flax_nnx.Bidirectional)
 
 

@@ -49,7 +49,7 @@ class PromoteTo:
 
 
 class Normalization(Layer):
-    """What the normalisations share.
+    """Base class of the normalisations.
 
     Input, scale, bias and running statistics are widened to reduction_dtype before anything is computed, and the
     result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
@@ -83,7 +83,7 @@ class Normalization(Layer):
             self._chooses_variance = False
 
     def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
-        """The result, from exact statistics; running statistics are updated. None where Flax's code is to run."""
+        """Returns the result from exact statistics, and updates running ones; None where Flax's code is to run."""
         region = self._region(x)
         if region is None:
             return None
@@ -104,7 +104,7 @@ class Normalization(Layer):
         variable[...] = jax.lax.stop_gradient(value).astype(variable[...].dtype)
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
-        """The updated running statistics, as they are for the input as it came."""
+        """Returns the updated running statistics for the input before the shift."""
         return updates
 
     def _call_layer(
@@ -145,17 +145,17 @@ class Normalization(Layer):
         return y
 
     def _takes_statistics(self, argument: bool | None) -> bool:
-        """Whether a call with that argument takes statistics of its input."""
+        """Returns whether a call with that argument takes statistics of its input."""
         return argument is None
 
     def _uses_running_average(self, argument: bool | None) -> bool:
-        """Whether a call with that argument reads the running statistics, rather than updating them."""
+        """Returns whether a call with that argument reads the running statistics, rather than updating them."""
         return not self._running
 
 
 class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The result, and the running statistics after the call."""
+        """Returns the result, and the running statistics after the call."""
         rest = dict(self.rest)
         x = jnp.asarray(x, self.policy.reduction_dtype)
         view = _in(layer, self.policy.reduction_dtype)
@@ -178,7 +178,7 @@ _VALUES = ("scale", "bias", "mean", "var")
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`run`, of which backward keeps the input as it came; traced once for all layers that are alike."""
+    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are alike."""
     parts = _parts(layer, run)
     if parts is None:
         return keeping_inputs(functools.partial(run, layer))(x)
@@ -187,7 +187,7 @@ def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[st
 
 
 def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
-    """What decides the program of a layer of ours, and the variables that enter it, by name; None of any other."""
+    """Returns the attributes that determine a layer's program, and its variables by name; None for a user's layer."""
     namespace = {name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")}
     variables = {name: value for name, value in namespace.items() if isinstance(value, flax_nnx.Variable)}
     attributes = frozen((name, value) for name, value in namespace.items() if name not in variables)
@@ -199,7 +199,7 @@ def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str
 def _run_apart(
     run: _Run, kind: type, attributes: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`run` of a layer put together again from its parts."""
+    """Runs `run` on a layer that is put together again from its parts."""
     layer: Any = object.__new__(kind)
     layer.__dict__.update(attributes)
     layer.__dict__.update({name: flax_nnx.Param(value) for name, value in variables.items()})

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=flax_nnx.Module)
 
 @functools.cache
 def adopting_class(cls: type, *, composites: bool) -> type | None:
-    """The class of ours that an instance of Flax's class, or of a user's on top of it, is turned into; or None."""
+    """Returns our class for instances of a Flax class, or of a user's derived from it; None of other classes."""
     if issubclass(cls, Module) and hasattr(cls, "_policy_source"):
         return None
     for base in cls.__mro__:
@@ -34,7 +34,7 @@ def adopting_class(cls: type, *, composites: bool) -> type | None:
 
 @functools.cache
 def _combined(cls: type, ours: type) -> type:
-    """A class with the name of `cls` that derives from it and from ours."""
+    """Makes a class with the name of `cls` that derives from it and from ours."""
     meta, own = type(ours), type(cls)
     if not issubclass(meta, own):
         meta = own if issubclass(own, meta) else type(own.__name__, (own, meta), {})
@@ -51,7 +51,7 @@ def _unpickled(cls: type, ours: type) -> Any:
 
 
 def _effective(module: Any, policy: Policy | None, source: Source, *, keep_explicit: bool, where: str) -> Effective:
-    """What a module is to obey, its own dtype put in where that is kept."""
+    """Returns the policy that a module is to obey, with its own dtype where that is kept."""
     if policy is None or not _has_dtypes(module):
         return Effective(policy, policy, source)
     return with_explicit_dtypes(
@@ -97,7 +97,7 @@ def _is_complex(dtype: Any) -> bool:
 
 
 def _explicit_dtype(module: Any) -> Any:
-    """The dtype that a layer was given (Flax's Embed fills in its table's where it was given none), or None."""
+    """Returns the dtype that a layer was given, or None; Flax's Embed fills in its table's where it was given none."""
     if obeys_policies(module):
         return module._explicit_dtype
     dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
@@ -123,7 +123,7 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
 
 
 def _children(node: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """The modules and variables that a module holds, itself or in lists and dicts, and the keys that lead to each."""
+    """Yields the modules and variables that a module holds, itself or in lists and dicts, and the keys to each."""
 
     entered: list[Any] = []
 
@@ -139,7 +139,7 @@ def _children(node: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _paths(module: flax_nnx.Module) -> dict[tuple[str, ...], flax_nnx.Module]:
-    """Every path to every module, shared ones included, from the root down."""
+    """Returns every path to every module, shared ones included, from the root down."""
     found: dict[tuple[str, ...], flax_nnx.Module] = {}
 
     def visit(node: Any, path: tuple[str, ...], above: frozenset[int]) -> None:
@@ -202,7 +202,7 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
 
 
 def _carried(module: Any, path: tuple[str, ...], rules: PolicyRules) -> tuple[Any, Source] | None:
-    """What holds at a module below the root by its own `dtype_policy=`, or else by a rule, and where it comes from."""
+    """Returns the policy of a module below the root, from its own `dtype_policy=` or else a rule, and its source."""
     source: Source = getattr(module, "_policy_source", NO_SOURCE)
     if path and source.own and source.kind == "argument":
         return module.dtype_policy, source

@@ -23,19 +23,19 @@ from policy.sources import Source
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
-    """`flax.nnx.RNNCellBase` that obeys policies: what a recurrent cell of your own derives from.
+    """`flax.nnx.RNNCellBase` that obeys policies: the base class of a recurrent cell of your own.
 
     Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
     cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
-    through a scan. `initialize_carry` is no boundary: what it returns is the cell's business.
+    through a scan. `initialize_carry` is no boundary: its result is not cast.
     """
 
 
 class Cell(Layer):
-    """What Flax's cells share: gates, carry and output in compute_dtype, parameters in param_dtype.
+    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
 
-    A carry given in a wider dtype is computed with in compute_dtype and handed on in its own, so that its type is kept
-    through a loop. With no policy, an explicit `dtype` is what carry and output are in.
+    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own dtype, so that its type
+    is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
     """
 
     param_dtype: Any
@@ -65,7 +65,7 @@ class Cell(Layer):
             return step_in(self.dtype, functools.partial(method, self), args, kwargs)
 
     def _mixing_allowed(self) -> contextlib.AbstractContextManager[Any]:
-        """Layers inside that have another output_dtype than the cell's make Flax's arithmetic mix dtypes."""
+        """Allows promotion where layers inside have another output_dtype than the cell's."""
         inside = (getattr(part, "dtype_policy", None) for part in vars(self).values() if isinstance(part, Module))
         alike = all(policy == self.dtype_policy for policy in inside)
         return contextlib.nullcontext() if alike else jax.numpy_dtype_promotion("standard")
@@ -76,13 +76,13 @@ class Cell(Layer):
         rngs: flax_nnx.Rngs | flax_nnx.RngStream | None = None,
         carry_init: flax_nnx.Initializer | None = None,
     ) -> Any:
-        """Flax's `initialize_carry`, with the carry in what the cell computes in.
+        """Runs Flax's `initialize_carry`, and returns the carry in the cell's computation dtype.
 
         That is compute_dtype under a policy, else `dtype` where the cell has one, else param_dtype.
 
         Args:
           input_shape: the shape of the input of one step.
-          rngs: what `carry_init` draws with.
+          rngs: the keys that `carry_init` draws with.
           carry_init: the initialiser; None is the cell's own, or zeros.
 
         Returns:
@@ -95,14 +95,14 @@ class Cell(Layer):
         return self._cast_carry(upstream.initialize_carry(input_shape, rngs, init))
 
     def _cast_carry(self, carry: Any) -> Any:
-        """A carry in what the cell computes in; one given to a cell that infers its dtype is returned as it is."""
+        """Casts a carry to the cell's computation dtype; a cell that infers its dtype leaves it as it is."""
         if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
             return carry
         return cast_floating(carry, self.dtype)
 
 
 def _half_safe_inits(upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The default initialisers of a cell's parameters, made to work in half precision."""
+    """Returns the default initialisers of a cell's parameters, made to work in half precision."""
     parameters = inspect.signature(upstream_init).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name.endswith("_init") and p.name not in kwargs}
     return {name: HalfSafe(init) for name, init in defaults.items() if name != "carry_init"}
@@ -133,8 +133,8 @@ class GRUCell(Cell, flax_nnx.GRUCell):
 class RNN(Module, flax_nnx.RNN):
     """`flax.nnx.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
 
-    The carry is in what the cell computes in, from `initial_carry` (cast, where the cell is one of Flax's) to the carry
-    returned, so that one call can go on where another ended.
+    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one of Flax's) to the
+    carry returned, so that one call can go on where another ended.
     """
 
     def __call__(
@@ -149,11 +149,11 @@ class RNN(Module, flax_nnx.RNN):
         keep_order: bool | None = None,
         rngs: Any = None,
     ) -> Any:
-        """Flax's `__call__`.
+        """Runs the cell over a sequence, as Flax's `__call__` does.
 
         Args:
           inputs: (batch..., time, features...), or (time, batch..., features...) where `time_major`.
-          initial_carry: what the cell's `initialize_carry` returns for one step, in any floating dtype.
+          initial_carry: a result of the cell's `initialize_carry` for one step, in any floating dtype.
           seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
 
         Returns:
@@ -183,11 +183,11 @@ class RNN(Module, flax_nnx.RNN):
         return outputs
 
     def _may_widen(self) -> bool:
-        """Whether the loop's half parameters may be handed to the cell in float32.
+        """Returns whether the loop may pass its half parameters to the cell in float32.
 
-        The cells of Flax's cast each of them where it is used, to what the cell computes in. So the values are the
-        same, and the gradient of each is summed over the steps in float32: JAX sums that of what a loop carries in its
-        own dtype.
+        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the values are the same,
+        and the gradient of each is summed over the steps in float32: JAX sums that of a loop's carry in
+        the carry's dtype.
         """
         cell: Any = self.cell
         if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
@@ -198,7 +198,7 @@ class RNN(Module, flax_nnx.RNN):
 
 
 def _widened(cell: Any, dtype: Any) -> Any:
-    """A copy of a cell whose parameters are at least as wide as `dtype`."""
+    """Copies a cell with parameters at least as wide as `dtype`."""
     graphdef, params, rest = flax_nnx.split(cell, flax_nnx.Param, ...)
     return flax_nnx.merge(graphdef, jax.tree.map(lambda x: widen(x, dtype), params), rest, copy=True)
 

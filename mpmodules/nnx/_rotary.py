@@ -82,7 +82,7 @@ def dot_product_attention_with_rope(
 
 
 def _rotated(x: jax.Array, rope: Any, positions: jax.Array | None) -> jax.Array:
-    """Each head of `x` (batch..., length, heads, width) rotated, in x's dtype."""
+    """Rotates each head of `x` (batch..., length, heads, width); returns x's dtype."""
     if positions is not None and positions.ndim > 1:
         return jax.vmap(lambda x, positions: _rotated(x, rope, positions))(x, positions)
     rotated = jax.vmap(lambda x: rope(x, positions), in_axes=-2, out_axes=-2)(x)

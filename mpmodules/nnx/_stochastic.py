@@ -1,4 +1,4 @@
-"""Dropout: no dtype question of its own; under a policy it hands on compute_dtype."""
+"""Dropout, which returns compute_dtype under a policy."""
 
 from __future__ import annotations
 

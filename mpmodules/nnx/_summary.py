@@ -63,7 +63,7 @@ def _with_columns(obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @contextlib.contextmanager
 def _classes_as_they_were(obj: Any) -> Iterator[None]:
-    """Flax's `tabulate` replaces the methods of every class in the graph, and leaves inherited ones behind on it."""
+    """Restores the classes in the graph, whose methods Flax's `tabulate` replaces, leaving inherited ones on them."""
     before = {type(node): dict(vars(type(node))) for _, node in flax_nnx.iter_graph(obj)}
     try:
         yield
@@ -77,7 +77,7 @@ def _classes_as_they_were(obj: Any) -> Iterator[None]:
 
 
 def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
-    """Our columns of the object at a path of the table, which ends in the method's name where that is not __call__."""
+    """Returns our columns for a path of the table, which ends in the method's name where that is not __call__."""
     for key in path:
         child = getattr(obj, key, None) if isinstance(key, str) else None
         if inspect.ismethod(child):

@@ -1,4 +1,4 @@
-"""Calls of nnx modules as calls of pure functions: state is handed in and out, and modules are named while traced."""
+"""Calls of nnx modules as calls of pure functions: state goes in and out, and modules are named while traced."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable,
 
 
 def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
-    """A call of a module, of a method of one, or with modules among its arguments, as one of a pure function.
+    """Lowers a call of a module or method, or with modules among its arguments, to a call of a pure function.
 
-    Every `nnx.Param` of theirs is a parameter, and what the call changes of their state is put in place.
+    Every `nnx.Param` of the modules is a parameter, and the call's updates of their state are put in place.
     """
     module, method = _holder(fn)
     is_node = lambda leaf: isinstance(leaf, _NODES)  # noqa: E731
@@ -43,7 +43,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
-    """The module that a function is, or is a method of, or None; and the function of it and the arguments."""
+    """Returns the module that a function is, or is a method of, or None; and the function of module and arguments."""
     if isinstance(fn, flax_nnx.Module):
         return fn, lambda module, *args, **kwargs: module(*args, **kwargs)
     owner = getattr(fn, "__self__", None)
@@ -88,10 +88,10 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def named_modules(node: Any) -> Iterator[None]:
-    """While modules of `node` are called in this thread, their paths stand on JAX's name stack, below a root's class.
+    """Puts the paths of `node`'s modules on JAX's name stack, below the root's class, while this thread calls them.
 
-    Their classes' `__call__` are wrapped for that long; a call of another instance, or in another thread, names none.
-    nnx's transformations call copies of them: each carries its path in a static attribute, so `node` must be a copy.
+    Their classes' `__call__` are wrapped meanwhile; calls of other instances, or in other threads, are not named. nnx's
+    transformations call copies of modules: each carries its path in a static attribute, so `node` must be a copy.
     """
     modules = [(path, module) for root in _roots(node) for path, module in _below(root)]
     classes = {type(module) for _, module in modules if callable(module)}
@@ -110,7 +110,7 @@ def named_modules(node: Any) -> Iterator[None]:
 
 
 def _path_of(module: Any) -> tuple[str, ...] | None:
-    """A module's path, where it is one of those that are being named, or a copy of one."""
+    """Returns the path of a module that is being named, or of a copy of one; else None."""
     path = _naming.paths.get(id(module))
     if path is not None or not _naming.paths:
         return path
@@ -125,7 +125,7 @@ def _roots(node: Any) -> list[Any]:
 
 
 def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """A root's modules, and the path of each below the root's class name."""
+    """Returns a root's modules, and the path of each below the root's class name."""
     name = type(root).__name__
     return [((name, *map(str, path)), module) for path, module in flax_nnx.iter_modules(root)]
 

@@ -1,4 +1,4 @@
-"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; what is stored keeps the dtype it is stored in."""
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; stored weights keep their dtype."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from policy.sources import Source
 
 
 class ReparameterizedWeights(Module):
-    """What the two wrappers share: they count as modules, and normalise the weights of the layer inside in place.
+    """Base class of both wrappers, which count as modules and normalise the weights of the layer inside in place.
 
-    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken.
-    The layer inside gets them unrounded under a policy, and rounds them once, as it would any weight; with no policy it
-    gets what Flax's `dtype` says. What stays stored is rounded to the dtype that it was stored in.
+    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken. The
+    layer inside gets them unrounded under a policy, and rounds them once, as it would any weight; with no policy it
+    gets them in Flax's `dtype`. The stored weights are rounded to the dtype that they were stored in.
     """
 
     dtype: Any
@@ -45,7 +45,7 @@ class ReparameterizedWeights(Module):
         self._capture(effective.policy, effective.source)
 
     def _run(self, upstream_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Flax's call, after which the weights are as they are stored."""
+        """Runs Flax's call, and then rounds the weights to their stored dtype."""
         handed: list[tuple[Any, Any]] = []
         try:
             return upstream_call(viewed(self, _handed=handed), *args, **kwargs)
@@ -68,14 +68,14 @@ class ReparameterizedWeights(Module):
         weights.set_value(cast_array(normalised, dtype))
 
     def _reduces(self, *arrays: Any) -> Any:
-        """What the norm of `arrays` is taken in."""
+        """Returns the dtype in which the norm of `arrays` is taken."""
         wide = reduction_dtype(*arrays)
         policy = self.dtype_policy
         return wide if policy is None or functional.is_wider(wide, policy.reduction_dtype) else policy.reduction_dtype
 
 
 def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Flax's call, after which the weights are as they are stored; what it takes beside `x` is the version's own."""
+    """Wraps Flax's call: the weights are then rounded to their stored dtype. Arguments differ by Flax's version."""
 
     @functools.wraps(upstream_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

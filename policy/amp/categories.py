@@ -1,4 +1,4 @@
-"""What autocast does with each primitive of JAX, by its name; one that is not listed is opaque.
+"""Autocast's category of each primitive of JAX, by its name; one that is not listed is opaque.
 
 Dispatch is on names, because the objects behind them move and split between JAX versions.
 """

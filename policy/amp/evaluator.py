@@ -101,7 +101,7 @@ class Evaluator:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _widened(self, jaxpr: Any, readers: dict[Any, set[str]]) -> set[Any]:
-        """What a softmax's ``x - max(x)`` reads in float32, so that its maximum is taken of the same numbers."""
+        """Returns the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the same numbers."""
         differences = (e for e in jaxpr.eqns if e.primitive.name in _LINEAR and self._category(e, readers) == "fp32")
         return {atom for equation in differences for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
 
@@ -109,10 +109,10 @@ class Evaluator:
         return path_of(str(equation.source_info.name_stack), self.path)
 
     def _category(self, equation: Any, readers: dict[Any, set[str]]) -> str:
-        """What is done with an equation: a sum or difference that only float32 operations read is one of them.
+        """Returns the category of an equation; a sum or difference that only float32 operations read runs in float32.
 
-        Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x` itself. It saves nothing
-        for backward, so float32 costs no memory there.
+        Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x` itself. It has no
+        residual, so that float32 costs no memory there.
         """
         name = equation.primitive.name
         category = self.settings.category(name)
@@ -152,7 +152,7 @@ class Evaluator:
         return outputs
 
     def _narrowed(self, value: Value, category: str, place: Place) -> Value:
-        """What another module reads of a normalisation's result."""
+        """Casts a normalisation's result for readers in other modules."""
         if not value.narrows or category == "fp32" or place.compute == F32:
             return value
         if value.narrowed is None or value.narrowed.dtype != place.compute:
@@ -277,7 +277,7 @@ def _kind_of_opaque(equation: Any, traced: set[Any], category: str) -> str:
 
 
 def opaque_kind(equation: Any) -> str:
-    """What a report says of an equation that is left as it was traced."""
+    """Returns a report's word for an equation that is left as it was traced."""
     return OPAQUE_MATMUL if any(map(_has_matmul, programs_of(equation))) else "opaque"
 
 
@@ -286,12 +286,12 @@ def _has_matmul(program: Any) -> bool:
 
 
 def _holds_program(equation: Any) -> bool:
-    """Whether a parameter is a program, whose dtypes are fixed: as in the scatter of `x.at[i].apply`."""
+    """Returns whether a parameter is a program, whose dtypes are fixed: as in the scatter of `x.at[i].apply`."""
     return any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in equation.params.values())
 
 
 def _follows(equation: Any, place: Place) -> bool:
-    """Whether a power is one that half precision bears: x**3 in gelu is two products, x**2 is a variance's."""
+    """Returns whether half precision can bear a power: x**3 in gelu is two products, x**2 is a variance's."""
     power = equation.params.get("y") if equation.primitive.name == "integer_pow" else None
     return power is not None and power > 2 and has_range_of_float32(place.compute)
 

@@ -1,4 +1,4 @@
-"""What an autocast was asked for, and which dtype that means at each place of a program."""
+"""The arguments of an autocast, and the dtypes that follow from them at each place of a program."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class UnknownPrimitiveError(NotImplementedError):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What an autocast was asked for.
+    """The arguments of an autocast.
 
     Attributes:
-      policy: its compute_dtype is what matmuls run in.
+      policy: matmuls run in its compute_dtype.
       rules: policies by module path, or None.
-      narrows: whether params yield to half activations, and normalisations hand on half ("memory").
+      narrows: whether params yield to half activations, and normalisations return half ("memory").
       allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
       strict: whether a primitive without a category is an error.
     """
@@ -45,7 +45,7 @@ class Settings:
     strict: bool = False
 
     def category(self, name: str) -> str:
-        """What is done with a primitive.
+        """Returns the category of a primitive.
 
         Raises:
           UnknownPrimitiveError: it has no category, and `strict` is set.
@@ -67,7 +67,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What holds for the equations of one module path.
+    """The dtypes of the equations of one module path.
 
     Attributes:
       compute: the dtype of matmuls there; float32 keeps everything there in float32.
@@ -130,7 +130,7 @@ def _named(path: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
-    """What rules know a path by: without the root's class name, as variables have it, and with it.
+    """Returns a path's names in rules: without the root's class name, as variables have it, and with it.
 
     A name twice in a row may be one module, whose call calls its base class's, and is known by either.
     """

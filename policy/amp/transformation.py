@@ -172,7 +172,7 @@ class _Autocast:
         return transformed
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """What is cast where, were the function called with these arguments. Nothing runs; shapes will do."""
+        """Reports the casts of a call with these arguments, without running it; shapes will do."""
         settings, report = self.options.resolved(), Report()
         if settings is not None:
             target, arguments, _ = self.lowered(args, kwargs)

@@ -1,4 +1,4 @@
-"""What one run of an equation costs: floating-point operations, and bytes read and written."""
+"""Costs of one run of an equation: floating-point operations, and bytes read and written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FREE = frozenset(
 
 
 def size(shape: Sequence[Any]) -> int:
-    """How many numbers an array of that shape holds; a dimension that has no number yet counts as one."""
+    """Returns the number of elements in an array of that shape; a symbolic dimension counts as one."""
     return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)
 
 

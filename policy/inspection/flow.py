@@ -1,4 +1,4 @@
-"""How dtypes flow through a program: what is float32 only because something half was widened, and where that ends."""
+"""The flow of dtypes through a program: values that are float32 only because a half one was widened, and their ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUT = frozenset(
 
 @functools.cache
 def bits(dtype: str) -> int:
-    """How wide a real floating dtype is, by its name; 0 of any other."""
+    """Returns the width of a real floating dtype in bits, by its name; 0 for any other."""
     if not is_inexact(dtype) or dtype.startswith("complex"):
         return 0
     digits = "".join(c if c.isdigit() else " " for c in dtype.split("_")[0]).split()
@@ -31,17 +31,17 @@ def bits(dtype: str) -> int:
 
 
 def is_narrow(dtype: str) -> bool:
-    """Whether a dtype is floating, and narrower than float32."""
+    """Returns whether a dtype is floating, and narrower than float32."""
     return 0 < bits(dtype) < 32
 
 
 def is_wide(dtype: str) -> bool:
-    """Whether a dtype is float32 or float64."""
+    """Returns whether a dtype is float32 or float64."""
     return bits(dtype) >= 32
 
 
 def is_cast(node: Node) -> bool:
-    """Whether a node changes the dtype of floating numbers."""
+    """Returns whether a node changes the dtype of floating numbers."""
     return node.name == "convert_element_type" and bits(node.inputs[0].dtype) > 0 and bits(node.out.dtype) > 0
 
 
@@ -58,12 +58,12 @@ def is_matmul(node: Node) -> bool:
 
 
 def is_cotangent(node: Node) -> bool:
-    """Whether a node is of the backward pass itself, and no forward that is repeated there."""
+    """Returns whether a node is of the backward pass itself, and no forward that is rematerialised there."""
     return node.site.is_backward and not node.site.is_recomputed
 
 
 def made_of(value: Value) -> Value:
-    """What a value is a view of: layout operations left out."""
+    """Returns the value that this one is a view of, through layout operations."""
     while value.maker is not None and value.maker.name in LAYOUT and value.maker.inputs:
         value = value.maker.inputs[0]
     return value
@@ -84,19 +84,19 @@ def users(value: Value) -> Iterator[Node]:
 
 
 def is_returned(value: Value) -> bool:
-    """Whether the program returns a value or a view of it."""
+    """Returns whether the program returns a value or a view of it."""
     if value.is_output:
         return True
     return any(is_returned(out) for node in value.readers if node.name in LAYOUT for out in node.outputs)
 
 
 class Flow:
-    """What is known of the values of a program.
+    """The widened values of a program and their leaks.
 
     Attributes:
       graph: the program.
       multiplies_in_half: whether a matmul in it has half operands.
-      lost: what was noticed of its constants while it was traced.
+      lost: constants that overflowed or vanished while it was traced.
     """
 
     def __init__(self, graph: Graph, lost: Lost | None = None):
@@ -108,15 +108,18 @@ class Flow:
         self._leaking = self._find_leaks()
 
     def widening(self, value: Value) -> Node | None:
-        """What made a wide value of a half one: a cast, or a half matmul whose result is wide; None where nothing did.
+        """Returns the cast, or the half matmul with a wide result, that widened a half value; None where there is none.
 
-        The nearest one: what was narrowed in between is no longer wide.
+        It is the nearest one: a value that was narrowed in between is no longer wide.
         """
         return self._widenings.get(id(value))
 
     def leaks(self, value: Value) -> bool:
-        """Whether a wide value reaches a matmul, a loop's carry, the program's result, or another module's arithmetic
-        before it is narrowed."""
+        """Returns whether a wide value leaks.
+
+        It leaks where it reaches a matmul, a loop's carry, the program's result, or another module's arithmetic before
+        it is narrowed.
+        """
         return id(value) in self._leaking
 
     def _find_widenings(self) -> dict[int, Node]:
@@ -145,7 +148,7 @@ def operands(node: Node) -> list[Value]:
 
 
 def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
-    """Whether a value leaks through one of its readers. `leaking`: what comes later in the program and does."""
+    """Returns whether a value leaks through one of its readers; `leaking` are the later values that do."""
     if is_cotangent(reader) and not (value.maker is not None and is_cotangent(value.maker)):
         return False  # what is kept for the backward pass is another matter
     if is_matmul(reader) or reader.name == "carry":

@@ -1,4 +1,4 @@
-"""Which values of a program depend on half precision: all others are the same in float32, and computed once."""
+"""The values of a program that depend on half precision: all others are the same in float32, and computed once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXACT = names(
 
 
 def rounds(equation: Any) -> bool:
-    """Whether an equation that holds no program computes something else in float32 from the same numbers."""
+    """Returns whether an equation without inner programs gives another result in float32 from the same numbers."""
     dtypes = [dtype for dtype in map(dtype_of, (*equation.invars, *equation.outvars)) if dtype is not None]
     if not any(map(is_half, dtypes)):
         return _names_half(equation.params)
@@ -39,7 +39,7 @@ def rounds(equation: Any) -> bool:
 
 
 def _names_half(params: dict[str, Any]) -> bool:
-    """Whether a matmul of float32 is told to multiply in half."""
+    """Returns whether a matmul of float32 is told to multiply in half."""
     precision = params.get("precision")
     algorithm = "" if precision is None else str(precision).lower()
     return "f16" in algorithm or "float16" in algorithm
@@ -55,7 +55,7 @@ def _widens(source: Any, target: Any) -> bool:
 
 
 def depends(equation: Any, given: Sequence[bool]) -> list[bool]:
-    """Which outputs of an equation depend on half precision, if these operands do."""
+    """Returns which outputs of an equation depend on half precision, if these operands do."""
     name, params = equation.primitive.name, equation.params
     if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
         return [True] * len(equation.outvars)  # what is stored later may depend on it
@@ -100,7 +100,7 @@ def _found(found: dict[Any, bool], atom: Any) -> bool:
 
 
 def is_apart(equation: Any, given: Sequence[bool]) -> bool:
-    """Whether float32 may take another way through the programs of an equation: another branch, or more steps."""
+    """Returns whether float32 may take another way through an equation's programs: another branch, or more steps."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         return given[0] or params.get("branches_platforms") is not None
@@ -112,7 +112,7 @@ def is_apart(equation: Any, given: Sequence[bool]) -> bool:
 
 
 def calls_host(equation: Any) -> bool:
-    """Whether there is a callback in an equation or in one of its programs."""
+    """Returns whether there is a callback in an equation or in one of its programs."""
     if equation.primitive.name in HOST:
         return True
     return any(calls_host(inner) for program in programs_of(equation) for inner in program.eqns)

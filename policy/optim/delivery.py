@@ -1,4 +1,4 @@
-"""What a step hands back for one param: through the branch that was taken, and then as a result and a master."""
+"""A step's results for one param: as the branches return them, and then as a param and its master."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Delivery:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the param is its own float32 value: then the inner transform's update is what optax adds."""
+        """True where the param is its own float32 value: then the inner transform's update is returned as it is."""
         return self.dtype == working_dtype(self.dtype)
 
     def applied(self, param: jax.Array, wide: jax.Array, update: jax.Array, key: Any) -> Any:
-        """What the branch that steps returns, for a new value."""
+        """Returns the result of the branch that steps, for a new value."""
         if self.as_update and self.is_wide:
             return update
         held = hold(wide, self.dtype, self.kind, key)
         return held if self.kind in PACKED or not self.as_update else self._with_difference(held, param)
 
     def skipped(self, param: jax.Array, kept: Any) -> Any:
-        """What the branch that changes nothing returns, of the same types."""
+        """Returns the result of the branch that changes nothing, of the same types."""
         if self.as_update and self.is_wide:
             return jnp.zeros_like(param)
         held = hold_same(param, kept, self.kind)
@@ -52,11 +52,11 @@ class Delivery:
 
     @property
     def is_packed(self) -> bool:
-        """Whether what a branch returns is to be taken apart into a param and what is kept beside it."""
+        """True where a branch's result is to be taken apart into a param and its stored remainder."""
         return self.kind in PACKED and not self.as_update
 
     def unpacked(self, held: Any) -> Any:
-        """What a branch returned, taken apart where it is packed."""
+        """Takes a branch's result apart where it is packed."""
         return release(held, self.dtype, self.kind) if self.is_packed else held
 
     def result(self, held: Any, param: jax.Array) -> tuple[jax.Array, Any]:

@@ -58,7 +58,7 @@ def _halves_in_turn(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def packed(param: jax.Array, low: jax.Array) -> jax.Array:
-    """What `split` takes apart."""
+    """Packs a param and its low bits in the uint32 that `split` takes apart."""
     high = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
     return (high << jnp.uint32(16)) | (low ^ jnp.uint16(_HALF)).astype(jnp.uint32)
 

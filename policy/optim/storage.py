@@ -1,4 +1,4 @@
-"""How one param's float32 value is kept: what lies beside the param, and how the two become one number again.
+"""Storage of one param's float32 value: the state beside the param, and how the two become one number again.
 
 | kind | beside a half-precision param | the float32 value |
 |---|---|---|
@@ -30,7 +30,7 @@ PACKED: tuple[Kind, ...] = ("remainder", "kahan")
 
 
 def kind_of(dtype: Any, master_weights: MasterWeights) -> Kind:
-    """How a param of `dtype` is kept. One that is float32 or wider is its own master, in every mode."""
+    """Returns the kind of storage for a param of `dtype`. Float32 and wider is its own master, in every mode."""
     if np.dtype(dtype).itemsize >= 4:
         return "none"
     if master_weights == "auto":
@@ -39,7 +39,7 @@ def kind_of(dtype: Any, master_weights: MasterWeights) -> Kind:
 
 
 def beside(param: jax.Array, kind: Kind) -> Any:
-    """What is kept beside a param that is its own float32 value. It is made from the param: sharded as that is."""
+    """Makes the state beside a param that is its own float32 value, from the param, so that it is sharded alike."""
     if kind == "full":
         return param.astype(jnp.float32)
     if kind == "remainder":
@@ -84,7 +84,7 @@ def hold(wide: jax.Array, dtype: Any, kind: Kind, key: Any = None) -> Any:
 
 
 def hold_same(param: jax.Array, kept: Any, kind: Kind) -> Any:
-    """What `hold` returns, for a step that changes nothing."""
+    """Returns the result of `hold` for a step that changes nothing."""
     if kind == "full":
         return param, kept
     if kind == "remainder":

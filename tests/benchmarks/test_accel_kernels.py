@@ -1,4 +1,4 @@
-"""What `benchmarks.accel` makes of a Pallas kernel in a compiled program."""
+"""Pallas kernels in compiled programs, as `benchmarks.accel` counts them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How programs grow: what is counted, and that nothing of ours bends upwards."""
+"""Growth of programs: the counts, and that none of ours bends upwards."""
 
 from typing import Any
 

@@ -124,7 +124,7 @@ def test_a_layer_of_a_user_s_own_is_called_itself():
 
 
 def traces_of(monkeypatch, model, *inputs):
-    """How often the normalisations of a ported model are traced, forward and backward."""
+    """Counts the traces of a ported model's normalisations, forward and backward."""
     variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
     seen = []
     moments = normalization.moments

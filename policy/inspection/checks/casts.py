@@ -41,7 +41,7 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
 
 
 def _is_lossy(dtype: str, through: str) -> bool:
-    """Whether numbers of a dtype lose digits or range in another one."""
+    """Returns whether numbers of a dtype lose digits or range in another one."""
     return bits(through) < bits(dtype) or (bits(through) == bits(dtype) and through != dtype)
 
 
@@ -96,6 +96,6 @@ def _stored(value: Value) -> Value | None:
 
 
 def _may_both_run(one: Branch, other: Branch) -> bool:
-    """Whether two nodes stand in no two branches of one conditional."""
+    """Returns whether one run may execute two nodes: they are not in different branches of one conditional."""
     chosen = dict(one)
     return all(chosen.get(conditional, branch) == branch for conditional, branch in other)

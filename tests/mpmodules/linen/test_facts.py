@@ -226,7 +226,7 @@ def offset_rows(offset: float = 1000.0) -> np.ndarray:
 
 
 def exact_norm(name: str, x: Any) -> np.ndarray:
-    """What a fresh layer returns, in float64."""
+    """Returns the result of a fresh layer, in float64."""
     x = np.asarray(x, np.float64)
     if name == "RMSNorm":
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)

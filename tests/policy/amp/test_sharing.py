@@ -1,4 +1,4 @@
-"""What several equations hold is rewritten once, and each keeps its own numbers, dtypes and names."""
+"""Programs that several equations share are rewritten once; each keeps its own numbers, dtypes and names."""
 
 import flax.linen
 import jax

@@ -1,4 +1,4 @@
-"""What a step computes another way on TPUs: the same numbers, bit for bit where bits are kept."""
+"""Steps that TPUs compute in another way give the same numbers, bit for bit where bits are kept."""
 
 import functools
 
