@@ -47,7 +47,7 @@ def standardize(
     """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype; returns the dtype of `x`.
 
     Under a policy, and for half inputs, a variance that is not given does not cancel where the mean is large
-    (`policy.reductions.standardize`). Without a policy, float32 gives what `jax.nn.standardize` does.
+    (`policy.reductions.standardize`). Without a policy, float32 gives the result of `jax.nn.standardize`.
 
     Args:
       algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.

@@ -48,9 +48,9 @@ def fused_kernel(
     cuDNN's refuses arrays that are sharded over heads or positions, which can't be seen while tracing.)
 
     - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process.
-    - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias, and no mask but causality and
-      what is known while tracing (a `numpy.ndarray`), is the same for the whole batch and leaves each query a key.
-      The platform is the one that the program is lowered for, whatever devices this process has.
+    - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias. A mask other than causality must
+      be known while tracing (a `numpy.ndarray`), be the same for the whole batch and leave each query a key. The
+      platform is the one that the program is lowered for, whatever devices this process has.
 
     Args:
       implementation: None chooses, "xla", "cudnn" and "splash" insist.

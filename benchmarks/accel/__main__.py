@@ -61,10 +61,10 @@ QUICK = ("models", "layers", "optimizer")
 
 
 def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> dict[str, list[str]]:
-    """The tables of these names, or all, and which of the targets `on` each has rows of; without `on` none is named.
+    """Returns the tables of these names, or all, each with those of the targets `on` that it has rows of.
 
     Raises:
-      ValueError: a name that is none's, or no table has rows of these targets.
+      ValueError: an unknown name, or targets that no table has rows of.
     """
     for name in only:
         if name not in TABLES:
@@ -107,7 +107,7 @@ def run(name: str, on: Sequence[str], quick: bool, check: bool, file: Path) -> t
 
 
 def _beside_recorded(tables: dict[str, list[dict[str, Any]]], *, records: bool) -> list[Row]:
-    """Compares the baselines with the recorded ones, says what is not recorded, and returns the rows."""
+    """Compares the baselines with the recorded ones, prints the dearer and the missing ones, and returns the rows."""
     rows, absent = baseline.beside_recorded(tables, baseline.load())
     dearer = [row for row in rows if row.is_missed]
     print(f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them dearer", flush=True)

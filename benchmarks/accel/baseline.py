@@ -24,12 +24,12 @@ COMPILERS = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}
 
 
 def compilers() -> dict[str, str]:
-    """The versions of the accelerators' compilers, by package."""
+    """Returns the versions of the accelerators' compilers, by package."""
     return {name: _version(name) for name in COMPILERS.values()}
 
 
 def compiler(target: str) -> str:
-    """The compiler of a target, with JAX's version and its own."""
+    """Names the compiler of a target, with JAX's version and its own."""
     return ", ".join(f"{name} {_version(name)}" for name in ("jax", COMPILERS[Target(target).chip.platform]))
 
 
@@ -47,7 +47,7 @@ def load(file: Path | None = None) -> Recorded:
 
 
 def record(tables: Mapping[str, Iterable[Mapping[str, Any]]], file: Path | None = None) -> None:
-    """Writes the references of these tables' rows beside what is recorded already."""
+    """Adds the references of these tables' rows to the recorded figures."""
     file = file or FILE
     recorded = load(file)
     for table, rows in tables.items():
@@ -61,10 +61,10 @@ def record(tables: Mapping[str, Iterable[Mapping[str, Any]]], file: Path | None 
 def beside_recorded(
     tables: Mapping[str, Iterable[Mapping[str, Any]]], recorded: Recorded
 ) -> tuple[list[Row], list[str]]:
-    """Holds the references of tables' rows against what is recorded.
+    """Compares the references of tables' rows with the recorded figures.
 
     Returns:
-      A row of each that is recorded, its bound `DEARER`, and what is not recorded, in lines.
+      A row for each recorded one, its bound `DEARER`, and lines that name the others.
     """
     rows, absent = [], {}
     for table, measured in tables.items():

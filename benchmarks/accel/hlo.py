@@ -30,7 +30,7 @@ class Costs:
 
     Attributes:
       cycles: the sum of the compiler's estimates.
-      bytes: read from and written to memory by kernels: results and operands, of slices what is sliced.
+      bytes: read from and written to memory by kernels: results, and operands or the slices that are read of them.
       kernels: how many run.
       collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation and dtype.
       uncounted: kernels whose cycles, and loops whose trip counts, are not known.

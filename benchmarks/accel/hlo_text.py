@@ -30,7 +30,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """A line of a computation. `rest` is what follows its operands."""
+    """A line of a computation. `rest` is the text after its operands."""
 
     name: str
     opcode: str
@@ -78,7 +78,7 @@ class Computation:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], Computation]:
-    """The computations of a module, by name, and its entry."""
+    """Parses a module's text: returns its computations by name, and its entry."""
     computations: dict[str, Computation] = {}
     entry, current, lines = "", "", {}
     for line in _lines(text):
@@ -96,7 +96,7 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """The text's lines; an instruction whose attributes have line breaks (a Pallas kernel's metadata) is one."""
+    """Yields the text's lines; an instruction whose attributes have line breaks (a Pallas kernel's) is one line."""
     held = ""
     for line in text.splitlines():
         if held and line.strip() != "}" and not re.match(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(", line):

@@ -8,7 +8,7 @@
 value_and_grad of the mean square of a layer's result, by params and by a bfloat16 input, compiled for one chip and not
 run: the layers of `benchmarks.layers`, of larger inputs. The quantities are those of `benchmarks.accel.models`. An
 RNN's loop counts as often as it runs. A kernel that the compiler gives no cycles for counts at the chip's roofline and
-is named; so that attention's does not hide what surrounds it, attention is measured without the kernel too.
+is named. Attention is measured without its kernel too, so that the kernel does not hide the operations around it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ SMALL = (PLAIN, SAME_AS_PEERS, "remainder, bf16 / bf16")
 
 
 def figures(pipeline: Pipeline, target: Target) -> Figures:
-    """Of one step. Raises ImportError where a peer is not installed."""
+    """Measures one step. Raises ImportError where a peer is not installed."""
     init, step = pipeline.make()
     params = {f"layer_{i}": jax.ShapeDtypeStruct(SHAPE, pipeline.params) for i in range(LEAVES)}
     gradients = {name: jax.ShapeDtypeStruct(SHAPE, pipeline.gradients) for name in params}
@@ -58,7 +58,7 @@ def figures(pipeline: Pipeline, target: Target) -> Figures:
 
 
 def rows(small: bool = False) -> Iterator[Row]:
-    """Every row, as it is measured, plain optax first."""
+    """Yields every row, as it is measured, plain optax first."""
     target, plain = Target(TARGET), None
     for pipeline in pipelines():
         if small and pipeline.name not in SMALL:

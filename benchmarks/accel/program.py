@@ -32,7 +32,7 @@ class Figures:
       flops: the compiler's count; 0 of a GPU.
       collectives: bytes of one device's results, by operation and dtype.
       exchange: seconds of the collectives at the published bandwidth of the links.
-      uncounted: what the figures leave out.
+      uncounted: costs that the figures leave out.
       rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's roofline.
       seconds: CPU seconds of the compiler.
     """

@@ -6,12 +6,12 @@
     python -m benchmarks.accel.scale --small                      # narrow layers over v5e:2x2: a minute and a half
 
 Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.scale_model`), 256 texts of 4096 tokens.
-Params, their moments and what is kept beside them are split over the `fsdp` axis of the mesh, the batch over both axes;
+Params, their moments and remainders are split over the `fsdp` axis of the mesh, the batch over both axes;
 activations are constrained to be split by batch, params and state are donated. Ours is mixed_bfloat16 with
 `value_and_grad` and `apply_gradients` of `mixed_precision(optax.adamw)`, which skips steps that are not finite. By hand
 is Flax's linen with `dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
 
-memory      bytes of a chip that arguments, temporaries and new results take, beside what it has;
+memory      bytes of a chip that arguments, temporaries and new results take, beside those that it has;
 temporary   bytes at their peak beside arguments and results;
 cycles      the compiler's estimate of a chip's, exchanges left out;
 seconds     of these cycles and of the exchanges at the published bandwidth of the links, one after the other;
@@ -87,9 +87,9 @@ class Variant:
     """A way to write the step.
 
     Attributes:
-      policy: what the layers and the optimizer obey; None is by hand.
+      policy: of the layers and the optimizer; None is by hand.
       wing: "linen" or "nnx".
-      all_reduce_dtype: what gradients are summed in over the data axis; None leaves both axes to XLA.
+      all_reduce_dtype: the dtype of the gradients' sum over the data axis; None leaves both axes to XLA.
     """
 
     policy: str | None

@@ -37,7 +37,7 @@ class Embed(Layer, flax_nn.Embed):
         return fields | half_safe_inits(self, fields["param_dtype"])  # the table is made in setup
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """The inner products of a query (..., features) with each embedding: (..., num_embeddings)."""
+        """Returns the inner products of a query (..., features) with each embedding: (..., num_embeddings)."""
         if self._accumulates_in is None:
             undecorated: Any = inspect.unwrap(flax_nn.Embed.attend)  # the method machinery is entered once
             return undecorated(self, query)

@@ -18,7 +18,7 @@ from policy.precedence import Effective
 class Layer(Module):
     """A Flax layer that obeys policies.
 
-    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold what the policy says.
+    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold the policy's dtypes.
     """
 
     _is_layer: ClassVar[bool] = True

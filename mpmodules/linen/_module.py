@@ -50,12 +50,12 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     """`flax.linen.Module` with a dtype policy.
 
     A module's call is a *boundary* when it obeys another policy than the one in force, or when none is open yet: its
-    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Everything inside hands on
+    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Every layer inside returns
     compute_dtype. That holds for every public method that is called from outside.
 
     Attributes:
       dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
-      keep_inputs: names of arguments that a boundary leaves as they come. A class attribute:
+      keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``.
     """
 

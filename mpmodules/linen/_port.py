@@ -151,7 +151,7 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
     Args:
       model: an unbound linen module, Flax's own or ours. A `dtype_policy` that it carries itself is replaced.
       policy: a Policy or its text form.
-      rules: `PolicyRules` or what they are made from; paths are those of the model's variables.
+      rules: `PolicyRules` or an argument for them; paths are those of the model's variables.
       keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An explicit `param_dtype`
         can't be told from the default and never does.
 

@@ -69,7 +69,7 @@ def tabulate(
 def tabulate_method(
     module: flax_nn.Module, rngs: Any, *args: Any, policy_columns: bool | None = None, **kwargs: Any
 ) -> str:
-    """`Module.tabulate`: takes what `nn.tabulate` takes by name, and the arguments of the method that it tabulates."""
+    """Runs `tabulate` as `Module.tabulate` does: its options by name, and the arguments of the tabulated method."""
     names = ("depth", "show_repeated", "mutable", "console_kwargs", "table_kwargs", "column_kwargs")
     names = (*names, "compute_flops", "compute_vjp_flops")
     options = {name: kwargs.pop(name) for name in names if name in kwargs}

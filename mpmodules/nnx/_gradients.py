@@ -104,7 +104,7 @@ def grad(
     grads: GradientKind = "float32",
     **options: Any,
 ) -> Callable[..., Any]:
-    """`value_and_grad` without the value: returns the gradients, or with `has_aux` the pair `(gradients, aux)`."""
+    """Like `value_and_grad` without the value: returns the gradients, or with `has_aux` the pair `(gradients, aux)`."""
     options |= {"policy": policy, "loss_scale": loss_scale, "grads": grads}
     if f is None:
         return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)

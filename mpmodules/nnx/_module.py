@@ -137,12 +137,12 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     state. A scope around a call of a built model changes no layer.
 
     A module's call is a *boundary* when its policy differs from the one in force, or when none is open yet: its
-    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Everything inside hands on
+    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Every layer inside returns
     compute_dtype. That holds for every public method that is called from outside.
 
     Attributes:
       dtype_policy: the `Policy` captured, or None.
-      keep_inputs: names of arguments that a boundary leaves as they come. A class attribute:
+      keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``.
     """
 

@@ -165,7 +165,7 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
     Args:
       model: an nnx module, Flax's own or ours.
       policy: a Policy or its text form.
-      rules: `PolicyRules` or what they are made from. A module's path is the names of the attributes and the indices
+      rules: `PolicyRules` or an argument for them. A module's path is the names of the attributes and the indices
         that lead to it, joined by ``/``.
       keep_explicit: whether a dtype that a Flax layer was built with holds against the policy. A param_dtype can't be
         told from the default and never does.
