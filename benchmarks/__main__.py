@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import page
+from benchmarks.command import exit_status, parser, run_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +78,10 @@ def chosen(names: Sequence[str], quick: bool) -> dict[str, Table]:
     return {n: t for n, t in TABLES.items() if t.by_default and not (quick and t.quick is None)}
 
 
-def run(table: Table, quick: bool, check: bool, file: Path, more: Sequence[str] = ()) -> tuple[int, Any]:
+def run(name: str, table: Table, quick: bool, check: bool, more: Sequence[str] = ()) -> tuple[int, Any]:
     """Runs a table's command, with more arguments of its own. Returns its exit status and its rows."""
-    arguments = [*((table.quick or ()) if quick else ()), *(table.check if check else ()), *more, "--json", str(file)]
-    status = subprocess.run([sys.executable, "-m", table.module, *arguments], check=False).returncode
-    return status, json.loads(file.read_text()) if file.exists() else None
+    arguments = [*((table.quick or ()) if quick else ()), *(table.check if check else ()), *more]
+    return run_table(name, f"{name}: {table.what}", table.module, arguments)
 
 
 def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path | None) -> None:
@@ -118,22 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       1 where a table fails, or misses a bound under ``--check``; 2 for unknown names; else 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"tables: {', '.join(TABLES)}")
-    parser.add_argument(
-        "--only", nargs="+", action="extend", default=[], metavar="NAME", help="the same; after accel, its tables"
-    )
-    parser.add_argument("--on", nargs="+", default=[], metavar="CHIP", help="chips of accel's tables, as in v5e h100")
-    parser.add_argument("--record", action="store_true", help="record the figures of accel's baselines")
-    parser.add_argument("--quick", action="store_true", help="counts of small models")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="a file to write a page to")
-    options = parser.parse_args(arguments)
+    command = parser("benchmarks", __doc__)
+    command.add_argument("names", nargs="*", metavar="NAME", help=f"tables: {', '.join(TABLES)}")
+    command.add_argument("--markdown", type=Path, metavar="FILE", help="a file to write a page to")
+    options = command.parse_args(arguments)
     if ACCEL not in options.names and (options.on or options.record):
-        parser.error("--on and --record are of the table accel: python -m benchmarks accel --on v5e")
+        command.error("--on and --record are of the table accel: python -m benchmarks accel --on v5e")
     more = _of_accel(options) if ACCEL in options.names else []
     try:
         tables = chosen([*options.names, *options.only], options.quick)
@@ -141,20 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     results, failed = {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, table in tables.items():
-            print(f"\n== {name}: {table.what}", flush=True)
-            start = time.monotonic()
-            file = Path(folder) / f"{name}.json"
-            status, results[name] = run(table, options.quick, options.check, file, more if name == ACCEL else ())
-            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-            if status == 2:  # what it needs is not there, and it said so
-                return 2
-            failed += [name] if status else []
+    for name, table in tables.items():
+        status, results[name] = run(name, table, options.quick, options.check, more if name == ACCEL else ())
+        if status == 2:  # what it needs is not there, and it said so
+            return 2
+        failed += [name] if status else []
     _write(results, options.json, options.markdown)
-    if failed:
-        print(f"\nfailed or missed a bound: {', '.join(failed)}", file=sys.stderr)
-    return int(bool(failed))
+    return exit_status(failed)
 
 
 if __name__ == "__main__":

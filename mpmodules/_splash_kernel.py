@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -92,31 +92,24 @@ def backward(
     with _as_written():
         operands = [_scaled(query), *map(_heads_first, (key, value, out, cotangent))]
         log_sum = log_sum.reshape(-1, *log_sum.shape[-2:])
-        queries, keys, values, outs, cotangents = operands
-        pullback = functools.partial(_pullback, kernel)
-        grads = jax.vmap(pullback)(queries, keys, values, outs, log_sum, cotangents)
+        *inputs, outs, cotangents = operands
+        grads = jax.vmap(functools.partial(_pullback, kernel))(inputs, outs, log_sum, cotangents)
         d_query = (grads[0].astype(jnp.float32) * _scale(query)).astype(query.dtype)
         return _heads_last(d_query, query), _heads_last(grads[1], key), _heads_last(grads[2], value)
 
 
 def _pullback(
-    kernel: Callable[..., Array],
-    query: Array,
-    key: Array,
-    value: Array,
-    out: Array,
-    log_sum: Array,
-    cotangent: Array,
+    kernel: Callable[..., Array], inputs: Sequence[Array], out: Array, log_sum: Array, cotangent: Array
 ) -> tuple[Array, ...]:
     """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward is not run again.
 
     Raises:
       NotImplementedError: JAX's kernel has other residuals.
     """
-    program, shapes = jax.make_jaxpr(lambda *operands: jax.vjp(kernel, *operands), return_shape=True)(query, key, value)
+    program, shapes = jax.make_jaxpr(lambda *operands: jax.vjp(kernel, *operands), return_shape=True)(*inputs)
     jaxpr: Any = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    known |= dict(zip(jaxpr.invars, (query, key, value), strict=True))
+    known |= dict(zip(jaxpr.invars, inputs, strict=True))
     known[jaxpr.outvars[0]] = out
     leaves = []
     for atom in jaxpr.outvars[1:]:

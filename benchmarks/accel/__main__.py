@@ -18,21 +18,17 @@ It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 L
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import inspect
 import json
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.accel import baseline, targets
+from benchmarks.command import exit_status, parser, run_table
 from benchmarks.table import Row, line, missed_line
 
 
@@ -93,17 +89,15 @@ def _compilers_of(on: Sequence[str]) -> None:
         _ = targets.Target(name).devices
 
 
-def run(name: str, on: Sequence[str], quick: bool, check: bool, file: Path) -> tuple[int, list[dict[str, Any]]]:
+def run(name: str, on: Sequence[str], quick: bool, check: bool) -> tuple[int, list[dict[str, Any]]]:
     """Runs a table in a process of its own. Returns its exit status and its rows."""
-    arguments = [*(["--small"] if quick else []), *(["--check"] if check else []), "--json", str(file)]
+    arguments = [*(["--small"] if quick else []), *(["--check"] if check else [])]
     if on and takes_targets(name):
         arguments += ["--on", *on]
     # The GPU's compiler can't read back what it writes to JAX's cache, and a program is not to be of another day.
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    status = subprocess.run(
-        [sys.executable, "-m", TABLES[name].module, *arguments], check=False, env=environment
-    ).returncode
-    return status, json.loads(file.read_text()) if file.exists() else []
+    status, rows = run_table(name, name, TABLES[name].module, arguments, environment)
+    return status, rows or []
 
 
 def _beside_recorded(tables: dict[str, list[dict[str, Any]]], *, records: bool) -> list[Row]:
@@ -119,19 +113,13 @@ def _beside_recorded(tables: dict[str, list[dict[str, Any]]], *, records: bool) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 1 where a bound is missed and that is asked, or a table fails; 2 for wrong names, or where a
-    compiler is not installed.
+    """Runs the command and returns its exit status.
+
+    Returns:
+      1 where a table fails, or under ``--check`` a bound is missed or a baseline got dearer; 2 for unknown names, or
+      where a compiler is not installed; else 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks accel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="TABLE", help=", ".join(TABLES))
-    parser.add_argument("--on", nargs="+", default=[], metavar="TARGET", help=f"chips: {', '.join(targets.CHIPS)}")
-    parser.add_argument("--quick", action="store_true", help="a few small programs")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
-    parser.add_argument("--record", action="store_true", help="record the baselines' figures")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
-    options = parser.parse_args(arguments)
+    options = parser("benchmarks accel", __doc__).parse_args(arguments)
     try:
         names = chosen(options.only, options.on, options.quick)
         _compilers_of(options.on)
@@ -139,13 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     tables, failed = {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, on in names.items():
-            print(f"\n== {name}", flush=True)
-            start = time.monotonic()
-            status, tables[name] = run(name, on, options.quick, options.check, Path(folder) / f"{name}.json")
-            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-            failed += [name] if status else []
+    for name, on in names.items():
+        status, tables[name] = run(name, on, options.quick, options.check)
+        failed += [name] if status else []
     # A quick table's rows may have the names of larger ones.
     baselines = {f"{name}, quick" if options.quick else name: rows for name, rows in tables.items()}
     compared = _beside_recorded(baselines, records=options.record)
@@ -158,9 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         every = tables | {"baseline": [row.as_json() for row in compared]}
         flat = [{"table": name, **row} for name, rows in every.items() for row in rows]
         options.json.write_text(json.dumps(flat, indent=1) + "\n")
-    if failed:
-        print(f"\nfailed or missed a bound: {', '.join(failed)}", file=sys.stderr)
-    return int(bool(failed))
+    return exit_status(failed)
 
 
 if __name__ == "__main__":

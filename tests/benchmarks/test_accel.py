@@ -285,7 +285,7 @@ def test_a_table_is_of_the_chips_that_it_has():
 
 def test_the_accelerators_tables_are_chosen_by_name(monkeypatch):
     called = []
-    monkeypatch.setattr(everything, "run", lambda table, quick, check, file, more: (called.append(more), (2, None))[1])
+    monkeypatch.setattr(everything, "run", lambda name, table, quick, check, more: (called.append(more), (2, None))[1])
     assert everything.main(["accel", "--only", "models", "layers", "--on", "v5e", "--record"]) == 2
     assert called == [["--only", "models", "layers", "--on", "v5e", "--record"]]
     assert everything.ACCEL not in everything.chosen([], quick=False)
