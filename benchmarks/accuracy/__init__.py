@@ -26,6 +26,9 @@ float16 for norms, softmax, pooling, losses and sums, the gradients that are sum
 others by more than 0.1 ulp, 10%, or what rounding once leaves (in float32: twice, or 32 ulps). Where a contract of ours
 lets one of the others be nearer, the report names it as accepted, says why, and holds the row against the rest.
 
+**Attention.** Ours and torch's divide the product with the values by the softmax's sum and round once; Flax's rounds
+the attention weights before that product. So do ours where weights are dropped out or sown.
+
 XLA may keep a float32 where a program rounds to half and reads that again, for ours and for upstream alike. RoPE is
 measured where Flax has it (0.12.12 and later), WeightNorm and SpectralNorm on the identity, so that what is measured is
 the weights.

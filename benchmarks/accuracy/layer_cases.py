@@ -21,10 +21,6 @@ Data = Callable[[np.random.Generator], tuple[np.ndarray, ...]]
 
 BIAS = "torch adds the bias to the accumulator; ours run Flax's program, which adds it to the rounded product"
 
-WEIGHTS = (
-    "torch divides by the softmax's sum after the product with the values; ours and Flax's round the weights first"
-)
-
 CARRY = "Flax's cells return float32 and keep a float32 carry whatever their dtype is; ours keep it in compute_dtype"
 
 
@@ -206,9 +202,7 @@ def _attention_functions(small: bool) -> Iterator[Case]:
     for inputs, scale in {"normal": 1.0, "large logits": 3.0}.items():
         data: Data = lambda rng, s=scale: tuple(s * rng.normal(size=(2, length, 4, 16)) for _ in range(3))  # noqa: E731
         name = "dot_product_attention"
-        yield Case(
-            name, inputs, "matmuls", data, columns, columns["flax linen"], floor=1.0, torch=name, accepted=WEIGHTS
-        )
+        yield Case(name, inputs, "matmuls", data, columns, columns["flax linen"], floor=1.0, torch=name)
 
 
 def _attend(wing: Any, precision: Precision, *arrays: Any) -> Any:
