@@ -52,9 +52,9 @@ def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that an InstanceNorm reduces over, all but the batch's and the features'; None where Flax refuses them.
+    """Returns the axes that an InstanceNorm reduces over, or None where Flax refuses them.
 
-    The first axis is the batch's, and can't be one of the features'.
+    Those are all but the batch's, which is the first and can't be one of the features', and the features'.
     """
     features = _listed(layer.feature_axes)
     if not _are_axes(features, x.ndim) or any(axis % x.ndim == 0 for axis in features):
@@ -104,7 +104,7 @@ def takes_exact_moments(layer: Any, x: jax.Array, policy: Policy) -> bool:
 
 
 def takes_arguments(layer: Any, args: Sequence[Any], rest: Iterable[str]) -> bool:
-    """Returns whether a normalisation of Flax's takes those arguments after its input; what it does not take, it refuses."""
+    """Returns whether a normalisation of Flax's takes those arguments after its input; others it refuses."""
     flags = ["use_running_average"] if layer._running else []
     return len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
 

@@ -11,6 +11,7 @@ makes the numbers. With a shift that depends on the data, or in two passes, it w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ import numpy as np
 from jax import lax
 
 Array = jax.Array
+_Parts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,22 +79,57 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
     # XLA may drop a cast to half that a cast to float32 follows, but the sums are exact only of rounded numbers. With
     # all of float32's exponents: in float16's own, its subnormal numbers would become 0.
     wide = lax.reduce_precision(x.astype(jnp.float32), 8, info.nmant)
-    is_known = all(isinstance(x.shape[axis], int) for axis in region.axes)  # `jax.export` has symbolic sizes
-    parts = _parts(x.shape, region.axes, 2 ** (24 - precision)) if is_known else None
-    if parts is None:
-        mean = region.mean(wide)
-        return mean, jnp.zeros_like(mean), region.mean(jnp.square(wide - mean))
+    if not all(isinstance(x.shape[axis], int) for axis in region.axes):  # `jax.export` has symbolic sizes
+        return _in_two_passes(region, wide)
+    halves = _parts(wide.shape, region.axes, 2 ** (24 - precision))
+    if halves is None:
+        return _in_two_passes(region, wide)
+    by_halves = functools.partial(_of_parts, region, precision, halves)
+    # Along columns XLA for GPUs takes two sums in one pass over their numbers, but not three.
+    squares = _parts(*_merged(wide, region.axes), 2 ** (24 - 2 * precision)) if 2 * precision < 24 else None
+    if squares is None or wide.ndim - 1 in region.axes:
+        return by_halves(wide)
+    by_squares = functools.partial(_of_parts, region, precision, squares, cuts=False)
+    return lax.platform_dependent(wide, cuda=by_squares, rocm=by_squares, default=by_halves)
+
+
+def _in_two_passes(region: Region, wide: Array) -> tuple[Array, Array, Array]:
+    mean = region.mean(wide)
+    return mean, jnp.zeros_like(mean), region.mean(jnp.square(wide - mean))
+
+
+def _of_parts(
+    region: Region, precision: int, parts: _Parts, wide: Array, *, cuts: bool = True
+) -> tuple[Array, Array, Array]:
+    """Computes the moments of parts, and from those the region's. `cuts`: see `_exact_moments`."""
     shape, inner, outer = parts
-    centre, offset, variance = _exact_moments(wide.reshape(shape), Region(inner), precision)
+    centre, offset, variance = _exact_moments(wide.reshape(shape), Region(inner), precision, cuts=cuts)
     if outer or region.groups:
         centre, offset, variance = _joined(centre, offset, variance, Region(outer, region.groups), precision)
-    kept = tuple(1 if axis in region.axes else size for axis, size in enumerate(x.shape))
+    kept = tuple(1 if axis in region.axes else size for axis, size in enumerate(wide.shape))
     return centre.reshape(kept), offset.reshape(kept), variance.reshape(kept)
 
 
-def _parts(
-    shape: Sequence[int], axes: Sequence[int], limit: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+def _merged(x: Array, axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of `x` with neighbours among `axes` made one, and those axes in it.
+
+    Where a mesh has explicit axes, which one of the two may be sharded along, it is the shape as it is.
+    """
+    if not jax.typeof(x).sharding.mesh.empty:
+        return x.shape, tuple(axes)
+    shape: list[int] = []
+    merged: list[int] = []
+    for axis, size in enumerate(x.shape):
+        if axis in axes and axis - 1 in axes:
+            shape[-1] *= size
+            continue
+        if axis in axes:
+            merged.append(len(shape))
+        shape.append(size)
+    return tuple(shape), tuple(merged)
+
+
+def _parts(shape: Sequence[int], axes: Sequence[int], limit: int) -> _Parts | None:
     """Returns a shape with axes that hold at most `limit` elements together, those axes, and the other reduced ones.
 
     An axis that is longer is cut in two. None where no divisor allows that.
@@ -116,17 +153,22 @@ def _parts(
     return tuple(sizes), tuple(sorted(inner)), tuple(axis for axis in reduced if axis not in inner)
 
 
-def _exact_moments(x: Array, region: Region, precision: int) -> tuple[Array, Array, Array]:
+def _exact_moments(x: Array, region: Region, precision: int, *, cuts: bool = True) -> tuple[Array, Array, Array]:
     """Computes the mean, as the sum of two numbers, and the variance of numbers with `precision` bits.
 
     With S and Q the sums of x and of x^2 and c a number of `precision` bits close to the mean, the squared distances
     from c add up to (Q - c S) - c (S - n c). Of numbers close to each other, not more than 2^(24 - precision), each
     product and each difference in it is exact.
+
+    Args:
+      cuts: whether Q is the sum of two halves of each square. Whole squares add up exactly where they are not more than
+        2^(24 - 2 precision).
     """
     count = np.float32(region.size(x.shape))
     square = x * x
-    leading = _leading_bits(square, precision)
-    total, high, low = (region.sum(y) for y in (x, leading, square - leading))
+    leading = _leading_bits(square, precision) if cuts else square
+    total, high = region.sum(x), region.sum(leading)
+    low = region.sum(square - leading) if cuts else jnp.zeros_like(high)
     centre = _leading_bits(total / count, precision)
     rest = total - count * centre
     total_high = _leading_bits(total, 12)
