@@ -193,3 +193,66 @@ def test_a_shift_of_groups_has_one_number_for_each_group():
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
 def test_nothing_has_no_shift(shape):
     assert shift_of(Region((1,)), jnp.ones(shape)) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two sums along columns, which is what GPUs take in one pass
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "region"),
+    [
+        ((2, 5, 7, 6), Region((0, 1, 2))),
+        ((2, 5, 7, 6), Region((0, 2))),
+        ((2, 5, 7, 6), Region((1, 2), 3)),
+        ((64, 28, 28, 3), Region((0, 1, 2))),
+        ((70000, 2), Region((0,))),
+    ],
+)
+@pytest.mark.parametrize(("mean", "spread"), [(0, 1), (300, 1), (-1024, 2), (1e-3, 1e-4), (7, 1e-6)])
+def test_moments_from_whole_squares_are_those_of_float64(monkeypatch, shape, region, mean, spread):
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda x, cuda, **_: cuda(x))
+    x = jnp.asarray(mean + spread * RNG.normal(size=shape), jnp.bfloat16)
+    centre, offset, variance = (np.asarray(part, np.float64) for part in moments(region, x))
+    true_mean, true_variance = truth(x, region)
+    np.testing.assert_allclose(centre + offset, true_mean, rtol=2e-7, atol=2e-7 * float(np.sqrt(true_variance).max()))
+    np.testing.assert_allclose(variance, true_variance, rtol=5e-4)
+
+
+@pytest.mark.parametrize("mean", [1018, 1026, 2040, 2050])
+def test_whole_squares_on_either_side_of_a_power_of_two(mean):
+    count = module._whole_squares(8)
+    assert count == 128
+    x = jnp.asarray(mean + np.geomspace(1, 30, 40) * RNG.normal(size=(count, 40)), jnp.bfloat16)
+    squares = np.square(np.asarray(x, np.float32))
+    one_by_one = functools.reduce(np.add, squares)  # the order that rounds most
+    assert one_by_one.dtype == np.float32
+    np.testing.assert_array_equal(one_by_one, squares.astype(np.float64).sum(0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "region", "sums"),
+    [
+        (jnp.bfloat16, Region((0, 1)), {"tpu": 3, "cpu": 3, "cuda": 2}),
+        (jnp.bfloat16, Region((2,)), {"tpu": 3, "cpu": 3, "cuda": 3}),  # of rows GPUs take three at once
+        (jnp.float16, Region((0, 1)), {"tpu": 3, "cpu": 3, "cuda": 3}),  # of 4 squares no more adds up exactly
+    ],
+)
+def test_sums_of_each_platform(dtype, region, sums):
+    lowered = jax.jit(functools.partial(moments, region)).trace(jax.ShapeDtypeStruct((4, 16, 128), dtype))
+    for platform, count in sums.items():
+        assert lowered.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.reduce(") == count
+
+
+@pytest.mark.parametrize(
+    ("axes", "merged"),
+    [
+        ((0, 1, 2), ((24, 5), (0,))),
+        ((1, 2), ((2, 12, 5), (1,))),
+        ((0, 2), ((2, 3, 4, 5), (0, 2))),
+        ((), ((2, 3, 4, 5), ())),
+    ],
+)
+def test_neighbours_among_axes_are_made_one(axes, merged):
+    assert module._merged(jnp.zeros((2, 3, 4, 5)), axes) == merged
