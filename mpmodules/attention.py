@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from mpmodules.functional import complex_input, is_wider
 from policy.accumulators import accumulating
@@ -80,6 +80,41 @@ def dot_product_attention(
       (B..., T, N, width of `value`) in the values' dtype.
     """
     check_shapes(query, key, value)
+    attend = functools.partial(
+        _attention, is_causal=is_causal, precision=precision, reduction_dtype=jnp.dtype(reduction_dtype)
+    )
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    is_each_or_all = all(x is None or np.ndim(x) < 3 or np.shape(x)[-3] in (1, heads) for x in (bias, mask))
+    if heads == key_heads or value.shape[-2] != key_heads or not is_each_or_all:
+        return attend(query, key, value, bias, mask)
+    # Mapped over the query heads of a key head. XLA for TPUs fuses little into matmuls whose heads are reshaped.
+    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
+    bias, bias_axis = _by_key_head(bias, key_heads)
+    mask, mask_axis = _by_key_head(mask, key_heads)
+    result = jax.vmap(attend, (-2, None, None, bias_axis, mask_axis), -2)(grouped, key, value, bias, mask)
+    return result.reshape(*result.shape[:-3], heads, result.shape[-1])
+
+
+def _by_key_head(x: ArrayLike | None, key_heads: int) -> tuple[Array | None, int | None]:
+    """Splits the heads of a bias or mask (B..., N, T, S): (B..., K, N / K, T, S), and the axis to map over, if any."""
+    if x is None or np.ndim(x) < 3 or np.shape(x)[-3] == 1:
+        return (None if x is None else jnp.asarray(x)), None
+    x = jnp.asarray(x)
+    return x.reshape(*x.shape[:-3], key_heads, -1, *x.shape[-2:]), -3
+
+
+def _attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | None,
+    *,
+    is_causal: bool,
+    precision: Any,
+    reduction_dtype: DTypeLike,
+) -> Array:
+    """Computes attention of as many query heads as key heads, or of any number by XLA's grouped matmuls."""
     logits = _logits(query, key, bias, mask, is_causal, precision, None, reduction_dtype)
     if not key.shape[-3]:  # no exponential to divide by
         return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)

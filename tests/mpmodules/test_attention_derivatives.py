@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mpmodules.attention import dot_product_attention
+from policy.inspection.walk import walk
 
 RNG = np.random.default_rng(0)
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 3, 5, 4, 8
@@ -156,3 +157,36 @@ def test_batches_are_attended_one_at_a_time():
     batched = jax.vmap(jax.grad(loss, (0, 1, 2)))(*at)
     for found, alone in zip(batched, jax.grad(loss, (0, 1, 2))(*at), strict=True):
         assert_near(found, wide(alone), 2, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *(("bias", shape) for shape in ((BATCH, HEADS, 1, KEYS), (1, HEADS, QUERIES, KEYS), (1, 1, QUERIES, 1))),
+        *(
+            ("mask", shape)
+            for shape in ((BATCH, HEADS, 1, KEYS), (HEADS, QUERIES, KEYS), (QUERIES, KEYS), (1, 1, KEYS))
+        ),
+    ],
+)
+def test_grouped_heads_take_a_bias_and_a_mask_of_every_shape(name, shape):
+    at, _ = case("bfloat16", key_heads=2)
+    given = RNG.normal(size=shape) if name == "bias" else RNG.random(size=shape) > 0.3
+    options = {name: jnp.asarray(given, jnp.float32 if name == "bias" else bool)}
+    repeated = (at[0], *(jnp.repeat(x, HEADS // 2, axis=-2) for x in at[1:]))
+    assert_near(dot_product_attention(*at, **options), wide(dot_product_attention(*repeated, **options)), 1, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_a_bias_or_mask_of_key_heads_is_refused(name):
+    at, _ = case("bfloat16", key_heads=2)
+    with pytest.raises((ValueError, TypeError), match=r"[Ii]ncompatible (shapes|types) for broadcasting"):
+        dot_product_attention(*at, **{name: jnp.ones((1, 2, QUERIES, KEYS))})
+
+
+def test_the_weights_of_grouped_heads_are_not_reshaped():
+    at, _ = case("bfloat16", key_heads=2)
+    loss = lambda *at: jnp.sum(ours({"is_causal": True})(*at).astype(jnp.float32))  # noqa: E731
+    sites = [site for site in walk(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*at)) if site.name == "reshape"]
+    results = [site.equation.outvars[0].aval.shape for site in sites]
+    assert results and not [shape for shape in results if len(shape) > 1 and shape[-1] == KEYS and shape[-2] == QUERIES]
