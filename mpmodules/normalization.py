@@ -65,6 +65,9 @@ def _normalize_jvp(
     x, scale, bias = primals
     y, centre, offset, variance = _normalize(region, epsilon, dtype, x, scale, bias)
     x_tangent, scale_tangent, bias_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+    if scale_tangent is not None or bias_tangent is not None:
+        # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep these until then.
+        scale_tangent, bias_tangent = lax.optimization_barrier((scale_tangent, bias_tangent))
 
     def derivative(
         x: Array,
