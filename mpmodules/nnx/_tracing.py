@@ -19,11 +19,13 @@ _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable,
 def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
     """Lowers a call of a module or method, or with modules among its arguments, to a call of a pure function.
 
-    Every `nnx.Param` of the modules is a parameter, and the call's updates of their state are put in place.
+    Every `nnx.Param` of the modules is a parameter, and the call's updates of their state are put in place. A
+    `nnx.State` is a tree of arrays, as for `jax.jit`: what is merged from it and changes does not change it.
     """
     module, method = _holder(fn)
     is_node = lambda leaf: isinstance(leaf, _NODES)  # noqa: E731
-    leaves, treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_node)
+    is_leaf = lambda leaf: isinstance(leaf, (*_NODES, flax_nnx.State))  # noqa: E731
+    leaves, treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_leaf)
     places = tuple(map(is_node, leaves))
     if not any(places):
         return None
