@@ -11,10 +11,12 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax import lax
 
+from policy.amp.categories import MATMULS
 from policy.amp.evaluator import HANDLERS, Evaluator, Handler, as_traced, opaque_kind
 from policy.amp.settings import UnknownPrimitiveError
 from policy.amp.sharing import once_for_all_alike
 from policy.amp.values import F32, Value, cast, float_dtype
+from policy.inspection.walk import walk
 from policy.paths import scanned_path
 from policy.programs import bind, opened, scan_arity, with_consts_as_arguments
 
@@ -206,9 +208,18 @@ def _evaluated(program: Any, out: Sequence[Any], *arrays: Any) -> list[Any]:
 def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Value]:
     """The same primitive, as only it knows which platforms its branches are for."""
     operands, out = arrays[1:], _dtypes(equation.outvars)
+    if not any(_may_narrow(inside, branch) for branch in equation.params["branches"]):
+        return [Value(output) for output in bind(equation, arrays)]
     branches = [Body(inside, branch, list(map(Value, operands)), out) for branch in equation.params["branches"]]
     rewritten = tuple(jax.make_jaxpr(branch)(*operands) for branch in branches)
     return [Value(output) for output in bind(equation, arrays, {**equation.params, "branches": rewritten})]
+
+
+def _may_narrow(evaluator: Evaluator, program: Any) -> bool:
+    """Returns whether a program whose operands have their traced dtypes has to be rewritten, or reported."""
+    settings = evaluator.settings
+    names = MATMULS | settings.allow
+    return settings.strict or evaluator.report is not None or any(site.name in names for site in walk(program))
 
 
 @_handles("shard_map")

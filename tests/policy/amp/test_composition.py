@@ -640,3 +640,23 @@ def test_solvers_and_linear_calls_run_in_float32(fn):
     cast = autocast(fn, BF16, params=0)
     near(cast(W, x), fn(W, x), 2e-2)
     near(jax.grad(lambda x: cast(W, x).sum())(x), jax.grad(lambda x: fn(W, x).sum())(x), 2e-2)
+
+
+def test_branches_of_platforms_are_rewritten_where_they_multiply():
+    w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    square, product = lambda x: jnp.sum(jnp.square(x)), lambda x: jnp.sum(x @ w)
+
+    def run(x):
+        return lax.platform_dependent(x, cpu=square, default=jnp.sum) + lax.platform_dependent(
+            x, cpu=product, default=square
+        )
+
+    ops = operations(autocast(run, "bfloat16"), x)
+    assert {op.inputs for op in ops if op.name == "dot_general"} == {("bfloat16", "bfloat16")}
+    assert {op.inputs for op in ops if op.name == "reduce_sum"} == {("float32",)}
+    allowed = operations(
+        autocast(lambda x: lax.platform_dependent(x, cpu=jnp.tanh, default=jnp.sin), "bfloat16", allow=["sin"]),
+        x.astype("float32"),
+    )
+    assert [op.name for op in allowed if op.name in ("sin", "tanh")] == ["tanh", "sin"]
+    assert float(autocast(run, "bfloat16")(x)) == float(run(x))
