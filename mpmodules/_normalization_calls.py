@@ -94,22 +94,25 @@ def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def takes_exact_moments(layer: Any, x: jax.Array, policy: Policy) -> bool:
+def takes_exact_moments(
+    layer: Any, method: Callable[..., Any], x: jax.Array, args: Sequence[Any], rest: Iterable[str], policy: Policy
+) -> bool:
     """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest.
 
-    An epsilon that is an array may be traced, differentiated, or one of many: that is for Flax's code.
+    A user's method, and arguments that Flax refuses, are left to Flax's code. So is an epsilon that is an array: it may
+    be traced, differentiated, or one of many.
+
+    Args:
+      args, rest: the arguments of the call beside `x`.
     """
-    is_number = isinstance(layer.epsilon, numbers.Real)
-    return is_number and bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
-
-
-def takes_arguments(layer: Any, args: Sequence[Any], rest: Iterable[str]) -> bool:
-    """Returns whether a normalisation of Flax's takes those arguments after its input; others it refuses."""
+    if not _is_flax_method(method) or not isinstance(layer.epsilon, numbers.Real):
+        return False
     flags = ["use_running_average"] if layer._running else []
-    return len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
+    takes_arguments = len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
+    return takes_arguments and bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
 
 
-def is_flax_method(method: Callable[..., Any]) -> bool:
+def _is_flax_method(method: Callable[..., Any]) -> bool:
     """Returns whether `method` is Flax's own code, not a user's."""
     return method.__module__.startswith("flax.")
 
@@ -161,7 +164,7 @@ class NormalizationCall(abc.ABC):
     def is_of(self, layer: Any, module: str) -> bool:
         """Returns whether Flax's own method is called on a class of `module`, with only flags beside its input."""
         flags = (*self.args, *(value for _, value in self.rest))
-        is_own = type(layer).__module__ == module and is_flax_method(self.method)
+        is_own = type(layer).__module__ == module and _is_flax_method(self.method)
         return is_own and all(flag is None or isinstance(flag, bool) for flag in flags)
 
     @abc.abstractmethod

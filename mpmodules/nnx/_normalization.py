@@ -23,11 +23,9 @@ from mpmodules._normalization_calls import (
     frozen,
     group_norm_region,
     instance_norm_region,
-    is_flax_method,
     layer_norm_region,
     no_region,
     normalized,
-    takes_arguments,
     takes_exact_moments,
 )
 from mpmodules.moments import Region, shift_of
@@ -131,8 +129,7 @@ class Normalization(Layer):
         use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
         shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
-        is_ours = is_flax_method(method) and takes_arguments(self, args[1:], rest)
-        if shifts and is_ours and takes_exact_moments(self, x, policy):
+        if shifts and takes_exact_moments(self, method, x, args[1:], rest, policy):
             y = self._normalized(x, self._returns(crosses))
             if y is not None:
                 return y

@@ -1,4 +1,4 @@
-"""What the forward pass keeps in float32 for the backward pass, where half would do."""
+"""Finds residuals that the forward pass keeps in float32 where half would do."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Regions:
                 self.reasons.add(self._root((id(node), ())))
 
     def has_reason(self, node: Node) -> bool:
-        """Whether there is one; for what a conditional returns, in one of its branches."""
+        """Returns whether a node's residual has a reason, of a conditional's result in one of its branches."""
         makers = [value.maker for value in node.inputs if value.maker is not None] if node.name == "branch" else [node]
         return any(self._root((id(maker), ())) in self.reasons for maker in makers)
 
