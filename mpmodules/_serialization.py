@@ -6,7 +6,7 @@ are part of a tree's structure (a loss scale's period and bounds, a fixed scale)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,16 +38,25 @@ def _text(layout: Layout) -> str:
     return f"master_weights={layout.master_weights!r}, params {', '.join(layout.dtypes or ())}"
 
 
+_FIELDS = ("master_weights", "dtypes", "optimizer")
+
+
 def _layout_to(layout: Layout) -> dict[str, Any]:
     # as numbers: what maps over a state dict expects arrays
-    return {"text": np.frombuffer(_text(layout).encode(), np.uint8)}
+    texts = (layout.master_weights, ",".join(layout.dtypes or ()), layout.optimizer)
+    return {name: np.frombuffer(text.encode(), np.uint8) for name, text in zip(_FIELDS, texts, strict=True)}
 
 
 def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
-    saved = bytes(np.asarray(state["text"], np.uint8)).decode()
-    if saved != _text(target):
+    mode, dtypes, optimizer = (bytes(np.asarray(state[name], np.uint8)).decode() for name in _FIELDS)
+    saved = Layout(cast("Any", mode), tuple(dtypes.split(",")) if dtypes else None, optimizer)
+    if (saved.storage, saved.dtypes, saved.optimizer) != (target.storage, target.dtypes, target.optimizer):
+        by = (
+            "" if saved.optimizer == target.optimizer else f" It was made by {saved.optimizer}, not {target.optimizer}."
+        )
         raise ValueError(
-            f"The optimizer state was saved with {saved}, and can't be restored into one with {_text(target)}."
+            f"The optimizer state was saved with {_text(saved)}, and can't be restored into one with {_text(target)}."
+            f"{by} Restore it into a state of the transform that saved it, and convert(state, params, to=tx) that."
         )
     return target
 

@@ -27,6 +27,7 @@ from policy.loss_scale import select_tree as select_tree
 from policy.optim import MixedPrecision as MixedPrecision
 from policy.optim import MixedPrecisionState as MixedPrecisionState
 from policy.optim import apply_gradients as apply_gradients
+from policy.optim import convert as convert
 from policy.optim import finite_of as finite_of
 from policy.optim import init_from_master as init_from_master
 from policy.optim import loss_scale_of as loss_scale_of

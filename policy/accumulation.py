@@ -24,7 +24,7 @@ def split_batch(batch: T, count: int) -> T:
     Microbatch i holds examples i, i + count, i + 2 count, ...: a batch sharded over its examples stays where it is.
 
     Raises:
-      ValueError: a leaf's first axis is no multiple of `count`.
+      ValueError: a leaf's first axis is no multiple of `count`, or leaves differ in it.
     """
 
     def split(path: Any, leaf: Any) -> Any:
@@ -35,7 +35,14 @@ def split_batch(batch: T, count: int) -> T:
             )
         return jnp.swapaxes(jnp.reshape(leaf, (-1, count, *jnp.shape(leaf)[1:])), 0, 1)
 
-    return jax.tree_util.tree_map_with_path(split, batch)
+    microbatches = jax.tree_util.tree_map_with_path(split, batch)
+    lengths = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    if len(lengths) > 1:
+        shapes = [
+            f"{path_name(path)} {tuple(jnp.shape(leaf))}" for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        ]
+        raise ValueError(f"The leaves of batch should share their first axis, but got {shortened(shapes)}.")
+    return microbatches
 
 
 def accumulate_gradients(

@@ -8,11 +8,12 @@ of two costs no rounding, and is the default; another value is obeyed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from policy.trees import is_inexact, working_dtype
 T = TypeVar("T")
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+_LARGEST_INT = int(jnp.iinfo(jnp.int32).max)
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # a scale that underflows to 0 would never come back
 
 
@@ -111,7 +113,8 @@ class DynamicLossScale:
       hysteresis_left: () int32, those left; None starts with `hysteresis`.
 
     Raises:
-      ValueError: period, factor, hysteresis, minimum or maximum break their rule.
+      ValueError: the scale lies outside of its minimum and maximum; or these, period, factor or hysteresis break
+        their rule.
       TypeError: one of them is traced.
     """
 
@@ -142,6 +145,9 @@ class DynamicLossScale:
                 "min_loss_scale should lie between 0 and max_loss_scale, "
                 f"but got min_loss_scale={self.min_loss_scale} and max_loss_scale={self.max_loss_scale}."
             )
+        if not isinstance(self.loss_scale, Tracer):
+            require_positive(self.loss_scale)
+            _require_between(self.loss_scale, self.min_loss_scale, self.max_loss_scale)
         if self.hysteresis > 1:
             left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
             put("hysteresis_left", _strong_scalar(left, np.int32))
@@ -177,7 +183,12 @@ class DynamicLossScale:
 
         grown = scale * factor
         grown = jnp.where(grown <= np.float32(min(self.max_loss_scale, _LARGEST)), grown, scale)
-        fallen = jnp.maximum(scale / factor, np.float32(max(self.min_loss_scale, _SMALLEST)))
+        smallest = np.float32(max(self.min_loss_scale, _SMALLEST))
+        fallen = scale / factor
+        # also from a scale that is not finite, which a restored or overwritten state may hold
+        fallen = jnp.where(
+            fallen > smallest, jnp.minimum(fallen, np.float32(min(self.max_loss_scale, _LARGEST))), smallest
+        )
         left = self.hysteresis_left
         if left is not None:
             left = jnp.asarray(left, jnp.int32)
@@ -252,60 +263,89 @@ def get_loss_scale(loss_scale: LossScale | str | ArrayLike | None) -> LossScale:
     return loss_scale
 
 
-def require_positive(scale: Any) -> None:
-    """Refuses a concrete scale that is not positive and finite in float32; a traced one passes.
+def require_positive(scale: Any) -> jax.Array | Literal[True]:
+    """Refuses a concrete scale that is not positive and finite in float32.
+
+    Returns:
+      True; of a traced scale, a () bool that says so at run time.
 
     Raises:
-      ValueError: it is not.
+      ValueError: a concrete scale is not.
     """
     if isinstance(scale, Tracer):
-        return
+        return (scale > 0) & jnp.isfinite(scale.astype(jnp.float32))
     with np.errstate(over="ignore"):  # a Python number above float32's largest becomes inf, and is refused as such
         values = np.asarray(scale).astype(np.float32)
     if not (np.all(values > 0) and np.all(np.isfinite(values))):
         raise ValueError(f"loss_scale should be positive and finite, but got {scale}.")
+    return True
+
+
+def _checked(scale: ArrayLike) -> ArrayLike:
+    """Returns a positive scale as it is, and NaN for a traced one that is not: what it scales is then skipped."""
+    is_positive = require_positive(scale)
+    return scale if is_positive is True else jnp.where(is_positive, scale, jnp.full_like(scale, np.nan))
 
 
 def scale_tree(tree: T, scale: ArrayLike) -> T:
-    """Multiplies every floating leaf by a positive () scale, in float32 or what is wider; other leaves pass."""
-    require_positive(scale)
+    """Multiplies every floating leaf by a positive () scale, in float32 or what is wider; other leaves pass.
+
+    A traced scale that is not positive and finite makes each of them NaN.
+    """
+    scale = _checked(scale)
     return jax.tree.map(lambda x: _in_working_dtype(jnp.multiply, x, scale), tree)
 
 
 def unscale_tree(tree: T, scale: ArrayLike) -> T:
     """Divides every floating leaf by a positive () scale, in float32 or what is wider; other leaves pass.
 
-    It divides: the reciprocal of 3 is rounded, and that of 2^127 is subnormal, which most backends flush to zero.
+    It divides: the reciprocal of 3 is rounded, and that of 2^127 is subnormal, which most backends flush to zero. A
+    traced scale that is not positive and finite makes each leaf NaN.
     """
-    require_positive(scale)
+    scale = _checked(scale)
     return jax.tree.map(lambda x: _in_working_dtype(jnp.divide, x, scale), tree)
 
 
-def all_finite_unscaled(gradients: Any, scale: ArrayLike | None) -> jax.Array:
-    """() bool: whether every element of a tree is finite after it is divided by `scale`; None stands for 1.
+def all_squares_finite(gradients: Any, scale: ArrayLike | None) -> jax.Array:
+    """() bool: whether the square of every gradient is finite in float32, or in what is wider.
 
-    It reads each leaf once, as it is stored: magnitudes are added up in float32, and the sums are divided. So a leaf
-    whose magnitudes add up beyond float32 counts as not finite; the squares of such gradients overflow long before.
+    A gradient of 1e20 is finite, and its square is not: a second moment that is infinite never decays. The look reads
+    each leaf once, as it is stored. Of bfloat16 and float32 leaves that are scaled it adds up the magnitudes: a leaf
+    whose true magnitudes have a sum above 1.8e19 counts as not finite, too.
+
+    Args:
+      gradients: a tree of floating and complex leaves.
+      scale: what they are divided by before they are squared; None stands for 1.
     """
-    divide = lambda x: x if scale is None else unscale_by_reciprocal(x, scale)  # noqa: E731
     leaves = jax.tree.leaves(gradients)
     if not leaves:
         return jnp.array(True)
     totals = lax.platform_dependent(
         leaves,
-        tpu=lambda leaves: [_total(leaf, divide, _sum_by_matmul) for leaf in leaves],
-        default=lambda leaves: [_total(leaf, divide, _sum) for leaf in leaves],
+        tpu=lambda leaves: [_total(leaf, scale, _sum_by_matmul) for leaf in leaves],
+        default=lambda leaves: [_total(leaf, scale, _sum) for leaf in leaves],
     )
-    totals = divide(jnp.stack([*totals, jnp.zeros_like(totals[0])]))
+    totals = jnp.stack([*totals, jnp.zeros_like(totals[0])])
+    if scale is not None:
+        totals = jnp.square(unscale_by_reciprocal(totals, scale))
     # A sort puts NaN, and before it infinity, last. XLA fuses it into no user, as `fusion_barrier` says.
     return jnp.isfinite(lax.sort(totals)[-1])
 
 
-def _total(x: Any, divide: Callable[[Any], Any], add_up: Callable[[Any], Any]) -> jax.Array:
-    """() float32: the sum of magnitudes; or of what float32 is no measure for, 0 or NaN."""
-    if x.dtype in (jnp.bfloat16, jnp.float32):
+def _total(x: Any, scale: ArrayLike | None, add_up: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """() float32: finite where the squares are; of scaled bfloat16 and float32 leaves, the sum of magnitudes.
+
+    No factor is multiplied to each element: XLA:CPU would broadcast it in memory.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float32):  # float16 would be widened in memory for a sum
+        parts = unscale_by_reciprocal([x.real, x.imag] if jnp.iscomplexobj(x) else [x], 1.0 if scale is None else scale)
+        squares = functools.reduce(jnp.add, [jnp.square(part) for part in parts])
+        return jnp.where(is_finite(squares, x.dtype), np.float32(0), np.float32(np.nan))
+    if scale is not None:
         return add_up(jnp.abs(x))
-    return jnp.where(is_finite(divide(x), x.dtype), np.float32(0), np.float32(np.nan))
+    # of the magnitude: where a branch widens the gradient too, XLA:CPU would widen it once for both, in memory
+    squares = jnp.square(jnp.abs(x).astype(jnp.float32))
+    return add_up(squares - squares)
 
 
 def _sum(x: jax.Array) -> jax.Array:
@@ -317,7 +357,7 @@ _SMALLEST_MATMUL = 2**17
 
 
 def _sum_by_matmul(x: jax.Array) -> jax.Array:
-    """The sum of magnitudes along one axis by the matrix unit, which takes a third of the cycles of a reduction.
+    """The sum along one axis by the matrix unit, which takes a third of the cycles of a reduction.
 
     It may round float32 to bfloat16, which leaves NaN and infinity what they are, and makes an infinity of what lies
     above bfloat16's largest number.
@@ -340,8 +380,7 @@ def unscale_by_reciprocal(tree: T, scale: ArrayLike) -> T:
     XLA fuses a product into each of its users, but gives a quotient a kernel and a buffer of its own: 10 bytes an
     element more in an AdamW step. Two factors, because the reciprocal of 2^127 is subnormal, and flushed to zero.
     """
-    require_positive(scale)
-    scale = jnp.asarray(scale, jnp.float32)
+    scale = jnp.asarray(_checked(scale), jnp.float32)
     first = jnp.where(scale > np.float32(2.0**100), np.float32(2.0**-64), np.float32(1))
     second = np.float32(1) / (scale * first)
     return jax.tree.map(
@@ -419,10 +458,20 @@ def _python_float(name: str, x: Any) -> float:
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) else float(np.asarray(x).astype(np.float64))
 
 
+def _require_between(scale: Any, smallest: float, largest: float) -> None:
+    values = np.asarray(scale)
+    if not np.all((np.float32(smallest) <= values) & (values <= np.float32(largest))):
+        raise ValueError(
+            f"loss_scale should lie between min_loss_scale={smallest} and max_loss_scale={largest}, but got {scale}."
+        )
+
+
 def _positive_int(name: str, x: Any) -> int:
     value = _python_float(name, x)
-    if value != int(value) or value < 1:
+    if not (value >= 1 and value == value // 1):
         raise ValueError(f"{name} should be a whole number of at least 1, but got {value}.")
+    if value > _LARGEST_INT:
+        raise ValueError(f"{name} should be at most {_LARGEST_INT}, as its counter is an int32, but got {value}.")
     return operator.index(int(value))
 
 

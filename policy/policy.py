@@ -52,6 +52,11 @@ def cast_to_half(tree: T) -> T:
     return cast_floating(tree, half_dtype())
 
 
+def dtype_names() -> tuple[str, ...]:
+    """Returns every name of a dtype that a policy takes."""
+    return ("half", *_name_to_dtype)
+
+
 def parse_dtype(name: str) -> np.dtype:
     """The dtype that a name such as ``bf16``, ``float32``, ``full`` or ``half`` stands for.
 
@@ -63,13 +68,13 @@ def parse_dtype(name: str) -> np.dtype:
     try:
         return _name_to_dtype[name]
     except KeyError:
-        known = ", ".join(("half", *_name_to_dtype))
+        known = ", ".join(dtype_names())
         raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.") from None
 
 
 def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
     """`value` as a dtype that a policy field can hold, or a ValueError that names the field."""
-    if isinstance(value, str) and (value in _name_to_dtype or value == "half"):
+    if isinstance(value, str) and value in dtype_names():
         return parse_dtype(value)
     if value is None:  # jnp.dtype(None) is float64, never what was meant
         raise ValueError(f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'.")

@@ -2,6 +2,7 @@
 
 from policy.optim.apply import apply_gradients as apply_gradients
 from policy.optim.apply import init_from_master as init_from_master
+from policy.optim.convert import convert as convert
 from policy.optim.masters import master_params as master_params
 from policy.optim.masters import resync as resync
 from policy.optim.match import match_updates as match_updates

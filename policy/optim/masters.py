@@ -11,6 +11,7 @@ import optax
 
 from policy.optim.rounding import round_to
 from policy.optim.state import Layout, MixedPrecisionState, find_state, strong
+from policy.optim.state_checks import check_tree, has_mode, require_storage
 from policy.optim.storage import MasterWeights, beside, hold, kind_of, release, widen_leaf
 from policy.trees import boxed_like, is_overwritten, leaf_names, path_name, shortened, unboxed, working_dtype
 
@@ -22,15 +23,15 @@ def without_overwritten(tree: Any) -> Any:
     )
 
 
-def layout_of(params: Any, master_weights: MasterWeights) -> Layout:
-    """The layout of params without their overwritten leaves.
+def layout_of(params: Any, master_weights: MasterWeights, optimizer: str) -> Layout:
+    """The layout of params without their overwritten leaves, for the inner transform of that name.
 
     Raises:
       ValueError: a float16 param, and the mode is "remainder": its bits are no part of a float32's.
     """
     _check_mode(leaf_names(params), [leaf.dtype for leaf in jax.tree.leaves(params)], master_weights)
     names = tuple(np.dtype(leaf.dtype).name for leaf in jax.tree.leaves(params))
-    return Layout(master_weights, names or None)
+    return Layout(master_weights, names or None, optimizer)
 
 
 def _check_mode(names: list[str], dtypes: list[Any], master_weights: MasterWeights) -> None:
@@ -62,14 +63,19 @@ def master_params(params: Any, state: Any) -> Any:
       state: an optimizer state that holds a `MixedPrecisionState`, or what has one as its attribute `opt_state`.
 
     Raises:
-      ValueError: `state` holds none, or params differ from those it was made from.
+      ValueError: `state` holds none, params differ from those it was made from, or masters were restored from another
+        storage mode. In a traced function such masters are NaN.
     """
     state, plain = find_state(state), unboxed(params)
     state = state._replace(masters=unboxed(state.masters))
-    check_layout(without_overwritten(plain), state)
+    mode = state.layout.master_weights
+    is_stored = require_storage(without_overwritten(plain), state, mode)
 
     def one(path: Any, p: jax.Array, kept: Any) -> jax.Array:
-        return p if is_overwritten(path) else widen_leaf(p, kept, kind_of(p.dtype, state.layout.master_weights))
+        if is_overwritten(path):
+            return p
+        wide = widen_leaf(p, kept, kind_of(p.dtype, mode))
+        return wide if is_stored is True else jnp.where(is_stored, wide, jnp.full_like(wide, jnp.nan))
 
     # an overwritten leaf pairs with an empty node too
     return boxed_like(jax.tree_util.tree_map_with_path(one, plain, state.masters), params)
@@ -88,25 +94,28 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
 
     Raises:
       TypeError: `state` is not a `MixedPrecisionState`.
-      ValueError: the tree of params differs, or the mode keeps no params of their dtype.
+      ValueError: the tree of params differs, the mode keeps no params of their dtype, or masters were restored from
+        another storage mode. In a traced function all of those start from the params.
     """
     if not isinstance(state, MixedPrecisionState):
         raise TypeError(f"resync takes a MixedPrecisionState, but got {type(state).__name__}.")
-    params, boxes = without_overwritten(unboxed(params)), state.masters
-    state = state._replace(masters=unboxed(boxes))
-    check_tree(params, state)
+    params, boxes = without_overwritten(unboxed(params)), (state.masters, state.mode)
+    state = state._replace(masters=unboxed(boxes[0]))
     mode = state.layout.master_weights
+    is_stored = has_mode(state, state.layout.storage)
+    check_tree(params, state)
+    layout = layout_of(params, mode, state.layout.optimizer)
 
     def follow(p: jax.Array, kept: Any) -> Any:
         kind = kind_of(p.dtype, mode)
         if kind == "none" or getattr(kept, "dtype", None) != jnp.float32:
             return beside(p, kind)
-        wide = jnp.where(round_to(kept, p.dtype) == p, kept, p.astype(jnp.float32))
+        wide = jnp.where(is_stored & (round_to(kept, p.dtype) == p), kept, p.astype(jnp.float32))
         return release(hold(wide, p.dtype, kind), p.dtype, kind)[1]
 
-    layout = layout_of(params, mode)
-    masters = jax.tree.map(follow, params, state.masters)
-    return state._replace(masters=boxed_like(masters, boxes), layout=layout)
+    made = jax.tree.map(follow, params, state.masters), jnp.array(layout.storage, jnp.int32)
+    masters, code = boxed_like(made, boxes)
+    return state._replace(masters=masters, mode=code, layout=layout)
 
 
 def init_masters(f32_params: Any, param_dtype: Any, master_weights: MasterWeights) -> tuple[Any, Any]:
@@ -129,31 +138,3 @@ def init_masters(f32_params: Any, param_dtype: Any, master_weights: MasterWeight
         params.append(param)
         masters.append(strong(kept) if kind == "full" else kept)
     return jax.tree.unflatten(tree, params), jax.tree.unflatten(tree, masters)
-
-
-def check_tree(params: Any, state: MixedPrecisionState) -> None:
-    """Refuses params, less their overwritten leaves, that are not the tree the state was made from."""
-    is_empty = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    if jax.tree.structure(params, is_leaf=is_empty) != jax.tree.structure(state.masters, is_leaf=is_empty):
-        names = leaf_names(params)
-        raise ValueError(
-            "params should be the tree that the optimizer state was made from, but got another, "
-            f"with {len(names)} leaves: {shortened(names)}. Make a state for it with tx.init(params)."
-        )
-
-
-def check_layout(params: Any, state: MixedPrecisionState) -> None:
-    """Refuses params, less their overwritten leaves, whose tree or dtypes are not those the state was made from."""
-    check_tree(params, state)
-    if state.layout.dtypes is None:
-        return
-    wrong = [
-        f"{name} was {before} and is {leaf.dtype}"
-        for name, leaf, before in zip(leaf_names(params), jax.tree.leaves(params), state.layout.dtypes, strict=True)
-        if np.dtype(leaf.dtype).name != before
-    ]
-    if wrong:
-        raise ValueError(
-            f"The dtype of params changed since the optimizer state was made: {shortened(wrong)}. "
-            "Cast them back, or call resync(params, state) first."
-        )

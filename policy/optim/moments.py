@@ -12,6 +12,7 @@ import optax
 from jax.typing import DTypeLike
 
 from policy.optim.rounding import round_stochastically, round_to
+from policy.policy import dtype_names, parse_dtype
 from policy.trees import shortened, working_dtype
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
@@ -28,20 +29,30 @@ def get_moment_dtypes(moment_dtype: DTypeLike | Mapping[str, DTypeLike] | None) 
 
     Raises:
       ValueError: a dtype is none of bfloat16, float16 and float32, or float16 for a field that is no first moment.
+        Names are those that a Policy takes: "bf16", "f32", "half".
     """
     if moment_dtype is None:
         return None
     asked = dict(moment_dtype) if isinstance(moment_dtype, Mapping) else {"": moment_dtype}
-    dtypes = {name: np.dtype(jnp.dtype(dtype)) for name, dtype in asked.items()}
+    dtypes = {name: _storage_dtype(dtype) for name, dtype in asked.items()}
     for name, dtype in dtypes.items():
-        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(f"moment_dtype should be bfloat16, float16 or float32, but got {dtype}.")
         if dtype == jnp.float16 and name not in ("", *FIRST_MOMENTS):
             raise ValueError(
                 f"moment_dtype for {name!r} is float16, in which a square of 256 overflows and one of 1e-4 is 0: "
                 "use bfloat16 or float32."
             )
     return dtypes
+
+
+def _storage_dtype(asked: Any) -> np.dtype:
+    try:
+        is_name = isinstance(asked, str) and asked in dtype_names()
+        dtype = parse_dtype(asked) if is_name else None if asked is None else np.dtype(jnp.dtype(asked))
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"moment_dtype should be bfloat16, float16 or float32, but got {dtype or repr(asked)}.")
+    return dtype
 
 
 def moment_targets(inner: Any, params: Any, dtypes: Mapping[str, np.dtype]) -> list[np.dtype | None]:

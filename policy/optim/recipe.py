@@ -7,25 +7,38 @@ weights, round to the param's dtype.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from policy.gradients import ScaledGradients
-from policy.loss_scale import LossScale, all_finite_unscaled, fusion_barrier, unscale_by_reciprocal
+from policy.loss_scale import (
+    LossScale,
+    all_finite,
+    all_squares_finite,
+    fusion_barrier,
+    require_positive,
+    unscale_by_reciprocal,
+)
+from policy.optim.branches import selected, step_by_platform, unpacked_by_platform
 from policy.optim.checks import check_gradients, check_params, check_stepped, differentiated, per_example
 from policy.optim.clip import clip_to_norm, global_norm, mapped_axes
 from policy.optim.delivery import Delivery
-from policy.optim.masters import check_layout, layout_of, make_masters, widen, without_overwritten
+from policy.optim.masters import layout_of, make_masters, widen, without_overwritten
 from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
+from policy.optim.naming import optimizer_name
 from policy.optim.state import MixedPrecisionState, states_in, strong
-from policy.optim.storage import PACKED, MasterWeights
+from policy.optim.state_checks import InnerLike, check_inner, check_loss_scale, inner_like, require_storage
+from policy.optim.storage import PACKED, MasterWeights, kind_of
 from policy.policy import Policy
 from policy.trees import is_overwritten, working_dtype
 
@@ -43,6 +56,13 @@ class Recipe:
     key: jax.Array | None
     axis_name: tuple[Hashable, ...]
     skip_nonfinite: bool
+    check_results: bool
+    _inner_likes: dict[Any, InnerLike | None] = dataclasses.field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def optimizer(self) -> str:
+        """The inner transform's name."""
+        return optimizer_name(self.inner)
 
     def init(self, params: optax.Params) -> MixedPrecisionState:
         """A state for `params`. Raises ValueError where a param can't be stepped."""
@@ -52,7 +72,7 @@ class Recipe:
 
     def make_state(self, params: Any, masters: Any) -> MixedPrecisionState:
         """A state for params without their overwritten leaves, and their masters."""
-        layout = layout_of(params, self.master_weights)
+        layout = layout_of(params, self.master_weights, self.optimizer)
         wide = widen(params, masters, self.master_weights)
         inner = _run_optax(self.inner.init, wide)
         if states_in(inner):
@@ -63,6 +83,7 @@ class Recipe:
         if self.moment_dtypes is not None:
             _run_optax(check_moments, self.inner, inner, params, self.moment_dtypes, self.key is not None)
             inner = narrow_moments(inner, moment_targets(inner, params, self.moment_dtypes))
+        self._inner_likes[_shapes_of(wide)] = InnerLike.of(inner, wide, self.moment_dtypes)
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
         return MixedPrecisionState(
             inner=jax.tree.map(lambda leaf: _settled(leaf, seen), inner),
@@ -71,8 +92,30 @@ class Recipe:
             skipped=jnp.zeros((), jnp.int32),
             count=jnp.zeros((), jnp.int32),
             masters=masters,
+            mode=jnp.array(layout.storage, jnp.int32),
             layout=layout,
         )
+
+    def check_state(self, params: Any, state: MixedPrecisionState) -> jax.Array | Literal[True]:
+        """Refuses a state that is not of this transform and of these params, which are without overwritten leaves.
+
+        Returns:
+          True, or a () bool that says at run time whether traced masters are of the mode that their tree says.
+
+        Raises:
+          ValueError: the params' tree or dtypes, the storage mode, the inner transform, a moment's dtype, or the kind
+            of loss scale differ.
+        """
+        is_stored = require_storage(params, state, self.master_weights)
+        check_loss_scale(state.loss_scale, self.loss_scale)
+        wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, working_dtype(p.dtype)), params)
+        key = _shapes_of(wide)
+        if key not in self._inner_likes:
+            self._inner_likes[key] = _run_optax(inner_like, self.inner.init, wide, self.moment_dtypes)
+        like = self._inner_likes[key]
+        if like is not None:
+            check_inner(state.inner, like, state.layout, self.optimizer, self.moment_dtypes)
+        return is_stored
 
     def update(
         self, updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
@@ -99,7 +142,43 @@ class Recipe:
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
         params, gradients = without_overwritten(params), without_overwritten(gradients)
-        check_layout(params, state)
+        belongs = self.check_state(params, state)
+        scales = [require_positive(each) for each in (scale, state.loss_scale.loss_scale) if each is not None]
+        if self.skip_nonfinite:
+            belongs = _all_of(belongs, *scales)
+        state = state._replace(inner=jax.tree.map(_strengthened, state.inner))
+        if self._branches(params) and all(
+            map(_is_concrete, jax.tree.leaves((gradients, state, params, extra_args, scale)))
+        ):
+            # lax.cond would compile its branches anew in each eager call
+            scale = None if scale is None else jnp.asarray(scale, jnp.float32)
+            return self._compiled_step(gradients, scale, state, params, extra_args, as_updates=as_updates)
+        return self._step(gradients, scale, state, params, extra_args, belongs=belongs, as_updates=as_updates)
+
+    def _branches(self, params: Any) -> bool:
+        kinds = {kind_of(leaf.dtype, self.master_weights) for leaf in jax.tree.leaves(params)}
+        return self.skip_nonfinite or bool(kinds & set(PACKED))
+
+    @functools.cached_property
+    def _compiled_step(self) -> Callable[..., Any]:
+        return jax.jit(functools.partial(self._step, belongs=True), static_argnames="as_updates")
+
+    def _step(
+        self,
+        gradients: Any,
+        scale: ArrayLike | None,
+        state: Any,
+        params: Any,
+        extra_args: dict[str, Any],
+        *,
+        belongs: jax.Array | Literal[True],
+        as_updates: bool,
+    ) -> tuple[Any, MixedPrecisionState]:
+        """`step`, after its checks.
+
+        Args:
+          belongs: True, or a () bool: the step is left out where it is False.
+        """
         if self.clip_global_norm is not None and per_example(gradients, params):
             raise ValueError(
                 "clip_global_norm clips one gradient, but gradients are per example, and what takes them clips each: "
@@ -134,39 +213,51 @@ class Recipe:
             each = deliveries, jax.tree.leaves(params), tree.flatten_up_to(masters)
             return [d.skipped(p, kept) for d, p, kept in zip(*each, strict=True)], inner
 
-        operands = (params, gradients, jax.tree.map(_strengthened, state.inner), state.masters)
+        operands = (params, gradients, state.inner, state.masters)
         if self.skip_nonfinite:
-            # one look at the gradients serves both: a norm is finite where all of them are
+            # one look at the gradients serves both: a norm is finite where the squares of all of them are
             finite = self.agreed_finite(gradients, scale) if norm is None else fusion_barrier(jnp.isfinite(norm))
+            finite = finite if belongs is True else finite & belongs
             if as_updates:
-                held, inner = _step_by_platform(finite, apply_step, skip_step, operands)
+                held, inner = step_by_platform(finite, apply_step, skip_step, operands)
             else:
-                held, inner = _unpacked_by_platform(deliveries, finite, apply_step, skip_step, operands)
-        elif any(d.kind in PACKED for d in deliveries):
-            finite = state.finite
-            # always true, which XLA can't know: a branch is what it computes a packed pair in one pass for
-            held, inner = _unpacked_by_platform(deliveries, state.count >= 0, apply_step, skip_step, operands)
+                held, inner = unpacked_by_platform(deliveries, finite, apply_step, skip_step, operands)
         else:
-            finite = state.finite
-            held, inner = apply_step(operands)
-        results = [d.result(h, p) for d, h, p in zip(deliveries, held, leaves, strict=True)]
-        step = finite.astype(jnp.int32)
-        return jax.tree.unflatten(tree, [result for result, _ in results]), state._replace(
+            finite = jnp.array(True) if belongs is True else belongs
+            if any(d.kind in PACKED for d in deliveries) or (
+                belongs is not True and any(d.kind == "full" for d in deliveries)
+            ):
+                # XLA can't know that the flag is true: a branch is what it computes a packed pair in one pass for
+                held, inner = unpacked_by_platform(deliveries, finite, apply_step, skip_step, operands)
+            else:
+                held, inner = apply_step(operands)
+                if belongs is not True:
+                    held, inner = selected(finite, (held, inner), skip_step(operands))
+        new = [d.result(h, p) for d, h, p in zip(deliveries, held, leaves, strict=True)]
+        if self.check_results:
+            held, same_inner = skip_step(operands)
+            same = [d.result(d.unpacked(h), p) for d, h, p in zip(deliveries, held, leaves, strict=True)]
+            before = [*zip(leaves, tree.flatten_up_to(state.masters), strict=True)], state.inner
+            sound = self.agreed(_stays_finite(before, (new, inner)), gradients)
+            new, inner = selected(sound, (new, inner), (same, same_inner))
+            finite = finite & sound
+        return jax.tree.unflatten(tree, [result for result, _ in new]), state._replace(
             inner=inner,
             loss_scale=state.loss_scale.adjust(finite),
             finite=finite,
-            skipped=state.skipped + (jnp.int32(1) - step),
-            count=state.count + step,
-            masters=jax.tree.unflatten(tree, [kept for _, kept in results]),
+            skipped=_incremented(state.skipped, ~finite),
+            count=_incremented(state.count, finite),
+            masters=jax.tree.unflatten(tree, [kept for _, kept in new]),
         )
 
     def agreed_finite(self, gradients: Any, scale: ArrayLike | None) -> jax.Array:
-        """() bool, the same on every device: whether all true gradients are finite."""
-        finite = all_finite_unscaled(gradients, scale)
+        """() bool, the same on every device: whether the squares of all true gradients are finite."""
+        return self.agreed(all_squares_finite(gradients, scale), gradients)
+
+    def agreed(self, flag: jax.Array, gradients: Any) -> jax.Array:
+        """Returns a () bool that is true where every device of the mapped axes of gradients has a true flag."""
         axes = frozenset().union(*mapped_axes(gradients, self.axis_name))
-        if axes:
-            finite = lax.pmin(finite.astype(jnp.int32), tuple(sorted(axes, key=str))) > 0
-        return finite
+        return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes, key=str))) > 0 if axes else flag
 
     def inner_step(
         self, gradients: Any, inner: Any, wide: Any, count: jax.Array, extra_args: dict[str, Any]
@@ -198,59 +289,33 @@ class Recipe:
         return keys
 
 
-def _step_by_platform(finite: jax.Array, apply_step: Any, skip_step: Any, operands: Any) -> Any:
-    """`lax.cond`, or on TPUs a select of the two results.
-
-    A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step itself. The results
-    of a branch it would write, and read again for the addition. XLA:CPU would compute the step once for each result.
-    """
-    apply_step = jax.jit(apply_step)  # traced once for both
-
-    def select(finite: jax.Array, operands: Any) -> Any:
-        return jax.tree.map(lambda new, old: lax.select(finite, new, old), apply_step(operands), skip_step(operands))
-
-    return lax.platform_dependent(
-        finite,
-        operands,
-        tpu=select,
-        default=lambda finite, operands: lax.cond(finite, apply_step, skip_step, operands),
-    )
+def _all_of(*flags: jax.Array | bool) -> jax.Array | Literal[True]:
+    """True, or the conjunction of the flags that are traced."""
+    traced = [flag for flag in flags if isinstance(flag, jax.Array)]
+    return functools.reduce(operator.and_, traced) if traced else True
 
 
-def _unpacked_by_platform(
-    deliveries: list[Delivery], condition: jax.Array, apply_step: Any, skip_step: Any, operands: Any
-) -> Any:
-    """`lax.cond`, after which packed pairs are taken apart; on TPUs in the branches.
+def _is_concrete(x: Any) -> bool:
+    """Returns whether a leaf is an array of values; a Python number may be one that the inner transform branches on."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not isinstance(x, Tracer)
 
-    A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each half in a pass of its
-    own over the moments.
-    """
-    if not any(delivery.is_packed for delivery in deliveries):
-        return lax.cond(condition, apply_step, skip_step, operands)
-    apply_step = jax.jit(apply_step, inline=True)  # traced once for both
 
-    def unpacked(results: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-        held, inner = results
-        return [delivery.unpacked(h) for delivery, h in zip(deliveries, held, strict=True)], inner
+def _stays_finite(before: Any, after: Any) -> jax.Array:
+    """() bool: whether every floating leaf that was finite still is. Some of Optax's states hold infinity at first."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    flags = [all_finite(new) | ~all_finite(old) for old, new in pairs]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
-    def inside(condition: jax.Array, operands: Any) -> Any:
-        def apply_unpacked(operands: Any) -> Any:
-            held, inner = apply_step(operands)
-            return unpacked(([lax.optimization_barrier(h) for h in held], inner))
 
-        def skip_unpacked(operands: Any) -> Any:
-            params, _, inner, masters = operands
-            leaves, tree = jax.tree.flatten(params)
-            held = skip_step(operands)[0]
-            same = zip(deliveries, leaves, tree.flatten_up_to(masters), held, strict=True)
-            return [(param, kept) if delivery.is_packed else h for delivery, param, kept, h in same], inner
+def _incremented(count: jax.Array, by: jax.Array) -> jax.Array:
+    """A counter that stays at the largest integer, as Optax's do: one that wrapped would count from below."""
+    room = count < np.iinfo(np.int32).max
+    return count + (room & by).astype(jnp.int32)
 
-        return lax.cond(condition, apply_unpacked, skip_unpacked, operands)
 
-    def outside(condition: jax.Array, operands: Any) -> Any:
-        return unpacked(lax.cond(condition, apply_step, skip_step, operands))
-
-    return lax.platform_dependent(condition, operands, tpu=inside, default=outside)
+def _shapes_of(tree: Any) -> Any:
+    """Returns a key for trees of the same structure, shapes and dtypes."""
+    return jax.tree.structure(tree), tuple((x.shape, np.dtype(x.dtype).name) for x in jax.tree.leaves(tree))
 
 
 def _true_gradients(gradients: Any, scale: ArrayLike | None, params: Any) -> Any:

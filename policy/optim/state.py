@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from policy.loss_scale import LossScale
-from policy.optim.storage import MasterWeights
+from policy.optim.storage import MasterWeights, storage_code
 from policy.trees import unboxed
 
 
@@ -23,40 +23,53 @@ class Layout:
       master_weights: the mode.
       dtypes: the name of each param's dtype, in flattening order; None stands for any, where the state was made
         from a tree without leaves (`optax.tree_map_params` does that to learn where the params are).
+      optimizer: the inner transform, by the names of the functions that make its state.
     """
 
     master_weights: MasterWeights
     dtypes: tuple[str, ...] | None
+    optimizer: str
+
+    @property
+    def storage(self) -> int:
+        """The `storage_code` of the params."""
+        return storage_code(self.dtypes or (), self.master_weights)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout) or self.master_weights != other.master_weights:
+        if not isinstance(other, Layout) or self._named() != other._named():
             return False
         return self.dtypes is None or other.dtypes is None or self.dtypes == other.dtypes
 
     def __hash__(self) -> int:
-        return hash(self.master_weights)  # nothing of dtypes: a layout of any dtypes equals each of them
+        return hash(self._named())  # nothing of dtypes: a layout of any dtypes equals each of them
+
+    def _named(self) -> tuple[str, str]:
+        return self.master_weights, self.optimizer
 
 
 class MixedPrecisionState(NamedTuple):
     """The state of `mixed_precision`.
 
     Attributes:
+      layout: each param's dtype when the state was made, the mode by name, and the inner transform's name. It comes
+        first, so that what restores a state field by field compares it first.
       inner: the wrapped transform's own state; it was made from float32 params.
       loss_scale: the current scale. It lives here and nowhere else.
       finite: () bool, whether the last step's gradients were finite.
       skipped: () int32, steps left out because they weren't.
       count: () int32, steps applied.
       masters: a tree like the params: what `policy.optim.storage` keeps beside each, else an empty `optax.MaskedNode`.
-      layout: each param's dtype when the state was made.
+      mode: () int32, the `storage_code` of the masters. A leaf, so that it is saved and restored with them.
     """
 
+    layout: Layout
     inner: optax.OptState
     loss_scale: LossScale
     finite: jax.Array
     skipped: jax.Array
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     masters: Any
-    layout: Layout
+    mode: jax.Array
 
 
 def loss_scale_of(opt_state: Any) -> LossScale:

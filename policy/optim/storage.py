@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -36,6 +37,40 @@ def kind_of(dtype: Any, master_weights: MasterWeights) -> Kind:
     if master_weights == "auto":
         return "remainder" if dtype == jnp.bfloat16 else "full"
     return master_weights
+
+
+_CODED: tuple[Kind, ...] = ("full", "remainder", "kahan")
+_HALF = ("bfloat16", "float16")
+
+
+def storage_code(dtypes: Iterable[Any], master_weights: MasterWeights) -> int:
+    """Encodes what is kept beside params of these dtypes: a base-4 digit for bfloat16, and one for float16.
+
+    Each digit is 0 where nothing is kept, and 1, 2 or 3 for "full", "remainder" and "kahan". Two modes of equal codes
+    store the same: "auto" and "remainder" for bfloat16, "stochastic" and "none".
+    """
+    names = {np.dtype(dtype).name for dtype in dtypes}
+    kinds = [kind_of(jnp.dtype(name), master_weights) if name in names else "none" for name in _HALF]
+    digits = [_CODED.index(kind) + 1 if kind in _CODED else 0 for kind in kinds]
+    return sum(digit * 4**place for place, digit in enumerate(digits))
+
+
+def storage_text(code: int) -> str:
+    """Spells a storage code out: ``remainder beside bfloat16, full beside float16``, or ``nothing``."""
+    digits = [(code // 4**place) % 4 for place in range(len(_HALF))]
+    if not 0 <= code < 4 ** len(_HALF):
+        return f"an unknown storage ({code})"
+    parts = [f"{_CODED[d - 1]} beside {name}" for d, name in zip(digits, _HALF, strict=True) if d]
+    return ", ".join(parts) or "nothing"
+
+
+def kept_dtype(dtype: Any, kind: Kind) -> np.dtype | None:
+    """Returns the dtype of the state beside a param of `dtype`, or None where nothing is kept."""
+    if kind == "full":
+        return np.dtype("float32")
+    if kind == "remainder":
+        return np.dtype("uint16")
+    return np.dtype(dtype) if kind == "kahan" else None
 
 
 def beside(param: jax.Array, kind: Kind) -> Any:

@@ -31,11 +31,14 @@ def mixed_precision(
     key: jax.Array | None = None,
     axis_name: Hashable | Sequence[Hashable] | None = None,
     skip_nonfinite: bool = True,
+    check_results: bool = False,
 ) -> MixedPrecision:
     """Wraps an optax transform so that it sees float32 gradients and float32 params, whatever those are stored in.
 
-    A step whose gradients hold a NaN or an infinity is skipped: params, the inner state, masters and counts stay, only
-    `skipped`, `finite` and the loss scale move. Clip, schedules, `optax.MultiSteps`, `masked` and so on go inside.
+    A step whose gradients hold a NaN, an infinity, or a number whose float32 square is infinite is skipped: params, the
+    inner state, masters and counts stay, only `skipped`, `finite` and the loss scale move. Clip, schedules,
+    `optax.MultiSteps`, `masked` and so on go inside. A state of another storage mode, moment_dtype, kind of loss scale
+    or transform is refused; `convert` migrates it. docs/faults.md says what is skipped, refused and not checked.
 
     Args:
       tx: any optax transform.
@@ -59,7 +62,9 @@ def mixed_precision(
       axis_name: mapped axes that gradients are sharded over, where their types don't say so: under `jax.vmap` and
         `jax.shard_map(check_vma=False)`. The flag and the global norm are taken over them.
       skip_nonfinite: False doesn't look whether gradients are finite, and applies every step: 4 bytes an element less
-        memory traffic. `finite` stays True.
+        memory traffic. `finite` stays True, but for masters that were restored from another storage mode.
+      check_results: also skips a step that makes a finite leaf of the params, masters or inner state infinite or NaN.
+        For debugging: about twice the memory traffic.
 
     Returns:
       A `MixedPrecision`. Step with `apply_gradients`, or through optax's own contract.
@@ -97,6 +102,7 @@ def mixed_precision(
         key=key,
         axis_name=names,
         skip_nonfinite=bool(skip_nonfinite),
+        check_results=bool(check_results),
     )
     # optax types trees as a closed set of containers; ours may hold any registered node
     return MixedPrecision(cast("optax.TransformInitFn", recipe.init), cast("optax.TransformUpdateFn", recipe.update))
@@ -180,3 +186,8 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     def skip_nonfinite(self) -> bool:
         """Whether a step with non-finite gradients is left out."""
         return self.recipe.skip_nonfinite
+
+    @property
+    def check_results(self) -> bool:
+        """Whether a step with non-finite results is left out."""
+        return self.recipe.check_results

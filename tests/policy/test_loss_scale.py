@@ -14,7 +14,7 @@ from policy.loss_scale import (
     NoOpLossScale,
     StaticLossScale,
     all_finite,
-    all_finite_unscaled,
+    all_squares_finite,
     fusion_barrier,
     get_loss_scale,
     scale_tree,
@@ -142,6 +142,16 @@ def test_bad_settings_are_refused_by_name():
         DynamicLossScale(period=0)
     with pytest.raises(ValueError, match=r"hysteresis should be a whole number of at least 1, but got 1\.5"):
         DynamicLossScale(hysteresis=1.5)  # pyright: ignore[reportArgumentType]
+    for name in ("period", "hysteresis"):
+        with pytest.raises(ValueError, match=f"{name} should be at most 2147483647, as its counter"):
+            DynamicLossScale(**{name: 2**31})
+    with pytest.raises(ValueError, match="period should be a whole number of at least 1, but got inf"):
+        DynamicLossScale(period=np.inf)  # pyright: ignore[reportArgumentType]
+    text = r"loss_scale should lie between min_loss_scale=1048576\.0 and max_loss_scale=.*, but got 32768"
+    with pytest.raises(ValueError, match=text):
+        DynamicLossScale(2**15 * 1.0, min_loss_scale=2.0**20)
+    with pytest.raises(ValueError, match=r"loss_scale should lie between .* and max_loss_scale=8\.0, but got 16"):
+        DynamicLossScale(16.0, max_loss_scale=8.0)
     with pytest.raises(ValueError, match="factor should be finite and above 1, but got 1"):
         DynamicLossScale(factor=1)
     with pytest.raises(ValueError, match=r"min_loss_scale should lie between 0 and max_loss_scale, but got .*=4.0"):
@@ -226,23 +236,59 @@ def test_unscaling_by_the_reciprocal_is_exact_for_every_power_of_two():
 @pytest.mark.parametrize("scale", [None, 0.5, 2.0**15])
 def test_one_element_that_is_not_finite_is_seen_in_any_leaf(dtype, scale):
     tree = {"a": jnp.ones((2, 3)), "b": jnp.ones(4, dtype), "c": jnp.bfloat16(1)}
-    finite = jax.jit(lambda tree: all_finite_unscaled(tree, scale))
+    finite = jax.jit(lambda tree: all_squares_finite(tree, scale))
     assert finite(tree)
-    assert all_finite_unscaled({}, scale)
+    assert all_squares_finite({}, scale)
     for value in (np.nan, np.inf, -np.inf):
         assert not finite({**tree, "b": tree["b"].at[2].set(value)})
         assert not finite({**tree, "c": jnp.bfloat16(value)})
 
 
-def test_what_overflows_when_it_is_unscaled_is_seen_and_what_is_large_is_finite():
-    assert all_finite_unscaled([jnp.float32(3e38), jnp.float32(-3e38)], None)  # a leaf by itself
-    assert all_finite_unscaled(jnp.float32(3e38), 2.0**127)
-    assert not all_finite_unscaled(jnp.float32(1e38), 0.125)
-    assert not all_finite_unscaled(jnp.full(2, 3e38), 1.0)  # by contract: the magnitudes add up beyond float32
-    assert all_finite_unscaled(jnp.full(4, 65504, jnp.float16), 1.0)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_a_gradient_is_seen_where_its_square_is_infinite_and_only_there(dtype):
+    seen = jax.jit(lambda tree, scale: ~all_squares_finite(tree, scale))
+    for value in (1.9e19, -1e20, 3e38):
+        assert seen([jnp.ones(3, dtype), jnp.ones((2, 5), dtype).at[1, 3].set(value)], None)
+        assert seen(jnp.full(2, value / 4, dtype), 0.25)
+        assert not seen(jnp.zeros(2, dtype).at[1].set(value), 2.0**70)
+    assert not seen(jnp.full(4096, 1.8e19, dtype), None)  # each square is finite, their sum is not
+
+
+def test_the_magnitudes_of_a_scaled_leaf_are_added_up():
+    assert all_squares_finite([jnp.float32(3e38), jnp.float32(-3e38)], 2.0**127)  # a leaf by itself
+    assert not all_squares_finite(jnp.full(2, 3e38), 2.0**127)
+    assert not all_squares_finite(jnp.full(16, 2e18), 1.0)
+    assert all_squares_finite(jnp.full(16, 2e18), None)
+
+
+def test_squares_are_of_true_gradients_in_the_dtype_that_they_are_stepped_in():
+    assert not all_squares_finite(jnp.complex64(1.4e19 + 1.4e19j), None)  # the squared magnitude
+    assert all_squares_finite(jnp.full(4, 65504, jnp.float16), 1.0)
+    assert not all_squares_finite(jnp.full(4, 65504, jnp.float16), 2.0**-50)
     with jax.enable_x64(True):
-        assert all_finite_unscaled(jnp.full(2, 1e300), 8.0)
-        assert not all_finite_unscaled(jnp.full(2, np.inf), 8.0)
+        assert all_squares_finite(jnp.full(2, 1e150), 8.0)
+        assert not all_squares_finite(jnp.full(2, 1e156), 8.0)
+        assert not all_squares_finite(jnp.full(2, np.inf), 8.0)
+
+
+def test_a_traced_scale_that_is_not_positive_and_finite_makes_nan_of_what_it_scales():
+    for use in (lambda x, s: replaced(s).scale(x), unscale_by_reciprocal):
+        step = jax.jit(use)
+        for scale in (0.0, -8.0, np.inf, np.nan):
+            assert np.isnan(step(jnp.ones(2), jnp.float32(scale))).all()
+        assert np.isfinite(step(jnp.ones(2), jnp.float32(8))).all()
+
+
+def replaced(scale):
+    return jax.tree.unflatten(jax.tree.structure(DynamicLossScale()), [scale, jnp.int32(0)])
+
+
+@pytest.mark.parametrize(("scale", "healed"), [(0.0, 1.0), (-8.0, 1.0), (np.nan, 1.0), (np.inf, 2.0**20)])
+def test_a_scale_that_was_overwritten_comes_back(scale, healed):
+    limited = jax.tree.unflatten(
+        jax.tree.structure(DynamicLossScale(max_loss_scale=2.0**20)), [jnp.float32(scale), jnp.int32(0)]
+    )
+    assert limited.adjust(False).loss_scale == healed
 
 
 def test_jmps_own_tests_pass():

@@ -1,0 +1,220 @@
+"""Checks that a state belongs to the transform and to the params that it is used with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from policy.loss_scale import LossScale
+from policy.optim.moments import moment_targets
+from policy.optim.state import Layout, MixedPrecisionState
+from policy.optim.storage import MasterWeights, kept_dtype, kind_of, storage_code, storage_text
+from policy.trees import leaf_names, path_name, shortened, unboxed
+
+_CONVERT = "convert(state, params, to=tx) migrates it"
+
+
+def require_storage(
+    params: Any, state: MixedPrecisionState, master_weights: MasterWeights
+) -> jax.Array | Literal[True]:
+    """Refuses masters that are stored in another way than `master_weights` does, before they are read as such.
+
+    Args:
+      params: without their overwritten leaves.
+
+    Returns:
+      True, where `state.mode` is concrete and was compared. A traced one gives a () bool: whether masters that were
+      restored into this state's tree are what the tree says.
+
+    Raises:
+      ValueError: the state's mode stores params of these dtypes differently, or its masters were saved in another mode;
+        or the tree or the dtypes of params are not those that the state was made from.
+    """
+    dtypes = state.layout.dtypes or [leaf.dtype for leaf in jax.tree.leaves(params)]
+    made_by, expected = state.layout.master_weights, storage_code(dtypes, master_weights)
+    if storage_code(dtypes, made_by) != expected:
+        raise ValueError(
+            f"state was made with master_weights={made_by!r} ({storage_text(storage_code(dtypes, made_by))}), but tx "
+            f"has {master_weights!r} ({storage_text(expected)}): {_CONVERT}."
+        )
+    # params that are their own masters are stored alike in every mode
+    any_half = any(np.dtype(dtype).itemsize < 4 for dtype in dtypes)
+    is_stored = has_mode(state, expected) if any_half else True
+    check_layout(params, state)
+    _check_kept(params, state)
+    return is_stored
+
+
+def has_mode(state: MixedPrecisionState, expected: int) -> jax.Array | Literal[True]:
+    """Returns True, or for a traced `state.mode` a () bool.
+
+    Raises:
+      ValueError: the masters were saved in another mode.
+    """
+    mode = unboxed(state.mode)
+    if isinstance(mode, Tracer) or not _is_readable(mode):
+        return jnp.all(mode == np.int32(expected))
+    for saved in np.unique(np.asarray(mode)):
+        if saved != expected:
+            raise ValueError(
+                f"state holds masters of another mode: they were saved as {storage_text(int(saved))}, and restored "
+                f"into a state of master_weights={state.layout.master_weights!r} ({storage_text(expected)}). Restore "
+                f"them into the state of the transform that saved them, then {_CONVERT}."
+            )
+    return True
+
+
+def _is_readable(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def check_tree(params: Any, state: MixedPrecisionState) -> None:
+    """Refuses params, less their overwritten leaves, that are not the tree the state was made from."""
+    is_empty = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    if jax.tree.structure(params, is_leaf=is_empty) != jax.tree.structure(state.masters, is_leaf=is_empty):
+        names = leaf_names(params)
+        raise ValueError(
+            "params should be the tree that the optimizer state was made from, but got another, "
+            f"with {len(names)} leaves: {shortened(names)}. Make a state for it with tx.init(params)."
+        )
+
+
+def check_layout(params: Any, state: MixedPrecisionState) -> None:
+    """Refuses params, less their overwritten leaves, whose tree or dtypes are not those the state was made from."""
+    check_tree(params, state)
+    if state.layout.dtypes is None:
+        return
+    wrong = [
+        f"{name} was {before} and is {leaf.dtype}"
+        for name, leaf, before in zip(leaf_names(params), jax.tree.leaves(params), state.layout.dtypes, strict=True)
+        if np.dtype(leaf.dtype).name != before
+    ]
+    if wrong:
+        raise ValueError(
+            f"The dtype of params changed since the optimizer state was made: {shortened(wrong)}. "
+            "Cast them back, or call resync(params, state) first."
+        )
+
+
+def _check_kept(params: Any, state: MixedPrecisionState) -> None:
+    """Refuses masters of other dtypes or shapes than their params': a restored tree may hold any."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    wrong = []
+    for (path, p), kept in zip(leaves, tree.flatten_up_to(state.masters), strict=True):
+        dtype = kept_dtype(p.dtype, kind_of(p.dtype, state.layout.master_weights))
+        found = (kept.dtype, kept.shape) if hasattr(kept, "dtype") else None
+        if found != (None if dtype is None else (dtype, p.shape)):
+            shown = "nothing" if found is None else f"{found[0]}{list(found[1])}"
+            expected = "nothing" if dtype is None else f"{dtype}{list(p.shape)}"
+            wrong.append(f"{path_name(path)} has {shown} for {expected}")
+    if wrong:
+        raise ValueError(
+            f"state.masters should be those of master_weights={state.layout.master_weights!r}, but {shortened(wrong)}: "
+            "make a state with tx.init(params), or restore the one that belongs to these params."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerLike:
+    """The tree, shapes and dtypes of an inner state, as a transform makes it and a `MixedPrecision` stores it.
+
+    Attributes:
+      leaves: each with its path, its shape, its dtype, and whether it belongs to one param.
+    """
+
+    tree: Any
+    leaves: tuple[tuple[str, tuple[int, ...], Any, bool], ...]
+
+    @classmethod
+    def of(cls, inner: Any, params: Any, moment_dtypes: Mapping[str, np.dtype] | None) -> InnerLike:
+        """Describes an inner state that was just made, before or after its moments were narrowed."""
+        suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+        leaves, tree = jax.tree_util.tree_flatten_with_path(inner)
+        targets = [None] * len(leaves) if moment_dtypes is None else moment_targets(inner, params, moment_dtypes)
+        return cls(
+            tree,
+            tuple(
+                (
+                    path_name(path),
+                    tuple(jnp.shape(leaf)),
+                    getattr(leaf, "dtype", None) if target is None else target,
+                    any(path[start:] in suffixes for start in range(len(path) + 1)),
+                )
+                for (path, leaf), target in zip(leaves, targets, strict=True)
+            ),
+        )
+
+
+def check_inner(
+    inner: Any, like: InnerLike, layout: Layout, optimizer: str, moment_dtypes: Mapping[str, np.dtype] | None
+) -> None:
+    """Refuses an inner state that the transform did not make for these params.
+
+    Integers may have any width, and Python numbers pass: hyperparameters are set from outside.
+
+    Args:
+      optimizer: the transform's name.
+
+    Raises:
+      ValueError: another transform made it; or a moment has another dtype or shape.
+    """
+    if layout.optimizer != optimizer or jax.tree.structure(inner) != like.tree:
+        by = "" if layout.optimizer != optimizer else f" The trees differ: {jax.tree.structure(inner)}, {like.tree}."
+        raise ValueError(
+            f"state was made by {layout.optimizer}, but tx is {optimizer}: use the transform that made it, or start "
+            f"anew with tx.init(params).{by}"
+        )
+    shapes, dtypes = [], []
+    for leaf, (name, shape, dtype, is_of_param) in zip(jax.tree.leaves(inner), like.leaves, strict=True):
+        if jnp.shape(leaf) != shape:
+            shapes.append(f"{name} is {tuple(jnp.shape(leaf))} for {shape}")
+        if is_of_param and _is_other_float(leaf, dtype):
+            dtypes.append(f"{name} is {leaf.dtype} for {dtype}")
+    if shapes:
+        raise ValueError(
+            f"state was made for params of other shapes: {shortened(shapes)}. Make one with tx.init(params)."
+        )
+    if dtypes:
+        asked = (
+            None if moment_dtypes is None else {name or "first moments": str(d) for name, d in moment_dtypes.items()}
+        )
+        raise ValueError(
+            f"state holds moments of other dtypes than moment_dtype={asked} stores: {shortened(dtypes)}. Pass the "
+            f"moment_dtype that it was made with, or {_CONVERT}."
+        )
+
+
+def _is_other_float(leaf: Any, dtype: Any) -> bool:
+    if not hasattr(leaf, "dtype") or dtype is None:
+        return False
+    return jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype != dtype
+
+
+def check_loss_scale(saved: LossScale, of_tx: LossScale) -> None:
+    """Refuses a state whose loss scale is of another kind than the transform's: one would go unused in silence.
+
+    Raises:
+      ValueError: the kinds differ.
+    """
+    if type(saved) is not type(of_tx):
+        raise ValueError(
+            f"state has a {type(saved).__name__}, but tx was made with a {type(of_tx).__name__}: make tx with the "
+            f"loss_scale of the state, or {_CONVERT}."
+        )
+
+
+def inner_like(init: Callable[[Any], Any], wide: Any, moment_dtypes: Mapping[str, np.dtype] | None) -> InnerLike | None:
+    """Returns the description of what `init` makes of float32 params, from shapes; None where it can't be traced."""
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wide)
+    try:
+        made = jax.eval_shape(init, wide)
+    except Exception:  # an init that reads values, or asks for more than its shapes; its steps are checked still
+        return None
+    return InnerLike.of(made, wide, moment_dtypes)

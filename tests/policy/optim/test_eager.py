@@ -1,0 +1,117 @@
+"""Steps that are not compiled by the user: as many programs as optax's, and none anew."""
+
+import gc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import monitoring
+
+from policy.gradients import ScaledGradients
+from policy.optim import apply_gradients, mixed_precision
+
+NAMES = ("sgd", "adam", "adamw", "lion", "rmsprop", "adagrad", "lamb", "lars", "novograd", "radam", "yogi", "adabelief")
+PARAMS = {"w": jnp.ones((5, 3), jnp.bfloat16), "b": jnp.ones(3)}
+WIDE = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
+GRADIENTS = jax.tree.map(lambda p: jnp.full(p.shape, 0.1), PARAMS)
+COMPILED = []
+
+
+def _count(name: str, _: float, **__: Any) -> None:
+    if name == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(name)
+
+
+monitoring.register_event_duration_secs_listener(_count)
+
+
+def programs_of(run):
+    """The number of programs that XLA compiles, from no cache."""
+    jax.clear_caches()
+    before = len(COMPILED)
+    run()
+    return len(COMPILED) - before
+
+
+def plain(steps):
+    for name in NAMES:
+        tx = getattr(optax, name)(1e-2)
+        params, state = WIDE, tx.init(WIDE)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            for _ in range(steps):
+                updates, state = tx.update(GRADIENTS, state, params)
+                params = optax.apply_updates(params, updates)
+
+
+def ours(steps, through_optax):
+    for name in NAMES:
+        tx = mixed_precision(getattr(optax, name)(1e-2), "bfloat16")
+        params, state = PARAMS, tx.init(PARAMS)
+        for _ in range(steps):
+            if through_optax:
+                updates, state = tx.update(GRADIENTS, state, params)
+                with jax.numpy_dtype_promotion("standard"):
+                    params = optax.apply_updates(params, updates)
+            else:
+                params, state, _ = apply_gradients(tx, params, state, GRADIENTS)
+
+
+@pytest.mark.parametrize("through_optax", [True, False])
+def test_eager_steps_compile_no_more_programs_than_optax(through_optax):
+    assert programs_of(lambda: ours(2, through_optax)) <= programs_of(lambda: plain(2))
+
+
+@pytest.mark.parametrize("scale", [None, 4.0, jnp.float32(4)])
+@pytest.mark.parametrize("mode", ["remainder", "full", "none"])
+def test_a_second_eager_step_compiles_nothing(mode, scale):
+    tx = mixed_precision(optax.inject_hyperparams(optax.adam)(1e-2), "bfloat16", master_weights=mode)
+    gradients = GRADIENTS if scale is None else ScaledGradients(GRADIENTS, scale)
+    params, state, _ = apply_gradients(tx, PARAMS, tx.init(PARAMS), gradients)
+    updates, state = tx.update(gradients, state, params)
+    before = len(COMPILED)
+    for rate in (0.1, 0.01):
+        state = optax.tree_utils.tree_set(state, learning_rate=rate)
+        params, state, _ = apply_gradients(tx, params, state, gradients)
+        state = optax.tree_utils.tree_set(state, learning_rate=np.float32(rate))
+        updates, state = tx.update(gradients, state, params)
+    assert len(COMPILED) - before <= 1  # a Python number's conversion
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+def test_programs_of_transforms_that_are_gone_are_let_go():
+    def run():
+        tx = mixed_precision(optax.adam(1e-2), "bfloat16")
+        apply_gradients(tx, PARAMS, tx.init(PARAMS), GRADIENTS)
+
+    def living():
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    run()
+    before = living()
+    for _ in range(5):
+        run()
+    assert living() <= before + 1
+
+
+def test_an_eager_step_is_the_compiled_one_bit_for_bit():
+    tx = mixed_precision(optax.adamw(1e-2), "bfloat16", loss_scale="dynamic")
+    eager = compiled = (PARAMS, tx.init(PARAMS))
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2])
+    for _ in range(3):
+        eager, compiled = apply_gradients(tx, *eager, GRADIENTS)[:2], step(*compiled, GRADIENTS)
+    jax.tree.map(np.testing.assert_array_equal, eager, compiled)
+
+
+def test_an_inner_transform_that_takes_functions_is_stepped():
+    params = {"w": jnp.ones(3)}
+    tx = mixed_precision(optax.lbfgs(), "float32")
+    value_fn = lambda p: jnp.sum(jnp.square(p["w"]))  # noqa: E731
+    value, gradients = jax.value_and_grad(value_fn)(params)
+    arguments = {"value": value, "grad": gradients, "value_fn": value_fn}
+    new, _, finite = apply_gradients(tx, params, tx.init(params), gradients, **arguments)
+    assert finite
+    assert value_fn(new) < value

@@ -1,0 +1,303 @@
+"""A state used with another storage mode is refused or migrated: no weight is ever read as something else."""
+
+import functools
+import itertools
+import pickle
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+
+import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.optim import (
+    apply_gradients,
+    convert,
+    init_from_master,
+    master_params,
+    mixed_precision,
+    resync,
+)
+from policy.optim.rounding import round_to
+from policy.optim.storage import storage_code, storage_text
+
+MODES: list[Any] = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
+DTYPES = ["bfloat16", "float16"]
+PAIRS = [
+    (dtype, a, b)
+    for dtype in DTYPES
+    for a, b in itertools.permutations(MODES, 2)
+    if dtype == "bfloat16" or "remainder" not in (a, b)
+]
+WIDE = {"a": np.float32(3.14159), "w": np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)}
+BITS = {"bfloat16": {"full": 24, "kahan": 16, "none": 8}, "float16": {"full": 24, "kahan": 22, "none": 11}}
+GRADIENTS = jax.tree.map(lambda x: jnp.full(np.shape(x), 0.5), WIDE)
+
+
+@functools.cache
+def transform(mode, dtype) -> Any:
+    key = jax.random.key(0) if mode == "stochastic" else None
+    return mixed_precision(optax.sgd(0.0, momentum=0.9), dtype, master_weights=mode, key=key)
+
+
+@functools.cache
+def start(mode, dtype) -> Any:
+    """Params and state of the masters of WIDE."""
+    return init_from_master(transform(mode, dtype), jax.tree.map(jnp.asarray, WIDE))
+
+
+def kind(mode: str) -> str:
+    """The mode that keeps as many bits: a remainder keeps what a full master does."""
+    return {"auto": "full", "remainder": "full", "stochastic": "none"}.get(mode, mode)
+
+
+def is_same_storage(dtype, a, b):
+    stored = {"auto": "remainder" if dtype == "bfloat16" else "full", "stochastic": "none"}
+    return stored.get(a, a) == stored.get(b, b)
+
+
+def assert_masters(params: Any, state: Any, bits: int) -> None:
+    for name, found in master_params(params, state).items():
+        np.testing.assert_allclose(found, WIDE[name], rtol=2.0**-bits, atol=0)
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda tree: tree, lambda tree: pickle.loads(pickle.dumps(tree))], ids=["", "pickle"]
+)
+@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+def test_every_pair_of_modes_is_refused_by_both_names_or_stores_the_same(dtype, a, b, copied):
+    params, state = copied(start(a, dtype))
+    tx = transform(b, dtype)
+    calls: list[Any] = [
+        lambda: apply_gradients(tx, params, state, GRADIENTS)[:2],
+        lambda: (params, tx.update(GRADIENTS, state, params)[1]),
+        lambda: jax.eval_shape(lambda p, s: apply_gradients(tx, p, s, GRADIENTS)[:2], params, state),
+    ]
+    for call in calls:
+        if is_same_storage(dtype, a, b):
+            call()
+            continue
+        with pytest.raises(ValueError, match=rf"made with master_weights='{a}' \(.*\), but tx has '{b}' \(.*convert\("):
+            call()
+    if is_same_storage(dtype, a, b):
+        assert_masters(*calls[0](), BITS[dtype][kind(a)])
+
+
+@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
+    params, state = start(a, dtype)
+    bits = min(BITS[dtype][kind(mode)] for mode in (a, b))
+    tx = transform(b, dtype)
+    for to in (tx, b):
+        made = convert(state, params, to=to)
+        assert jax.tree.structure(made) == jax.tree.structure(tx.init(params))
+        assert made.mode == storage_code([dtype], b)
+        assert_masters(params, made, bits)
+        new, after, finite = apply_gradients(tx, params, made, GRADIENTS)
+        assert finite
+        assert after.count == 1
+        assert_masters(new, after, bits)
+        if kind(b) != "none":
+            jax.tree.map(np.testing.assert_array_equal, new, params)
+
+
+@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+def test_msgpack_refuses_every_pair_that_stores_otherwise(dtype, a, b):
+    saved, target = serialization.to_bytes(start(a, dtype)), start(b, dtype)
+    if is_same_storage(dtype, a, b):
+        params, state = jax.tree.map(jnp.asarray, serialization.from_bytes(target, saved))
+        assert_masters(*apply_gradients(transform(b, dtype), params, state, GRADIENTS)[:2], BITS[dtype][kind(a)])
+        return
+    with pytest.raises(ValueError, match=rf"saved with master_weights='{a}', .* into one with master_weights='{b}'"):
+        serialization.from_bytes(target, saved)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A folder with an Orbax checkpoint of each mode and dtype."""
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    folder = tmp_path_factory.mktemp("modes")
+    with warnings.catch_warnings():  # orbax's own
+        warnings.simplefilter("ignore")
+        with checkpoint.StandardCheckpointer() as saver:
+            for dtype, mode in sorted({(dtype, a) for dtype, a, _ in PAIRS}):
+                saver.save(folder / f"{mode}_{dtype}", start(mode, dtype))
+    return folder
+
+
+def restored(folder, target):
+    """What Orbax restores into a target's tree, or None where it refuses."""
+    import orbax.checkpoint
+
+    like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, target)
+    with warnings.catch_warnings(), orbax.checkpoint.StandardCheckpointer() as loader:
+        warnings.simplefilter("ignore")
+        try:
+            return loader.restore(folder, like)
+        except (ValueError, KeyError):
+            return None
+
+
+@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoints, dtype, a, b):
+    found = restored(checkpoints / f"{a}_{dtype}", start(b, dtype))
+    if found is None:
+        assert not is_same_storage(dtype, a, b)
+        return
+    params, state = found
+    tx = transform(b, dtype)
+    step = jax.jit(lambda p, s: apply_gradients(tx, p, s, GRADIENTS))
+    if is_same_storage(dtype, a, b):
+        assert_masters(*step(params, state)[:2], BITS[dtype][kind(a)])
+        return
+    text = rf"masters of another mode: .* as {storage_text(storage_code([dtype], a))}, .* of master_weights='{b}'"
+    for call in (
+        lambda: apply_gradients(tx, params, state, GRADIENTS),
+        lambda: tx.update(GRADIENTS, state, params),
+        lambda: master_params(params, state),
+        lambda: resync(params, state),
+        lambda: convert(state, params, to=tx),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    if jax.tree.structure(state) != jax.tree.structure(start(b, dtype)[1]):
+        return  # what was never saved is missing
+    new, after, finite = step(params, state)
+    assert not finite
+    assert (after.skipped, after.count) == (1, 0)
+    jax.tree.map(np.testing.assert_array_equal, (new, after.inner), (params, state.inner))
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(jax.jit(master_params)(params, state)))
+    followed = jax.jit(resync)(params, state)  # starts from the params
+    assert_masters(params, followed, BITS[dtype]["none"])
+
+
+@pytest.mark.parametrize("skip_nonfinite", [True, False])
+@pytest.mark.parametrize("through_optax", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_traced_step_of_masters_of_another_mode_changes_nothing(mode, through_optax, skip_nonfinite):
+    key = jax.random.key(0) if mode == "stochastic" else None
+    adam = optax.adam(0.1)
+    tx = mixed_precision(adam, "bfloat16", master_weights=mode, key=key, skip_nonfinite=skip_nonfinite)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), WIDE)
+    state = tx.init(params)
+    other = state._replace(mode=state.mode + 1)
+
+    @jax.jit
+    def step(params, state):
+        if not through_optax:
+            return apply_gradients(tx, params, state, GRADIENTS)[:2]
+        updates, state = tx.update(GRADIENTS, state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), state
+
+    new, after = step(params, other)
+    jax.tree.map(np.testing.assert_array_equal, new, params)
+    jax.tree.map(np.testing.assert_array_equal, (after.inner, after.masters), (state.inner, state.masters))
+    assert not after.finite
+    assert (after.skipped, after.count) == (1, 0)
+    new, after = step(params, state)
+    assert after.finite
+    assert (new["w"] < params["w"]).all()
+
+
+def test_float32_params_are_stored_alike_in_every_mode():
+    params = jax.tree.map(jnp.asarray, WIDE)
+    states = {mode: transform(mode, "float32").init(params) for mode in ("auto", "full", "kahan", "none")}
+    for a, b in itertools.permutations(states, 2):
+        new, state, finite = apply_gradients(transform(a, "float32"), params, states[b], GRADIENTS)
+        assert finite
+        assert state.mode == 0
+        jax.tree.map(np.testing.assert_array_equal, new, params)
+
+
+def test_the_code_of_a_mode_tells_every_storage_of_every_pair_of_dtypes_apart():
+    found = {}
+    for mode in MODES:
+        for dtypes in ([], ["bfloat16"], ["float16"], DTYPES, ["float32"]):
+            if mode != "remainder" or "float16" not in dtypes:
+                found.setdefault(storage_code(dtypes, mode), set()).add(storage_text(storage_code(dtypes, mode)))
+    assert all(len(texts) == 1 for texts in found.values())
+    assert len({text for texts in found.values() for text in texts}) == len(found)
+    assert storage_text(storage_code(DTYPES, "auto")) == "remainder beside bfloat16, full beside float16"
+    assert storage_text(0) == "nothing"
+    assert storage_text(99) == "an unknown storage (99)"
+
+
+def test_masters_of_other_shapes_or_dtypes_are_refused_by_name():
+    params, state = start("full", "bfloat16")
+    tx = transform("full", "bfloat16")
+    for masters, text in [
+        ({**state.masters, "a": state.masters["a"][None]}, r"a has float32\[1\] for float32\[\]"),
+        ({**state.masters, "w": state.masters["w"].astype(jnp.uint16)}, r"w has uint16\[3, 4\] for float32\[3, 4\]"),
+    ]:
+        with pytest.raises(ValueError, match=rf"masters should be those of master_weights='full', but {text}"):
+            jax.eval_shape(lambda p, s: apply_gradients(tx, p, s, GRADIENTS), params, state._replace(masters=masters))
+
+
+def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
+    params, state = start("full", "bfloat16")
+    written = {**params, "w": params["w"].at[0, 1].set(7)}
+    with pytest.raises(ValueError, match=r"rounded masters of state, but differ: w in 1 of 12 elements\. .* resync"):
+        convert(state, written, to="remainder")
+    assert_equal = np.testing.assert_array_equal
+    followed = convert(resync(written, state), written, to="remainder")
+    assert_equal(master_params(written, followed)["w"][0, 1], 7)
+    with pytest.raises(TypeError, match="convert checks values: call it outside of jit"):
+        jax.jit(lambda s: convert(s, params, to="none"))(state)
+    with pytest.raises(TypeError, match="convert takes a MixedPrecisionState, but got dict"):
+        convert({}, params, to="none")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"to should be what mixed_precision returned, or one of 'auto', .* got 'half'"):
+        convert(state, params, to="half")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"made by chain\(trace\), and to is chain\(scale_by_adam\): start anew"):
+        convert(state, params, to=mixed_precision(optax.adam(0.1), "bfloat16"))
+    half, other = start("full", "float16")
+    with pytest.raises(ValueError, match="master_weights='remainder' is for bfloat16 params"):
+        convert(other, half, to="remainder")
+    with pytest.raises(ValueError, match="dtype of params changed since the optimizer state was made"):
+        convert(state, half, to="none")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_convert_takes_params_that_are_not_finite_as_they_are(value):
+    params = {"w": jnp.asarray([1.5, value], jnp.bfloat16)}
+    state = mixed_precision(optax.sgd(0.1), "bfloat16", master_weights="full").init(params)
+    for mode in ("remainder", "kahan", "none"):
+        np.testing.assert_array_equal(master_params(params, convert(state, params, to=mode))["w"], [1.5, value])
+
+
+def test_convert_changes_the_dtype_of_moments_and_the_kind_of_loss_scale():
+    params = jax.tree.map(jnp.asarray, WIDE)
+    plain = mixed_precision(optax.adam(0.1), "mixed_float16")
+    narrow = mixed_precision(optax.adam(0.1), "mixed_float16", moment_dtype="bf16", loss_scale="dynamic")
+    _, state, _ = apply_gradients(plain, params, plain.init(params), GRADIENTS)
+    state: Any = state
+    there: Any = convert(state, params, to=narrow)
+    assert jax.tree.structure(there) == jax.tree.structure(narrow.init(params))
+    assert there.inner[0].mu["w"].dtype == jnp.bfloat16
+    assert there.loss_scale.loss_scale == 2.0**15
+    np.testing.assert_array_equal(there.inner[0].mu["w"], round_to(state.inner[0].mu["w"], jnp.bfloat16))
+    assert there.count == 1
+    back: Any = convert(there, params, to=plain)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert back.inner[0].mu["w"].dtype == jnp.float32
+    assert apply_gradients(plain, params, back, GRADIENTS)[2]
+
+
+def test_an_nnx_optimizer_goes_on_with_a_converted_state():
+    model = nnx.Linear(3, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    modes: list[Any] = ["none", "full"]
+    transforms = [mixed_precision(optax.adam(0.0), "bfloat16", master_weights=mode) for mode in modes]
+    before, after = (nnx.Optimizer(model, tx, wrt=nnx.Param) for tx in transforms)
+    gradients = jax.tree.map(lambda p: jnp.ones(p.shape), nnx.state(model, nnx.Param))
+    with jax.numpy_dtype_promotion("standard"):  # nnx calls optax.apply_updates
+        before.update(model, gradients)
+        made = convert(before.opt_state, nnx.state(model, nnx.Param), to=transforms[1])
+        nnx.update(after.opt_state, nnx.state(made))
+        assert after.opt_state.mode[...] == storage_code(["bfloat16"], "full")
+        after.update(model, gradients)
+    assert after.opt_state.count[...] == 2
+    assert after.opt_state.finite[...]
