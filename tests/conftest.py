@@ -15,9 +15,17 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
+
+# The suite's random tests are the same in each run; those of `python -m tests.random_faults` come from its seed.
+hypothesis.settings.register_profile("suite", max_examples=6, derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "long", max_examples=int(os.environ.get("MPMODULES_RANDOM_EXAMPLES", "300")), deadline=None, database=None
+)
+hypothesis.settings.load_profile("suite")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

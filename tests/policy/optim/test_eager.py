@@ -20,9 +20,9 @@ GRADIENTS = jax.tree.map(lambda p: jnp.full(p.shape, 0.1), PARAMS)
 COMPILED = []
 
 
-def _count(name: str, _: float, **__: Any) -> None:
-    if name == "/jax/core/compile/backend_compile_duration":
-        COMPILED.append(name)
+def _count(event: str, duration_secs: float, **kwargs: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(duration_secs)
 
 
 monitoring.register_event_duration_secs_listener(_count)

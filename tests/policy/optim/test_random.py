@@ -1,0 +1,175 @@
+"""Random trainings: transforms, storage modes, options and faults in any order, from one seed.
+
+The suite runs a few. ``python -m tests.random_faults`` runs many, and prints the seed that repeats them.
+"""
+
+import pickle
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from hypothesis import strategies
+
+import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.gradients import ScaledGradients
+from policy.loss_scale import DynamicLossScale
+from policy.optim import apply_gradients, convert, loss_scale_of, master_params, mixed_precision, resync
+from policy.optim.rounding import round_to
+
+pytestmark = pytest.mark.random
+
+TRANSFORMS: dict[str, Any] = {
+    "adamw": lambda: optax.adamw(0.05, b2=0.95),
+    "sgd": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
+    "lion": lambda: optax.lion(0.01),
+    "rmsprop": lambda: optax.rmsprop(0.05, momentum=0.9),
+    "clipped adam": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.05)),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.05), 2),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=0.05),
+    "adafactor": lambda: optax.adafactor(0.05),
+}
+MODES = {"float32": ["auto"], "float16": ["auto", "full", "kahan", "none"]}
+MODES["bfloat16"] = [*MODES["float16"], "remainder", "stochastic"]
+FAULTS = (np.nan, np.inf, -np.inf, 1e20, -3e38)
+
+
+@strategies.composite
+def trainings(draw: Any) -> dict[str, Any]:
+    """What is trained: the dtypes of two params, and the options of `mixed_precision` for their mode."""
+    dtype = draw(strategies.sampled_from(sorted(MODES)))
+    return {
+        "dtypes": [dtype, draw(strategies.sampled_from(["float32", dtype]))],
+        "transform": draw(strategies.sampled_from(sorted(TRANSFORMS))),
+        "mode": draw(strategies.sampled_from(MODES[dtype])),
+        "loss_scale": draw(strategies.sampled_from([None, 8.0, "dynamic"])),
+        "clip_global_norm": draw(strategies.sampled_from([None, 1.0])),
+        "through_optax": draw(strategies.booleans()),
+        "check_results": draw(strategies.booleans()),
+    }
+
+
+ACTIONS = strategies.lists(
+    strategies.one_of(
+        strategies.just(("step",)),
+        strategies.tuples(
+            strategies.just("fault"),
+            strategies.integers(0, 1),
+            strategies.integers(0, 5),
+            strategies.sampled_from(FAULTS),
+        ),
+        strategies.sampled_from([("pickle",), ("bytes",), ("write",), ("foreign",)]),
+        strategies.tuples(strategies.just("convert"), strategies.integers(0, 5)),
+    ),
+    min_size=6,
+    max_size=16,
+)
+
+
+class Training:
+    """Params and a state under one `mixed_precision`, and what must hold after each action."""
+
+    def __init__(self, training: dict[str, Any]):
+        self.training, self.steps, self.faults = training, 0, 0
+        self.params = {
+            name: jnp.asarray(np.linspace(-1, 2, 6).reshape(2, 3) + i, dtype)
+            for i, (name, dtype) in enumerate(zip("ab", training["dtypes"], strict=True))
+        }
+        self.use(training["mode"])
+        self.state = self.tx.init(self.params)
+
+    def use(self, mode: Any) -> None:
+        """Makes the transform of a mode, and its step."""
+        options = {key: self.training[key] for key in ("clip_global_norm", "check_results")}
+        scale = self.training["loss_scale"]
+        scale = DynamicLossScale(2.0**4, period=3) if scale == "dynamic" else scale
+        key = jax.random.key(7) if mode == "stochastic" else None
+        inner = TRANSFORMS[self.training["transform"]]()
+        self.mode = mode
+        self.tx: Any = mixed_precision(inner, "float32", loss_scale=scale, master_weights=mode, key=key, **options)
+        self.compiled = jax.jit(self._step)
+
+    def _step(self, params: Any, state: Any, gradients: Any) -> Any:
+        scale = jnp.asarray(loss_scale_of(state).loss_scale, jnp.float32)
+        scaled = ScaledGradients(jax.tree.map(lambda g: g * scale, gradients), scale)
+        if not self.training["through_optax"]:
+            return apply_gradients(self.tx, params, state, scaled)
+        updates, state = self.tx.update(scaled, state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), state, state.finite
+
+    def gradients(self) -> Any:
+        rng = np.random.default_rng(self.steps + self.faults)
+        return {name: jnp.asarray(rng.normal(size=(2, 3)), jnp.float32) for name in self.params}
+
+    def step(self) -> None:
+        self.params, self.state, finite = self.compiled(self.params, self.state, self.gradients())
+        assert finite
+        self.steps += 1
+
+    def fault(self, leaf: int, position: int, value: float) -> None:
+        gradients = self.gradients()
+        name = "ab"[leaf]
+        gradients[name] = gradients[name].at[position // 3, position % 3].set(value)
+        new, after, finite = self.compiled(self.params, self.state, gradients)
+        assert not finite
+        before = (self.params, self.state.inner, self.state.masters, self.state.count)
+        jax.tree.map(np.testing.assert_array_equal, (new, after.inner, after.masters, after.count), before)
+        self.state = after
+        self.faults += 1
+
+    def pickle(self) -> None:
+        self.params, self.state = pickle.loads(pickle.dumps((self.params, self.state)))
+
+    def bytes(self) -> None:
+        like = jax.tree.map(jnp.zeros_like, (self.params, self.state))
+        found = serialization.from_bytes(like, serialization.to_bytes((self.params, self.state)))
+        self.params, self.state = jax.tree.map(jnp.asarray, found)
+
+    def write(self) -> None:
+        self.params = {**self.params, "a": self.params["a"].at[0, 0].set(0.75)}
+        self.state = resync(self.params, self.state)
+        assert master_params(self.params, self.state)["a"][0, 0] == 0.75
+
+    def convert(self, number: int) -> None:
+        modes = MODES[self.training["dtypes"][0]]
+        before = master_params(self.params, self.state)
+        self.use(modes[number % len(modes)])
+        self.state = convert(self.state, self.params, to=self.tx)
+        after = master_params(self.params, self.state)
+        for name, wide in after.items():  # no worse than the params themselves
+            apart = np.abs(np.float64(self.params[name]) - np.float64(before[name]))
+            assert (np.abs(np.float64(wide) - np.float64(before[name])) <= apart + 1e-12).all()
+
+    def foreign(self) -> None:
+        half = jnp.dtype(self.training["dtypes"][0]).itemsize < 4
+        if half:
+            wrong = self.state._replace(mode=self.state.mode + 1)
+            new, after, finite = self.compiled(self.params, wrong, self.gradients())
+            assert not finite
+            jax.tree.map(np.testing.assert_array_equal, (new, after.masters), (self.params, self.state.masters))
+            with pytest.raises(ValueError, match="masters of another mode"):
+                master_params(self.params, wrong)
+
+    def check(self) -> None:
+        """Nothing is infinite, every step is counted, params are the rounded masters, dtypes stay."""
+        wide = master_params(self.params, self.state)
+        for name, dtype in zip("ab", self.training["dtypes"], strict=True):
+            assert self.params[name].dtype == dtype
+            assert np.isfinite(np.float64(self.params[name])).all()
+            missed = np.sum(np.asarray(round_to(wide[name], self.params[name].dtype) != self.params[name]))
+            assert missed <= self.training["through_optax"]  # optax's own addition may round one, until the next step
+        assert self.state.count == self.steps
+        assert self.state.skipped == self.faults
+
+
+@hypothesis.given(training=trainings(), actions=ACTIONS)
+def test_a_random_training_loses_nothing(training, actions):
+    run = Training(training)
+    for name, *arguments in actions:
+        getattr(run, name)(*arguments)
+        run.check()
