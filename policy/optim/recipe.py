@@ -112,9 +112,7 @@ class Recipe:
         key = _shapes_of(wide)
         if key not in self._inner_likes:
             self._inner_likes[key] = _run_optax(inner_like, self.inner.init, wide, self.moment_dtypes)
-        like = self._inner_likes[key]
-        if like is not None:
-            check_inner(state.inner, like, state.layout, self.optimizer, self.moment_dtypes)
+        check_inner(state.inner, self._inner_likes[key], state.layout, self.optimizer, self.moment_dtypes)
         return is_stored
 
     def update(

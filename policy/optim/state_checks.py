@@ -153,24 +153,28 @@ class InnerLike:
 
 
 def check_inner(
-    inner: Any, like: InnerLike, layout: Layout, optimizer: str, moment_dtypes: Mapping[str, np.dtype] | None
+    inner: Any, like: InnerLike | None, layout: Layout, optimizer: str, moment_dtypes: Mapping[str, np.dtype] | None
 ) -> None:
     """Refuses an inner state that the transform did not make for these params.
 
     Integers may have any width, and Python numbers pass: hyperparameters are set from outside.
 
     Args:
+      like: what the transform makes; None compares names only.
       optimizer: the transform's name.
 
     Raises:
       ValueError: another transform made it; or a moment has another dtype or shape.
     """
-    if layout.optimizer != optimizer or jax.tree.structure(inner) != like.tree:
-        by = "" if layout.optimizer != optimizer else f" The trees differ: {jax.tree.structure(inner)}, {like.tree}."
-        raise ValueError(
-            f"state was made by {layout.optimizer}, but tx is {optimizer}: use the transform that made it, or start "
-            f"anew with tx.init(params).{by}"
-        )
+    text = (
+        f"state was made by {layout.optimizer}, but tx is {optimizer}: use the transform that made it, or start anew "
+    )
+    if layout.optimizer != optimizer:
+        raise ValueError(f"{text}with tx.init(params).")
+    if like is None:
+        return
+    if jax.tree.structure(inner) != like.tree:
+        raise ValueError(f"{text}with tx.init(params). The trees differ: {jax.tree.structure(inner)}, {like.tree}.")
     shapes, dtypes = [], []
     for leaf, (name, shape, dtype, is_of_param) in zip(jax.tree.leaves(inner), like.leaves, strict=True):
         if jnp.shape(leaf) != shape:

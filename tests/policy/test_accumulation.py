@@ -192,6 +192,9 @@ def test_what_does_not_fit_is_refused():
     fn = value_and_grad(loss_fn)
     with pytest.raises(ValueError, match=r"multiple of 5, but y has shape \(24,\)"):
         split_batch({"x": jnp.ones((25, 2)), "y": jnp.ones(24)}, 5)
+    text = r"leaves of batch should share their first axis, but got x \(24, 2\), y \(12,\)"
+    with pytest.raises(ValueError, match=text):
+        split_batch({"x": jnp.ones((24, 2)), "y": jnp.ones(12)}, 4)
     with pytest.raises(ValueError, match=r"multiple of 5, but \(root\) has shape \(\)"):
         split_batch(jnp.float32(1), 5)
     with pytest.raises(

@@ -149,3 +149,13 @@ def test_a_state_is_made_under_eval_shape_and_jit():
     tx = wrapped(optax.adam(1e-3, b2=0.9), moment_dtype={"mu": "bfloat16", "nu": "bfloat16"})
     for init in (lambda p: jax.eval_shape(tx.init, p), jax.jit(tx.init)):
         assert {leaf.dtype.name for leaf in jax.tree.leaves(init(PARAMS).inner[0].nu)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16", "bfloat16"), ("f16", "float16"), ("half", "float16"), ("full", "float32"), ("f32", "float32")],
+)
+def test_the_names_of_policies_are_taken(name, dtype):
+    state: Any = jax.eval_shape(wrapped(optax.adam(1e-3), moment_dtype=name).init, PARAMS)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.inner[0].mu)} == {dtype}
+    assert wrapped(optax.adam(1e-3), moment_dtype=name).moment_dtypes == {"": np.dtype(jnp.dtype(dtype))}

@@ -147,7 +147,7 @@ def test_what_a_user_may_set_in_a_state_is_taken():
     assert after.loss_scale.period == 5
 
 
-def test_an_init_that_reads_values_is_left_unchecked():
+def test_an_init_that_reads_values_is_compared_by_name_only():
     def init(params):
         return {"largest": jnp.float32(max(float(jnp.max(p)) for p in jax.tree.leaves(params)))}
 
@@ -157,3 +157,4 @@ def test_an_init_that_reads_values_is_left_unchecked():
     tx, again = (wrapped(optax.GradientTransformation(init, update)) for _ in range(2))
     state = pickle.loads(pickle.dumps(tx.init(PARAMS)))
     assert apply_gradients(again, PARAMS, state, GRADIENTS)[2]
+    refuses(wrapped(), state, r"made by test_an_init_.*, but tx is chain\(scale_by_adam\)")
