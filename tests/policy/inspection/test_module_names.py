@@ -155,7 +155,7 @@ def test_explain_has_a_row_for_each_and_autocast_obeys_rules_for_each(wing):
 def test_layers_obey_rules_for_each(wing):
     for name in FEW:
         model, fn, args = model_of(wing)
-        rules = {re.escape(name): "float32"}
+        rules: Any = {re.escape(name): "float32"}
         if wing == "linen":
             with use_policy(HALF, rules):
                 found = audit(fn, *args)
