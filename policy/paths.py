@@ -117,14 +117,12 @@ def _parts(name_stack: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """The components of a name stack: the wrappers around each, outermost first, and the names inside of them."""
     start = 0
     while start < len(name_stack):
-        opening = _OPENING.match(name_stack, start)
-        found = None
-        if opening is not None:
-            found = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(name_stack, opening.end())
-        if opening is None or found is None or is_noted(name_stack[start : found.end()]):
-            found = re.compile("(?=/|$)").search(name_stack, start)
-            assert found is not None
-            yield (), name_stack[start : found.start()]
-        else:
-            yield tuple(opening[0].split("(")[:-1]), name_stack[opening.end() : found.start()]
-        start = found.end() + 1
+        slash = name_stack.find("/", start)
+        end = len(name_stack) if slash < 0 else slash
+        wrappers, inside = (), start
+        if opening := _OPENING.match(name_stack, start):
+            closing = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(name_stack, opening.end())
+            if closing is not None and not is_noted(name_stack[start : closing.end()]):
+                wrappers, inside, end = tuple(opening[0].split("(")[:-1]), opening.end(), closing.start()
+        yield wrappers, name_stack[inside:end]
+        start = end + len(wrappers) + 1

@@ -23,7 +23,7 @@ ROWS = np.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), np.float32)
 _compiled = 0
 
 
-def _count(event: str, duration: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **kwargs: Any) -> None:
     global _compiled
     _compiled += event == "/jax/core/compile/backend_compile_duration"
 
