@@ -20,6 +20,8 @@ except ImportError as error:
         "Uninstall that one, then reinstall mpmodules."
     ) from error
 
-# Imported for what they register: how states are saved, and how nnx modules go in and out of autocast.
+# Imported for what they register: what modules are called, how states are saved, and how nnx modules go in and out of
+# autocast.
+from mpmodules import _module_names as _module_names
 from mpmodules import _serialization as _serialization
 from mpmodules.nnx import _tracing as _tracing

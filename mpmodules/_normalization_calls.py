@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import numbers
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from mpmodules.functional import is_half
+from mpmodules.functional import broadcast_like, is_half
 from mpmodules.moments import Region
 from mpmodules.normalization import normalize
 from policy.policy import Policy
@@ -139,6 +140,74 @@ def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A BatchNorm without elements to take statistics of
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def has_no_statistics(layer: Any, method: Callable[..., Any], x: Any, args: Sequence[Any], rest: Any) -> bool:
+    """Returns whether a call is to update a layer's running statistics with those of an empty array.
+
+    Args:
+      args, rest: the arguments of the call beside `x`.
+    """
+    takes = layer._running and _is_flax_method(method) and layer._takes_statistics(running_average_flag(args, rest))
+    return bool(takes) and getattr(x, "size", None) == 0
+
+
+def running_average_flag(args: Sequence[Any], rest: Mapping[str, Any]) -> bool | None:
+    """Returns the argument `use_running_average` of a call."""
+    return args[0] if args else rest.get("use_running_average")
+
+
+def by_running_average(args: Sequence[Any], rest: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call, beside its input, for one that normalises by the running statistics."""
+    return (True, *args[1:]) if args else (), dict(rest) if args else {**rest, "use_running_average": True}
+
+
+def masked_statistics(
+    layer: Any, x: jax.Array, mask: Any, axes: Sequence[int], running: Mapping[str, jax.Array]
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Computes a BatchNorm's statistics of the elements that a mask keeps.
+
+    Devices of the layer's axis name that have no such element are left out, and the others count alike, as in Flax.
+    Promotes dtypes, so that it runs under standard promotion.
+
+    Args:
+      layer: its options say how.
+      x: in reduction_dtype.
+      mask: of booleans, broadcastable to `x`.
+      axes: of `x`, reduced over.
+      running: the mean and the variance before the call.
+
+    Returns:
+      The mean and the variance to normalise by, and the running ones after the call. Both are the running ones before
+      it, for features of which no element is kept.
+    """
+    x, mask = x.astype(jnp.promote_types(x.dtype, jnp.float32)), jnp.asarray(mask, bool)
+    count = jnp.sum(broadcast_like(mask, x), axes, dtype=x.dtype)
+    present = count > 0
+    share = present.astype(x.dtype)  # of the devices that have an element
+    if layer.axis_name is not None:
+        share = lax.pmean(share, layer.axis_name, axis_index_groups=layer.axis_index_groups)
+
+    def mean(values: jax.Array) -> jax.Array:
+        local = jnp.sum(values, axes, where=mask) / jnp.maximum(count, 1)
+        if layer.axis_name is None:
+            return local
+        everywhere = lax.pmean(local, layer.axis_name, axis_index_groups=layer.axis_index_groups)
+        return everywhere / jnp.where(share > 0, share, 1)
+
+    centre = mean(x)
+    if layer.use_fast_variance:
+        variance = jnp.maximum(mean(jnp.square(x)) - jnp.square(centre), 0)
+    else:
+        variance = mean(jnp.square(x - jnp.expand_dims(centre, tuple(axes))))
+    found = {"mean": centre, "var": variance}
+    updated = {n: jnp.where(share > 0, averaged(layer, running[n], found[n]), running[n]) for n in found}
+    return {n: jnp.where(share > 0, found[n], running[n]) for n in found}, updated
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A call of Flax's code
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +234,13 @@ class NormalizationCall(abc.ABC):
         """Returns whether Flax's own method is called on a class of `module`, with only flags beside its input."""
         flags = (*self.args, *(value for _, value in self.rest))
         is_own = type(layer).__module__ == module and _is_flax_method(self.method)
-        return is_own and all(flag is None or isinstance(flag, bool) for flag in flags)
+        return is_own and all(flag is None or isinstance(flag, bool) for flag in flags) and not self.is_masked(layer)
+
+    def is_masked(self, layer: Any) -> bool:
+        """Returns whether Flax's own BatchNorm is to take statistics of what a mask keeps."""
+        rest = dict(self.rest)
+        takes = layer._running and layer._takes_statistics(running_average_flag(self.args, rest))
+        return bool(takes) and rest.get("mask") is not None and _is_flax_method(self.method)
 
     @abc.abstractmethod
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

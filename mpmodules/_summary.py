@@ -77,5 +77,6 @@ def with_columns(
                 wider.add_column(header, **column_kwargs)
         wider.add_column(column.header, column.footer, **column_kwargs)
     for row, ours in zip(zip(*(column.cells for column in table.columns), strict=True), cells, strict=True):
-        wider.add_row(*row[:2], *map(Text, ours), *row[2:])  # as texts: a pattern's brackets are no markup
+        path, kind, *rest = row
+        wider.add_row(Text(path), kind, *map(Text, ours), *rest)  # as texts: brackets in names are no markup
     return wider

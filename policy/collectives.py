@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from policy.inspection.walk import walk
+from policy.names import make_jaxpr
 from policy.policy import parse_dtype
 
 
@@ -77,7 +78,7 @@ def collectives_of(
       RuntimeError: the partitioned program can't be read: this backend writes none.
     """
     if stage == "traced":
-        return list(_traced(jax.make_jaxpr(fn)(*args)))
+        return list(_traced(make_jaxpr(fn)(*args)))
     if stage != "partitioned":
         raise ValueError(f"stage should be 'partitioned' or 'traced', but got {stage!r}.")
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)

@@ -8,14 +8,15 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from policy.names import is_noted, module_and_method, noted
 from policy.programs import programs_of
 
 Path = tuple[str, ...]
 
 # Wrappers that JAX's transformations put around names. Under a derivative the names start again at the root.
-_WRAPPED = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
 _FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
+_OPENING = re.compile(rf"(?:(?:{'|'.join(sorted(_RESTARTING | _FUNCTIONS | {'vmap', 'remat'}))})\()+")
 # Names that are no module's.
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 # A module that flax.linen named: twice in a row it is one whose call calls its base class's.
@@ -25,28 +26,31 @@ _NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
 AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
 
 
-@functools.lru_cache(maxsize=4096)
 def path_of(name_stack: str, above: Path = ()) -> Path:
     """The module path in a name stack, as flax.linen and `jax.named_scope` write it: names, and places in lists.
+
+    A name may hold any characters; a slash in one divides it as it divides names.
 
     Args:
       name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
       above: the path of the equation whose body this one stands in: name stacks inside of it are relative to it.
     """
+    return _path_of(name_stack, above, noted())
+
+
+@functools.lru_cache(maxsize=4096)
+def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
     path: list[str] = []
     restarted = False
-    for part in _parts(name_stack):
-        while match := _WRAPPED.fullmatch(part):
-            wrapper, part = match.groups()
-            if wrapper in _RESTARTING:
-                if not path or _restarts(part, path[0]):  # else it is a module that takes a derivative itself
-                    path, restarted = [], True
-            elif wrapper in _FUNCTIONS:
-                part = ""
-        for name in _parts(part):
-            module, _, method = name.partition(".")  # flax.linen writes Net.encode for a method's scope, within Net's
-            is_name = name.isdigit() or all(map(str.isidentifier, name.split(".")))  # a layer of a list is a number
-            if is_name and name not in _OF_JAX and name != AUTOCAST:
+    for wrappers, scopes in _parts(name_stack):
+        if _FUNCTIONS.intersection(wrappers):
+            scopes = ""
+        for _ in _RESTARTING.intersection(wrappers):
+            if not path or module_and_method(scopes.split("/")[0], ())[0] == path[0]:
+                path, restarted = [], True  # else it is a module that takes a derivative itself
+        for scope in filter(None, scopes.split("/")):
+            module, method = module_and_method(scope, (*above, *path))
+            if module and module not in _OF_JAX and module != AUTOCAST:
                 is_same_call = path[-1:] == [module] and (method or len(path) == 1 or _NUMBERED.fullmatch(module))
                 path += [] if is_same_call else [module]
     if not above or (path and path[0] == above[0]):
@@ -56,13 +60,6 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
     if path and path[0] == above[-1]:
         path = path[1:]
     return (*above, *path)
-
-
-def _restarts(part: str, root: str) -> bool:
-    """Whether the names in what a derivative wraps start again at the root."""
-    while match := _WRAPPED.fullmatch(part):
-        part = match.group(2)
-    return part.split("/")[0].split(".")[0] == root
 
 
 def scanned_path(body: Any, above: Path) -> Path:
@@ -116,13 +113,16 @@ def _members(before: str, after: str, numbers: list[int]) -> list[str]:
     return [f"{before}{number}{after}" for number in numbers] or [before + after]
 
 
-def _parts(name_stack: str) -> list[str]:
-    """The components between slashes that stand in no parentheses."""
-    parts, depth, start = [], 0, 0
-    for i, character in enumerate(name_stack):
-        depth += (character == "(") - (character == ")")
-        if character == "/" and depth == 0:
-            parts.append(name_stack[start:i])
-            start = i + 1
-    parts.append(name_stack[start:])
-    return [part for part in parts if part]
+def _parts(name_stack: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The components of a name stack: the wrappers around each, outermost first, and the names inside of them."""
+    start = 0
+    while start < len(name_stack):
+        slash = name_stack.find("/", start)
+        end = len(name_stack) if slash < 0 else slash
+        wrappers, inside = (), start
+        if opening := _OPENING.match(name_stack, start):
+            closing = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(name_stack, opening.end())
+            if closing is not None and not is_noted(name_stack[start : closing.end()]):
+                wrappers, inside, end = tuple(opening[0].split("(")[:-1]), opening.end(), closing.start()
+        yield wrappers, name_stack[inside:end]
+        start = end + len(wrappers) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -84,7 +85,7 @@ class PolicyRules:
     def from_texts(cls, texts: Iterable[str], *, strict: bool = True) -> PolicyRules:
         """Rules from ``PATH=TEXT`` pairs, as a command line has them: ``["head=f32", "block_.*=p=f32,c=bf16,o=f32"]``.
 
-        The first ``=`` divides, since a policy's text form may hold more of them.
+        The first ``=`` that a policy follows divides, since both may hold more of them.
 
         Raises:
           ValueError: a text without ``=``, and what the constructor refuses.
@@ -92,11 +93,7 @@ class PolicyRules:
         """
         if isinstance(texts, str):
             raise TypeError(f"Texts of policy rules should be a list of PATH=TEXT, but got the one text {texts!r}.")
-        divided = [text.partition("=") for text in texts]
-        for path, divider, _ in divided:
-            if not divider:
-                raise ValueError(f"Rule {path!r} should be PATH=TEXT, such as head=f32.")
-        return cls([(path, policy) for path, _, policy in divided], strict=strict)
+        return cls([_divided(text) for text in texts], strict=strict)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"PolicyRules are immutable; make new ones instead of setting {name}.")
@@ -172,6 +169,18 @@ class PolicyRules:
             listed = listed or "only the root, whose path is empty"
             plural = "s" if len(unmatched) > 1 else ""
             raise ValueError(f"Rule{plural} {', '.join(unmatched)} matched no module. Modules seen: {listed}.")
+
+
+def _divided(text: str) -> tuple[str, str]:
+    """Returns the pattern and the policy of ``PATH=TEXT``."""
+    places = [place for place, character in enumerate(text) if character == "="]
+    if not places:
+        raise ValueError(f"Rule {text!r} should be PATH=TEXT, such as head=f32.")
+    for place in places:
+        with contextlib.suppress(TypeError, ValueError):
+            get_policy(text[place + 1 :])
+            return text[:place], text[place + 1 :]
+    return text[: places[0]], text[places[0] + 1 :]
 
 
 def _rebuild(rules: tuple[tuple[Pattern, Policy], ...], strict: bool) -> PolicyRules:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from policy.names import make_jaxpr, note_keys
+
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
@@ -80,6 +82,7 @@ class Arguments:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         leaves, treedef = jax.tree.flatten((args, kwargs))
+        note_keys(treedef)
         dynamic = tuple(map(is_array, leaves))
         arrays = [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
         static = tuple(leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if not is_dynamic)
@@ -129,5 +132,5 @@ def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
         args, kwargs = arguments.filled(arrays)
         return fn(*args, **kwargs)
 
-    jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+    jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
     return Traced(jaxpr, shape, arguments)

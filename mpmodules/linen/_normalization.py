@@ -19,13 +19,17 @@ from mpmodules._normalization_calls import (
     NormalizationCall,
     averaged,
     batch_norm_region,
+    by_running_average,
     feature_axes,
     frozen,
     group_norm_region,
+    has_no_statistics,
     instance_norm_region,
     layer_norm_region,
+    masked_statistics,
     no_region,
     normalized,
+    running_average_flag,
     takes_exact_moments,
 )
 from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
@@ -93,15 +97,18 @@ class Normalization(Layer):
     ) -> Any:
         policy = effective.policy
         x = args[0] if args else kwargs.get("x")
+        rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
+        if policy is not None and has_no_statistics(self, method, x, args[1:], rest):
+            others, rest = by_running_average(args[1:], rest)
+            with fields_set(self, {"use_running_average": None}):
+                return self._call_layer(effective, crosses, method, (x, *others), rest)
         if policy is None or effective.dtype is not None or jnp.iscomplexobj(x):
             with _mixing_allowed():
                 return super()._call_layer(effective, crosses, method, args, kwargs)
         output_dtype = policy.output_dtype if crosses else policy.compute_dtype
-        rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
         shifts = getattr(self, "axis_name", None) is None and rest.get("mask") is None
         shifts = shifts and declared_field(self, "use_fast_variance") is None
-        use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
-        shifts = shifts and self._takes_statistics(use_running_average)
+        shifts = shifts and self._takes_statistics(running_average_flag(args[1:], rest))
         x = jnp.asarray(x)
         if shifts and takes_exact_moments(self, method, x, args[1:], rest, policy):
             with contextlib.suppress(_NotThere):
@@ -158,17 +165,28 @@ class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the result, and the values of the running statistics that the call writes."""
         updates: dict[str, jax.Array] = {}
-        rest = dict(self.rest)
         fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
         fields |= half_safe_inits(layer, self.policy.param_dtype)
         x = jnp.asarray(x, self.policy.reduction_dtype)
-        region = layer._region(x) if self.shifts else None
-        shift = None if region is None else shift_of(region, x)
+        region = layer._region(x) if self.shifts or self.is_masked(layer) else None
+        if region is not None and self.is_masked(layer):
+            with contextlib.suppress(_NotThere), fields_set(layer, fields), _mixing_allowed():
+                return self._masked(layer, x, region)
+        shift = None if region is None or not self.shifts else shift_of(region, x)
         if shift is not None:
             x, fields["use_fast_variance"] = x - shift, True
         with fields_set(layer, fields), _mixing_allowed():
-            y = self.method(layer, x, *self.args, **rest)
+            y = self.method(layer, x, *self.args, **dict(self.rest))
         return cast_array(y, self.output_dtype), updates if shift is None else layer._shifted_back(updates, shift)
+
+    def _masked(self, layer: Any, x: jax.Array, region: Region) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Normalises by the statistics of what the mask keeps, handed to Flax's method as running ones."""
+        args, rest = by_running_average(self.args, dict(self.rest))
+        shape = tuple(x.shape[axis] for axis in feature_axes(layer, x.ndim))
+        running = {name: layer._stored("batch_stats", name, shape) for name in layer._running}
+        statistics, updated = masked_statistics(layer, x, rest.pop("mask"), region.axes, running)
+        with fields_set(layer, {"use_running_average": None, "_updates": statistics}):
+            return cast_array(self.method(layer, x, *args, **rest), self.output_dtype), updated
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -268,6 +286,10 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
 
     Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+
+    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running statistics, which
+    stay as they are; devices of `axis_name` whose mask keeps none are left out. Without a policy they become NaN, as
+    in Flax.
     """
 
     param_dtype: Any = None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mpmodules._carries import indexing_lengths, step_in
 from mpmodules.functional import is_half, widen
 from mpmodules.linen._boundary import is_upstream
-from mpmodules.linen._layer import Layer, half_safe_inits
+from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
 from mpmodules.linen._lstm_gates import GateBiases, gates_of
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import layers_inside
@@ -73,7 +73,11 @@ class Cell(Layer):
           The carry: an array, or a tuple of arrays.
         """
         fields = plain_fields(self, effective_policy(self, current_scope()))
-        with fields_set(self, fields | half_safe_inits(self, fields["param_dtype"], defaults=True)):
+        if _is_floating(fields["dtype"]) and declared_field(self, "carry_init") is jax.nn.initializers.zeros:
+            fields |= {"param_dtype": fields["dtype"]}  # zeros need no rounding
+        else:
+            fields |= half_safe_inits(self, fields["param_dtype"], defaults=True)
+        with fields_set(self, fields):
             upstream: Any = super()
             return self._cast_carry(upstream.initialize_carry(rng, input_shape))
 
@@ -81,7 +85,11 @@ class Cell(Layer):
     def _cast_carry(self, carry: Any) -> Any:
         """Casts a carry to the cell's computation dtype; a cell that infers its dtype leaves it as it is."""
         dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
-        return carry if dtype is None or not jnp.issubdtype(dtype, jnp.floating) else cast_floating(carry, dtype)
+        return cast_floating(carry, dtype) if _is_floating(dtype) else carry
+
+
+def _is_floating(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:

@@ -19,13 +19,17 @@ from mpmodules._normalization_calls import (
     NormalizationCall,
     averaged,
     batch_norm_region,
+    by_running_average,
     feature_axes,
     frozen,
     group_norm_region,
+    has_no_statistics,
     instance_norm_region,
     layer_norm_region,
+    masked_statistics,
     no_region,
     normalized,
+    running_average_flag,
     takes_exact_moments,
 )
 from mpmodules.moments import Region, shift_of
@@ -124,16 +128,19 @@ class Normalization(Layer):
             if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
                 return method(self, *args, **kwargs)
             return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)
+        others: tuple[Any, ...] = args[1:]
         rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
+        if has_no_statistics(self, method, x, others, rest):
+            others, rest = by_running_average(others, rest)
+        use_running_average = running_average_flag(others, rest)
         shifts = self._chooses_variance and self.axis_name is None and rest.get("mask") is None
-        use_running_average = args[1] if len(args) > 1 else rest.get("use_running_average")
         shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
-        if shifts and takes_exact_moments(self, method, x, args[1:], rest, policy):
+        if shifts and takes_exact_moments(self, method, x, others, rest, policy):
             y = self._normalized(x, self._returns(crosses))
             if y is not None:
                 return y
-        run = _Run(method, policy, self._returns(crosses), shifts, args[1:], tuple(rest.items()))
+        run = _Run(method, policy, self._returns(crosses), shifts, others, tuple(rest.items()))
         widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
         y, updates = _remembered(self, run, x) if widens else run(self, x)
         if not self._uses_running_average(use_running_average):
@@ -153,21 +160,28 @@ class Normalization(Layer):
 class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the result, and the running statistics after the call."""
-        rest = dict(self.rest)
+        args, rest = self.args, dict(self.rest)
         x = jnp.asarray(x, self.policy.reduction_dtype)
         view = _in(layer, self.policy.reduction_dtype)
-        for statistic in layer._running:  # written in here, put in place outside
-            view.__dict__[statistic] = flax_nnx.BatchStat(getattr(layer, statistic)[...])
-        region = layer._region(x) if self.shifts else None
-        shift = None if region is None else shift_of(region, x)
+        statistics = {statistic: getattr(layer, statistic)[...] for statistic in layer._running}
+        region = layer._region(x) if self.shifts or self.is_masked(layer) else None
+        shift = None if region is None or not self.shifts else shift_of(region, x)
         if layer._chooses_variance:
             view.__dict__["use_fast_variance"] = shift is not None
         x = x if shift is None else x - shift
+        updates: dict[str, jax.Array] | None = None
+        if region is not None and self.is_masked(layer):  # statistics of what the mask keeps, as if they were running
+            args, rest = by_running_average(args, rest)
+            with jax.numpy_dtype_promotion("standard"):
+                statistics, updates = masked_statistics(view, x, rest.pop("mask"), region.axes, statistics)
+        for statistic, value in statistics.items():  # written in here, put in place outside
+            view.__dict__[statistic] = flax_nnx.BatchStat(value)
         # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
         strict = self.policy.reduction_dtype == jnp.float32
         with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
-            y = cast_array(self.method(view, x, *self.args, **rest), self.output_dtype)
-        updates = {statistic: getattr(view, statistic)[...] for statistic in layer._running}
+            y = cast_array(self.method(view, x, *args, **rest), self.output_dtype)
+        if updates is None:
+            updates = {statistic: getattr(view, statistic)[...] for statistic in layer._running}
         return y, updates if shift is None else layer._shifted_back(updates, shift)
 
 
@@ -236,6 +250,10 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
     """`flax.nnx.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
 
     Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+
+    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running statistics, which
+    stay as they are; devices of `axis_name` whose mask keeps none are left out. Without a policy they become NaN, as
+    in Flax.
     """
 
     _running = ("mean", "var")

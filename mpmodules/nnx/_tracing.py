@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
+from policy.names import note
 from policy.tracing import LOWERINGS, Lowered
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
@@ -129,7 +130,10 @@ def _roots(node: Any) -> list[Any]:
 def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
     """Returns a root's modules, and the path of each below the root's class name."""
     name = type(root).__name__
-    return [((name, *map(str, path)), module) for path, module in flax_nnx.iter_modules(root)]
+    below = [((name, *map(str, path)), module) for path, module in flax_nnx.iter_modules(root)]
+    for key in {key for path, _ in below for key in path}:
+        note(key)
+    return below
 
 
 def _wrap(cls: type) -> None:

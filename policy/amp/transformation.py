@@ -20,6 +20,7 @@ from policy.amp.report import Report
 from policy.amp.settings import ISLAND, Places, Settings
 from policy.amp.sharing import repeated
 from policy.amp.values import Value, cast, is_floating
+from policy.names import make_jaxpr
 from policy.policy import Policy, get_policy
 from policy.programs import opened
 from policy.rules import PolicyRules
@@ -218,7 +219,7 @@ class _Autocast:
             return self.fn(*args, **kwargs)
 
         def rewritten(*arrays: Any) -> Any:
-            jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+            jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arrays)
             args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
             params = [mark for mark, is_dynamic in zip(marks, arguments.is_array, strict=True) if is_dynamic]

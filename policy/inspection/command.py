@@ -17,13 +17,9 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import importlib
-import importlib.util
-import inspect
 import re
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +29,8 @@ import jax.numpy as jnp
 from policy.inspection.audit import audit
 from policy.inspection.kinds import KINDS
 from policy.inspection.report import Audit, named
+from policy.inspection.target import CommandError, call_of, did_you_mean, running_users_code, target_of
 from policy.inspection.text import show
-
-
-class CommandError(Exception):
-    """What was asked for can't be done; the message says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "or dict of these; once for each argument",
     )
     command.add_argument("--backward", action="store_true", help="audit the gradients as well")
-    command.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+    command.add_argument("--html", metavar="FILE", help="write the report as one HTML page; - is the standard output")
     command.add_argument("--json", metavar="FILE", help="write the report as JSON; - is the standard output")
     command.add_argument("--ignore", action="append", default=[], metavar="KIND", help="leave out findings of a kind")
     command.add_argument("--fail-on-findings", action="store_true", help="exit with 1 where there are findings")
@@ -81,123 +74,36 @@ def _audit(options: argparse.Namespace) -> int:
     for kind in options.ignore:
         if kind not in KINDS:
             near = difflib.get_close_matches(kind, KINDS, 1)
-            raise CommandError(f"--ignore {kind!r} is no kind of finding.{_did_you_mean(near)} See --help for all.")
-    fn, args, kwargs = _call(_target(options.target), [parse_argument(text) for text in options.arg], options.target)
-    try:
+            raise CommandError(f"--ignore {kind!r} is no kind of finding.{did_you_mean(near)} See --help for all.")
+    if options.json == options.html == "-":
+        raise CommandError("--json - and --html - both take the standard output: give one of them a file.")
+    fn, args, kwargs = call_of(
+        target_of(options.target), [parse_argument(text) for text in options.arg], options.target
+    )
+    with running_users_code(f"{options.target} can't be traced"):
         report = audit(fn, *args, backward=options.backward, **kwargs)
-    except Exception as error:  # whatever the user's function raises
-        traceback.print_exc()
-        raise CommandError(f"{options.target} can't be traced: {type(error).__name__}, see above.") from None
     report = named(report, options.target, without=options.ignore)
     _write(report, options)
     return int(bool(options.fail_on_findings and report.findings))
 
 
 def _write(report: Audit, options: argparse.Namespace) -> None:
-    if options.json == "-":
-        print(report.to_json())
+    """Writes what is asked for to files, and the report or what is to go there instead to the standard output."""
+    printed = [
+        contents for name, contents in ((options.json, report.to_json), (options.html, report.to_html)) if name == "-"
+    ]
+    if printed:
+        print(printed[0]())
     else:
         show(report)
-    files = {options.html: report.to_html, options.json if options.json != "-" else None: report.to_json}
-    for name, contents in files.items():
-        if name is not None:
+    for name, contents in ((options.html, report.to_html), (options.json, report.to_json)):
+        if name not in (None, "-"):
             try:
                 Path(name).write_text(contents(), encoding="utf-8")
-            except OSError as error:
-                raise CommandError(f"{name} can't be written: {error.strerror}.") from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What to audit
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _target(text: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` names.
-
-    Raises:
-      CommandError: it is neither, or there is no such module, or no such name in it.
-    """
-    module_name, colon, name = text.rpartition(":")
-    if not colon or not module_name or not name:
-        raise CommandError(f"{text!r} should be module:function or file.py:function, as in train:loss_fn.")
-    value: Any = _module(module_name)
-    for part in name.split("."):
-        if not hasattr(value, part):
-            near = difflib.get_close_matches(part, [n for n in dir(value) if callable(getattr(value, n, None))], 1)
-            raise CommandError(f"{module_name!r} has no {name!r}.{_did_you_mean(near)}")
-        value = getattr(value, part)
-    if not callable(value):
-        raise CommandError(f"{text!r} is {value!r}, of type {type(value).__name__}: it can't be called.")
-    return value
-
-
-def _module(name: str) -> Any:
-    if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            raise CommandError(f"there is no file {name!r} here.")
-        sys.path.insert(0, str(path.resolve().parent))
-        name = path.stem
-    else:
-        sys.path.insert(0, "")
-    try:
-        if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(name=name)
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"there is no module {error.name!r}, neither installed nor in this folder. Is it a file? "
-            "Then give its path, as in models/net.py:loss_fn."
-        ) from None
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # whatever the user's module raises
-        traceback.print_exc()
-        raise CommandError(f"{name!r} can't be imported: {type(error).__name__}, see above.") from None
-    finally:
-        if "flax" in sys.modules and importlib.util.find_spec("mpmodules") is not None:
-            importlib.import_module("mpmodules")  # hands in what names the modules of flax.nnx
-
-
-def _call(fn: Callable[..., Any], args: list[Any], target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """The function to audit, and what with: what was given, or what a function without arguments returns."""
-    required = _required(fn)
-    if args or required is None:
-        return fn, args, {}
-    if required:
-        raise CommandError(
-            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg bf16[8,128]; or name a "
-            "function without arguments that returns it and a tuple of its arguments."
-        )
-    try:
-        made: Any = fn()
-    except Exception as error:  # whatever the user's function raises
-        traceback.print_exc()
-        raise CommandError(f"{target}() failed: {type(error).__name__}, see above.") from None
-    if not isinstance(made, tuple) or len(made) == 0 or not callable(made[0]):
-        return fn, (), {}
-    made_args: Any = made[1] if len(made) > 1 else ()
-    made_kwargs: Any = made[2] if len(made) > 2 else {}
-    if len(made) > 3 or not isinstance(made_args, (tuple, list)) or not isinstance(made_kwargs, dict):
-        raise CommandError(
-            f"{target}() should return (function, args) or (function, args, kwargs), args a tuple and kwargs a dict, "
-            f"but returned {', '.join(type(part).__name__ for part in made)}."
-        )
-    return made[0], made_args, made_kwargs
-
-
-def _required(fn: Callable[..., Any]) -> list[str] | None:
-    """The names of the arguments that a call needs; None where a signature can't be had."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-
-
-def _did_you_mean(near: Sequence[str]) -> str:
-    return f" Did you mean {near[0]!r}?" if near else ""
+            except (OSError, ValueError) as error:
+                raise CommandError(
+                    f"{name or repr(name)} can't be written: {getattr(error, 'strerror', error)}."
+                ) from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,15 +133,16 @@ def parse_argument(text: str) -> Any:
         marked = _KEY.sub(lambda _: f"({mark(jax.eval_shape(lambda: jax.random.key(0)))})", marked)
     try:
         value = ast.literal_eval(marked)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that a literal can be wrong in
         raise CommandError(
-            f"--arg {text!r} is no argument: give a shape such as bf16[8,128] or f32[], 'key', a Python number or "
-            "string, or a list, tuple or dict of these."
+            f"--arg {_shortened(text)!r} is no argument: give a shape such as bf16[8,128] or f32[], 'key', a "
+            "Python number or string, or a list, tuple or dict of these."
         ) from None
     return _filled(value, found)
 
 
 _MARK = "\0array"
+_LARGEST = 2**63 - 1  # dimension that JAX can count to
 _QUOTED_KEY = re.compile(r"['\"]key['\"]")
 
 
@@ -249,9 +156,13 @@ def _filled(value: Any, found: list[Any]) -> Any:
     return value
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
     name, dims = match[1], [dim.strip() for dim in match[2].split(",") if dim.strip()]
-    if not all(dim.isdigit() for dim in dims):
+    if not all(dim.isascii() and dim.isdigit() and int(dim) <= _LARGEST for dim in dims):
         raise CommandError(
             f"--arg {text!r}: the dimensions in {match[0]!r} should be whole numbers, as in bf16[8,128]."
         )
@@ -259,9 +170,15 @@ def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
     full = _PREFIXES[short[1]] + short[2] if short else _SHORT.get(name, name)
     try:
         dtype = jnp.dtype(full)
-    except TypeError:
+        held = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))).dtype
+    except (TypeError, ValueError):
         raise CommandError(
             f"--arg {text!r}: {name!r} is no dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 to u64, bool, c64, "
             "and the full names."
         ) from None
+    if held != dtype:
+        raise CommandError(
+            f"--arg {text!r}: JAX has {held.name} in place of {dtype.name} here. Set JAX_ENABLE_X64=1, or ask for "
+            f"{held.name}."
+        )
     return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)

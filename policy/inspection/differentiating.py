@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.amp.parameters import parameters
+from policy.names import make_jaxpr
 from policy.tracing import Arguments, Lowered, lowered
 
 
@@ -39,7 +40,7 @@ def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             raise ValueError("backward=True differentiates floating outputs, but the function returns none.")
         return out, backward([jnp.ones_like(leaf) for leaf in floats])
 
-    return jax.make_jaxpr(both)(*arguments.arrays)
+    return make_jaxpr(both)(*arguments.arrays)
 
 
 def _chosen(fn: Any, args: Any, kwargs: Any, arguments: Arguments, is_pure_call: bool) -> list[int]:

@@ -78,4 +78,6 @@ def code_of(pairs: Iterable[tuple[str, Any]]) -> str:
 
 
 def _quoted(text: str) -> str:
+    if '"' in text or not text.isprintable():
+        return repr(text)
     return f'r"{text}"' if "\\" in text else f'"{text}"'

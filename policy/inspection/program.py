@@ -15,6 +15,7 @@ from policy.amp import autocast
 from policy.amp.categories import MATMULS
 from policy.inspection.walk import walk
 from policy.inspection.widened import dtype_of, is_half
+from policy.names import make_jaxpr
 from policy.policy import Policy, get_policy
 from policy.precedence import DtypePolicyWarning
 from policy.rules import PolicyRules
@@ -99,9 +100,9 @@ class Call:
         flat = self._flat(fn) if self.loss_scale is None else self._with_gradients(fn)
         if route == "scope":
             with use_policy(policy, rules):
-                jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
+                jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
         else:
-            jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
+            jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
         names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
         taken = self.differentiated() if shape[1] else []
         inputs = input_paths(self.arguments, self.params is not None)

@@ -16,6 +16,7 @@ from policy.amp.categories import kernels
 from policy.amp.settings import ISLAND
 from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.inspection.origins import is_jax_file
+from policy.names import noted
 from policy.paths import AUTOCAST, Path, path_of
 from policy.programs import opened
 
@@ -117,7 +118,7 @@ def site_of(equation: Any, around: Site | None) -> Site:
     stack = str(equation.source_info.name_stack)
     if around is not None and around.is_backward and equation.primitive.name in _CHECKPOINTS:
         stack = _once(stack)
-    place = _place(stack, () if around is None else around.path)
+    place = _place(stack, () if around is None else around.path, noted())
     if around is None:
         return Site(equation, place.path, place.is_backward, 1, (), 1, (), *place.marks)
     return Site(
@@ -150,7 +151,7 @@ class _Place(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def _place(stack: str, above: Path) -> _Place:
+def _place(stack: str, above: Path, _noted: int) -> _Place:
     path = path_of(stack, above) if stack else above
     marks = ("rematted_computation" in stack, BOUNDARY in stack or AUTOCAST in stack, ISLAND in stack)
     if BOUNDARY in stack or ISLAND in stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -197,3 +198,155 @@ def test_from_the_shell(model):
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert result.returncode == 1, result.stderr
     assert "\x1b[" not in result.stdout and "low-precision-function" in result.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hostile modules, examples and arguments
+# ---------------------------------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "exits.py": "import sys\nsys.exit(0)\n",
+    "exits_with_text.py": "import sys\nsys.exit('bye')\n",
+    "raises_no_exception.py": "raise BaseException('odd')\n",
+    "needs_more.py": "import not_installed_anywhere\n",
+    "is_no_python.py": "def (\n",
+    "package_that_exits/__init__.py": "raise SystemExit\n",
+    "package_that_exits/inner.py": "",
+    "package_that_needs_more/__init__.py": "import not_installed_anywhere\n",
+    "package_that_needs_more/inner.py": "",
+    "raises_when_asked.py": "def __getattr__(name):\n    raise RuntimeError(name)\n",
+    "examples.py": """
+        import sys
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            return (x @ x).sum()
+
+        X = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
+        good_example = lambda: (f, (X,))
+        function_example = lambda: f
+        one_example = lambda: (f,)
+        list_example = lambda: [f, (X,)]
+        dict_example = lambda: {"fn": f}
+        none_example = lambda: None
+        arrays_example = lambda: (jnp.ones(3), jnp.ones(3))
+        swapped_example = lambda: ((X,), f)
+        array_example = lambda: (f, jnp.ones((4, 4)))
+        long_example = lambda: (f, (X,), {}, 3)
+        no_keywords_example = lambda: (f, (X,), None)
+        empty_example = lambda: ()
+        shapes = lambda: X
+        number = lambda: 3.0
+
+        def exits():
+            sys.exit(0)
+
+        def exits_in_trace(x):
+            sys.exit(3)
+
+        def interrupted():
+            raise KeyboardInterrupt
+
+        def odd():
+            raise BaseException("odd")
+
+        class Properties:
+            @property
+            def f(self):
+                raise RuntimeError("no")
+
+        properties = Properties()
+    """,
+}
+SHOULD_RETURN = r"should return \(function, args\) or \(function, args, kwargs\), .* but returned "
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A folder of modules, the current one."""
+    for name, text in HOSTILE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (["exits.py:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
+        (["exits:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
+        (["exits_with_text.py:f"], r"'exits_with_text' can't be imported: it calls sys.exit\('bye'\)\."),
+        (["raises_no_exception:f"], r"'raises_no_exception' can't be imported: BaseException, see above\."),
+        (["needs_more:f"], r"'needs_more' can't be imported: ModuleNotFoundError, see above\."),
+        (["is_no_python.py:f"], r"'is_no_python' can't be imported: SyntaxError, see above\."),
+        (["package_that_exits.inner:f"], r"'package_that_exits.inner' can't be imported: it calls sys.exit\(\)\."),
+        (["package_that_needs_more.inner:f"], r"can't be imported: ModuleNotFoundError, see above\."),
+        (["package_that_is_none.inner:f"], r"there is no module 'package_that_is_none', neither installed"),
+        (["raises_when_asked.py:f"], r"'raises_when_asked.py:f' can't be read: RuntimeError, see above\."),
+        (["examples.py:properties.f"], r"'examples.py:properties.f' can't be read: RuntimeError, see above\."),
+        (["examples.py:f:f"], r"should be module:function or file.py:function"),
+        ([".examples:f"], r"should be module:function or file.py:function"),
+        (["examples.py:X"], r"of type ShapeDtypeStruct: it can't be called\."),
+        (["examples.py:exits"], r"examples.py:exits\(\) failed: it calls sys.exit\(0\)\."),
+        (
+            ["examples.py:exits_in_trace", "--arg", "f32[2]"],
+            r"exits_in_trace can't be traced: it calls sys.exit\(3\)\.",
+        ),
+        (["examples.py:odd"], r"examples.py:odd\(\) failed: BaseException, see above\."),
+        (["examples.py:function_example"], SHOULD_RETURN + r"function\."),
+        (["examples.py:one_example"], SHOULD_RETURN + r"a tuple of 1\."),
+        (["examples.py:list_example"], SHOULD_RETURN + r"list\."),
+        (["examples.py:dict_example"], SHOULD_RETURN + r"dict\."),
+        (["examples.py:none_example"], SHOULD_RETURN + r"NoneType\."),
+        (["examples.py:arrays_example"], SHOULD_RETURN + r"ArrayImpl, ArrayImpl\."),
+        (["examples.py:swapped_example"], SHOULD_RETURN + r"tuple, function\."),
+        (["examples.py:array_example"], SHOULD_RETURN + r"function, ArrayImpl\."),
+        (["examples.py:long_example"], SHOULD_RETURN + r"function, tuple, dict, int\."),
+        (["examples.py:no_keywords_example"], SHOULD_RETURN + r"function, tuple, NoneType\."),
+        (["examples.py:empty_example"], SHOULD_RETURN + r"a tuple of 0\."),
+        (["examples.py:shapes"], SHOULD_RETURN + r"ShapeDtypeStruct\."),
+        (["examples.py:number"], SHOULD_RETURN + r"float\."),
+        (["examples.py:f", "--arg", "{[1]: 2}"], r"--arg '{\[1\]: 2}' is no argument"),
+        (["examples.py:f", "--arg", "[" * 10**5], r"--arg '\[+\.\.\.' is no argument"),
+        (["examples.py:f", "--arg", "f32[²]"], r"the dimensions in 'f32\[²\]' should be whole numbers"),
+        (["examples.py:f", "--arg", "f32[99999999999999999999]"], r"should be whole numbers"),
+        (["examples.py:f", "--arg", "object[3]"], r"'object' is no dtype"),
+        (["examples.py:f", "--arg", "str[3]"], r"'str' is no dtype"),
+        (["examples.py:f", "--arg", "f64[4,4]"], r"JAX has float32 in place of float64 here. Set JAX_ENABLE_X64=1"),
+        (["examples.py:good_example", "--html", ""], r"'' can't be written"),
+        (["examples.py:good_example", "--json", "-", "--html", "-"], r"both take the standard output"),
+    ),
+)
+def test_hostile_lines_end_in_one_line_that_says_why(hostile, capsys, arguments, message):
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert printed.out == "" or "--html" in arguments
+    assert last.startswith("error: ") and re.search(message, last), last
+
+
+def test_an_interrupt_stays_one(hostile):
+    with pytest.raises(KeyboardInterrupt):
+        run("examples.py:interrupted")
+
+
+@pytest.mark.parametrize("name", ["a.b.py", "with space.py", "class.py", "1x.py", "json.py", "jax.py", "a.b.c.py"])
+def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
+    (hostile / "inside").mkdir()
+    (hostile / "inside" / name).write_text(textwrap.dedent(HOSTILE["examples.py"]))
+    assert run(f"inside/{name}:good_example") == 0
+    assert run(f"{hostile}/inside/{name}:f", "--arg", "f32[4,4]") == 0
+    assert "no findings" in capsys.readouterr().out
+
+
+def test_the_page_on_the_standard_output(hostile, capsys):
+    assert run("examples.py:good_example", "--html", "-") == 0
+    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
+    assert not (hostile / "-").exists()
