@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from policy.inspection.graph import Graph, Node, Value, is_joint
 from policy.inspection.lost import Lost
 from policy.inspection.operations import is_inexact, kind_of
+from policy.inspection.states import State
 
 MATMULS = ("dot", "convolution")
 # Moves numbers and changes none of them.
@@ -95,13 +96,15 @@ class Flow:
 
     Attributes:
       graph: the program.
-      multiplies_in_half: whether a matmul in it has half operands.
       lost: constants that overflowed or vanished while it was traced.
+      states: arguments and outputs that may be one state, before and after the call.
+      multiplies_in_half: whether a matmul in it has half operands.
     """
 
-    def __init__(self, graph: Graph, lost: Lost | None = None):
+    def __init__(self, graph: Graph, lost: Lost | None = None, states: Sequence[State] = ()):
         self.graph = graph
         self.lost = Lost() if lost is None else lost
+        self.states = states
         self.matmuls = [node for node in graph.nodes if is_matmul(node)]
         self.multiplies_in_half = any(all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls)
         self._widenings = self._find_widenings()

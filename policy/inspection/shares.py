@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
@@ -33,6 +34,14 @@ class Share(NamedTuple):
 
 
 _NOTHING = Share(0.0)
+
+
+class _Below(enum.Enum):
+    """What stands between a value and the carry's next one: a factor, before which a gate may stand, or a sum of two shares."""
+
+    NOTHING = enum.auto()
+    SCALE = enum.auto()
+    SUM = enum.auto()
 
 
 class Shares:
@@ -69,16 +78,16 @@ class Shares:
 
         The terms of such a sum do not depend on the carry. Adding zeros but for a few places is no addition.
         """
-        return self._of(value, is_scaled=False, depth=0)
+        return self._of(value, _Below.NOTHING, depth=0)
 
-    def _of(self, value: Value, is_scaled: bool, depth: int) -> Share | None:
-        key = id(value), is_scaled
+    def _of(self, value: Value, below: _Below, depth: int) -> Share | None:
+        key = id(value), below
         if key not in self._known:
             self._known[key] = None  # of what is made of itself, nothing is known
-            self._known[key] = self._follow(value, is_scaled, depth)
+            self._known[key] = self._follow(value, below, depth)
         return self._known[key]
 
-    def _follow(self, value: Value, is_scaled: bool, depth: int) -> Share | None:
+    def _follow(self, value: Value, below: _Below, depth: int) -> Share | None:
         found = Share(1.0)
         while value is not self.carry:
             maker = value.maker
@@ -86,25 +95,25 @@ class Shares:
                 return None
             mine = [v for v in maker.inputs if self._is_made_of_carry(v)]
             if cases := _cases(maker, mine):
-                return _times(found, self._chosen(cases, is_scaled, depth))
+                return _times(found, self._chosen(cases, below, depth))
             if maker.name in ADDS and len(mine) == 2:
                 self.sums.append(maker)
-                return _times(found, self._summed(maker, is_scaled, depth))
+                return _times(found, self._summed(maker, depth))
             if is_joint(maker):
                 return None
-            step = self._step(maker, mine, is_scaled)
+            step = self._step(maker, mine, below)
             if step is None:
                 return None
             found = _times(found, step) or found
-            is_scaled = is_scaled or step.scaled
+            below = _Below.SCALE if step.scaled and below is _Below.NOTHING else below
             value = mine[0] if len(mine) == 1 else _counterpart(maker, value)
         return found
 
-    def _step(self, node: Node, mine: list[Value], is_scaled: bool) -> Share | None:
+    def _step(self, node: Node, mine: list[Value], below: _Below) -> Share | None:
         """Returns what one operation with a single operand of the carry's makes of it."""
         others = [v for v in node.inputs if not any(v is one for one in mine)]
         if node.name in ADDS:
-            if any(_is_sparse(v) for v in others) or (is_scaled and any(map(self._is_gated, others))):
+            if any(_is_sparse(v) for v in others) or (below is _Below.SCALE and any(map(self._is_gated, others))):
                 return None
             self.sums.append(node)
             sign = -1.0 if node.name == "sub" and mine == [node.inputs[1]] else 1.0
@@ -123,9 +132,9 @@ class Shares:
         is_written_into = node.name in _UPDATES and mine[0] is node.inputs[0]
         return Share(1.0) if node.name in LAYOUT or is_cast(node) or is_written_into else None
 
-    def _chosen(self, cases: list[Value], is_scaled: bool, depth: int) -> Share | None:
+    def _chosen(self, cases: list[Value], below: _Below, depth: int) -> Share | None:
         """Returns the share where one value or the other is taken, or a part of each."""
-        each = [self._of(v, is_scaled, depth + 1) if self._is_made_of_carry(v) else _NOTHING for v in cases]
+        each = [self._of(v, below, depth + 1) if self._is_made_of_carry(v) else _NOTHING for v in cases]
         held = [share for share in each if share is None or share.factor]
         if None in held or not held:
             return None
@@ -134,9 +143,9 @@ class Shares:
         is_exact = largest.is_exact and all(share.factor == largest.factor for share in shares)
         return largest._replace(is_exact=is_exact)
 
-    def _summed(self, node: Node, is_scaled: bool, depth: int) -> Share | None:
+    def _summed(self, node: Node, depth: int) -> Share | None:
         """Returns the share in a sum of two values that both hold some."""
-        first, second = (self._of(v, is_scaled, depth + 1) for v in node.inputs)
+        first, second = (self._of(v, _Below.SUM, depth + 1) for v in node.inputs)
         if first is None or second is None:
             return None
         other = -second.factor if node.name == "sub" else second.factor

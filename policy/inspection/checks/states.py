@@ -1,0 +1,84 @@
+"""State that goes into a call and comes out of it in half precision: a loop whose turns are calls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from policy.inspection.checks.carries import gates_of
+from policy.inspection.flow import Flow, is_cast, is_cotangent, is_narrow, made_of
+from policy.inspection.graph import Node, Value, is_joint
+from policy.inspection.kinds import CARRY, finding, shape_of
+from policy.inspection.operations import kind_of
+from policy.inspection.report import Finding
+from policy.inspection.shares import Share, Shares
+from policy.inspection.states import State
+
+_STATISTICS = frozenset(("reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"))
+_MOST = 0.5  # a known share below that is no average that anybody keeps
+
+
+def narrowed_states(flow: Flow) -> Iterator[Finding]:
+    """Params, averages and statistics in half precision that a call adds to, and returns for the next call.
+
+    What a residual block adds depends on what it adds to, and is no state; what a gradient adds is. Params whose master
+    weights, or whose rounding errors, are kept beside them are not added to in half.
+    """
+    states: dict[int, list[State]] = defaultdict(list)
+    for state in flow.states:
+        before, after = _values(flow, state)
+        if (before.dtype, before.shape) == (after.dtype, after.shape) and before is not after:
+            states[state.output].append(state)
+    gates = _gates(flow, [state for each in states.values() for state in each])
+    for each in states.values():
+        found = (_sum(*_values(flow, state), gates) for state in each)
+        node = next((node for node in found if node is not None), None)
+        if node is not None:
+            yield finding(CARRY, node, _message(flow, each))
+
+
+def _values(flow: Flow, state: State) -> tuple[Value, Value]:
+    return flow.graph.arguments[state.argument], flow.graph.outputs[state.output]
+
+
+def _gates(flow: Flow, states: list[State]) -> set[int]:
+    """The arrays of the state that gate what depends on them; hyperparameters among it are scalars."""
+    return gates_of((before, after) for before, after in (_values(flow, s) for s in states) if before.shape)
+
+
+def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
+    """Returns the addition that makes a half state's next value of it; None where none does."""
+    if not is_narrow(before.dtype):
+        return None
+    counts = lambda terms: not before.shape or not all(_is_constant(term) for term in terms)  # noqa: E731
+    shares = Shares(before, gates, hides=_hides, counts=counts)
+    share = shares.of(after)
+    if share is None or not _is_kept(share) or shares.is_compensated():
+        return None
+    return next((node for node in shares.sums if not is_cotangent(node)), None)
+
+
+def _is_kept(share: Share) -> bool:
+    return share.added and share.factor >= (_MOST if share.is_exact else 0) and share.factor > 0
+
+
+def _hides(node: Node) -> bool:
+    """Whether what depends on a state through a node may be added to it: its gradient, its norm, its mean."""
+    return is_cotangent(node) or (not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in _STATISTICS))
+
+
+def _is_constant(value: Value) -> bool:
+    """Whether a term is written in the program: what is added to an image is, what is added to a state is not."""
+    value = made_of(value)
+    while value.maker is not None and is_cast(value.maker):
+        value = made_of(value.maker.inputs[0])
+    return value.array is not None
+
+
+def _message(flow: Flow, states: list[State]) -> str:
+    before, _ = _values(flow, states[0])
+    return (
+        f"{states[0].name}, {shape_of(before)}, comes back from the call with something added to it: over many calls what "
+        "is below its last digit is lost. Keep it in float32; for parameters, policy.mixed_precision keeps what rounding "
+        "loses."
+    )
