@@ -111,13 +111,13 @@ class Traced:
       jaxpr: the closed jaxpr.
       shape: what the call returns, as `jax.ShapeDtypeStruct`.
       arguments: what it was called with.
-      pure: the function that was traced: the one that was called, or what it was lowered to.
+      called: the function that was called; None where the call was lowered, to one with arguments of its own.
     """
 
     jaxpr: Any
     shape: Any
     arguments: Arguments
-    pure: Callable[..., Any]
+    called: Callable[..., Any] | None = None
 
 
 def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
@@ -132,4 +132,4 @@ def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
         return fn(*args, **kwargs)
 
     jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
-    return Traced(jaxpr, shape, arguments, fn)
+    return Traced(jaxpr, shape, arguments, None if call is not None else fn)

@@ -42,7 +42,7 @@ def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         return out, backward([jnp.ones_like(leaf) for leaf in floats])
 
     jaxpr, (shape, _) = jax.make_jaxpr(both, return_shape=True)(*arguments.arrays)
-    return Traced(jaxpr, shape, arguments, fn)
+    return Traced(jaxpr, shape, arguments, None if call is not None else fn)
 
 
 def _chosen(fn: Any, args: Any, kwargs: Any, arguments: Arguments, is_pure_call: bool) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy.inspection.checks.carries import narrowed_carries
 from policy.inspection.checks.casts import repeated_casts, round_trips
+from policy.inspection.checks.chains import sums_by_hand
 from policy.inspection.checks.constants import constants_out_of_range
 from policy.inspection.checks.functions import low_precision_functions
 from policy.inspection.checks.promotions import float32_matmuls, mixed_matmuls, silent_promotions
@@ -22,6 +23,7 @@ from policy.inspection.states import State
 
 _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     low_precision_reductions,
+    sums_by_hand,
     low_precision_functions,
     constants_out_of_range,
     narrowed_carries,

@@ -21,7 +21,7 @@ class State(NamedTuple):
 
     Attributes:
       argument, output: their places among the program's arrays.
-      name: the argument's key path, as ``args[0]['ema']['w']``.
+      name: the argument's key path, as ``state['ema']['w']``.
     """
 
     argument: int
@@ -62,7 +62,7 @@ def _arguments(traced: Traced) -> Iterator[_Leaf]:
     """The arrays among a call's arguments that have keys, under each of their paths."""
     tree = jax.tree.unflatten(traced.arguments.treedef, _marked(traced.arguments.is_array))
     places = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
-    parameters = _parameters(traced.pure)
+    parameters = _parameters(traced.called)
     structures: dict[Keys, Any] = {}
     for path, place in places:
         keys = _keys(path)
@@ -72,7 +72,7 @@ def _arguments(traced: Traced) -> Iterator[_Leaf]:
             continue
         if which not in structures:
             structures[which] = _structure(tree[which[0]][which[1]], traced.jaxpr.in_avals)
-        text = f"{('args', 'kwargs')[which[0]]}{jax.tree_util.keystr(path[1:])}"
+        text = f"{name if isinstance(name, str) else ''}{jax.tree_util.keystr(path[2:])}"
         for each in (rest, (name, *rest)) if isinstance(name, str) else (rest,):
             yield _Leaf(place, each, structures[which], text)
 
