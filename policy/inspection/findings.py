@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy.inspection.checks.carries import narrowed_carries
-from policy.inspection.checks.casts import repeated_casts, round_trips
+from policy.inspection.checks.casts import repeated_casts, round_trips, roundings_twice
 from policy.inspection.checks.chains import sums_by_hand
 from policy.inspection.checks.constants import constants_out_of_range
 from policy.inspection.checks.functions import low_precision_functions
@@ -32,6 +32,7 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     silent_promotions,
     float32_matmuls,
     round_trips,
+    roundings_twice,
     repeated_casts,
     float32_residuals,
 )

@@ -41,6 +41,11 @@ def is_wide(dtype: str) -> bool:
     return bits(dtype) >= 32
 
 
+def is_complex(dtype: str) -> bool:
+    """Returns whether a dtype is complex: two numbers of float32 or float64."""
+    return dtype.startswith("complex")
+
+
 def is_cast(node: Node) -> bool:
     """Returns whether a node changes the dtype of floating numbers."""
     return node.name == "convert_element_type" and bits(node.inputs[0].dtype) > 0 and bits(node.out.dtype) > 0
@@ -118,7 +123,7 @@ class Flow:
         return self._widenings.get(id(value))
 
     def leaks(self, value: Value) -> bool:
-        """Returns whether a wide value leaks.
+        """Returns whether a wide or complex value leaks.
 
         It leaks where it reaches a matmul, a loop's carry, the program's result, or another module's arithmetic before
         it is narrowed.
@@ -140,7 +145,8 @@ class Flow:
         leaking: set[int] = set()
         for node in reversed(self.graph.nodes):
             for value in node.outputs:
-                if is_wide(value.dtype) and (value.is_output or any(_leaks(value, r, leaking) for r in value.readers)):
+                is_wider = is_wide(value.dtype) or is_complex(value.dtype)
+                if is_wider and (value.is_output or any(_leaks(value, r, leaking) for r in value.readers)):
                     leaking.add(id(value))
         return leaking
 
@@ -160,7 +166,7 @@ def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
         return False
     if reader.name in LAYOUT or is_cast(reader) or is_joint(reader):
         return any(id(out) in leaking for out in reader.outputs)
-    results = [out for out in reader.outputs if is_wide(out.dtype)]
+    results = [out for out in reader.outputs if is_wide(out.dtype) or is_complex(out.dtype)]
     if not results:  # a comparison, a place, an effect
         return False
     maker = made_of(value).maker

@@ -30,11 +30,15 @@ def narrowed_states(flow: Flow) -> Iterator[Finding]:
         if (before.dtype, before.shape) == (after.dtype, after.shape) and before is not after:
             states[state.output].append(state)
     gates = _gates(flow, [state for each in states.values() for state in each])
+    found: dict[tuple[str, ...], list[tuple[State, Node]]] = defaultdict(list)
     for each in states.values():
-        found = (_sum(*_values(flow, state), gates) for state in each)
-        node = next((node for node in found if node is not None), None)
-        if node is not None:
-            yield finding(CARRY, node, _message(flow, each))
+        sums = ((state, _sum(*_values(flow, state), gates)) for state in each)
+        state, node = next(((state, node) for state, node in sums if node is not None), (None, None))
+        if state is not None and node is not None:
+            dtype = flow.graph.arguments[state.argument].dtype
+            found[*node.site.path, node.site.source, node.name, dtype].append((state, node))
+    for alike in found.values():
+        yield finding(CARRY, alike[0][1], _message(flow, [state for state, _ in alike]))
 
 
 def _values(flow: Flow, state: State) -> tuple[Value, Value]:
@@ -76,9 +80,11 @@ def _is_constant(value: Value) -> bool:
 
 
 def _message(flow: Flow, states: list[State]) -> str:
+    """What is said of the arrays that one line adds to."""
     before, _ = _values(flow, states[0])
+    others = f" and {len(states) - 1} more" if states[1:] else ""
     return (
-        f"{states[0].name}, {shape_of(before)}, comes back from the call with something added to it: over many calls what "
-        "is below its last digit is lost. Keep it in float32; for parameters, policy.mixed_precision keeps what rounding "
-        "loses."
+        f"{states[0].name}, {shape_of(before)}{others}: the call returns it with something added to it, for the next "
+        "call. What is below its last digit is lost each time. Keep it in float32; policy.mixed_precision keeps what "
+        "rounding parameters loses."
     )
