@@ -27,7 +27,7 @@ KINDS = {
     PROMOTION: "A half value met float32 or complex numbers, nobody asked for a wider result, and it stays wide.",
     LEAK: "A half value was widened, by a normalisation for example, and went on into a matmul in float32.",
     MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
-    ROUND_TRIP: "A value is cast there and back, or on, with nothing in between: digits are lost, or work, for nothing.",
+    ROUND_TRIP: "A value is cast there and back, or on, with nothing in between: digits or work are lost for nothing.",
     REPEATED: "The same array is cast to the same dtype more than once.",
     RESIDUAL: "float32 is kept in memory for the backward pass where the half value that it came from would do.",
 }

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from policy.inspection.flow import LAYOUT, is_cast
+from policy.inspection.flow import LAYOUT, is_cast, is_cotangent
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.operations import kind_of
 
@@ -14,6 +14,7 @@ ADDS = frozenset(("add", "sub", "add_any"))
 _SCALES = frozenset(("mul", "div"))
 _ZEROS = frozenset(("dynamic_update_slice", "pad", "scatter"))  # what is written into zeros adds to few places
 _UPDATES = {"dynamic_update_slice": 1, "scatter": 2}  # which operand is written into the first
+_EXTREMES = frozenset(("reduce_max", "reduce_min", "argmax", "argmin"))
 _DEEP = 200  # sums of sums that are followed
 
 
@@ -37,7 +38,7 @@ _NOTHING = Share(0.0)
 
 
 class _Below(enum.Enum):
-    """What stands between a value and the carry's next one: a factor, before which a gate may stand, or a sum of two shares."""
+    """What stands between a value and the carry's next one: nothing, a factor, or a sum of two values with shares."""
 
     NOTHING = enum.auto()
     SCALE = enum.auto()
@@ -51,7 +52,8 @@ class Shares:
       carry: what is handed in.
       gates: ids of values on which no factor of a sum depends: a factor that does is a gate.
       scales: whether the carry may be multiplied.
-      hides: whether a dependence through a node counts for nothing, as that of a gradient on its parameter does.
+      gradients: whether a gradient by the carry counts as independent of it.
+      statistics: whether the carry's norm or mean, as a factor of what is added, counts as independent of it.
       counts: whether the operands beside the carry in an addition count as something that is added.
 
     Attributes:
@@ -64,12 +66,16 @@ class Shares:
         gates: Collection[int],
         *,
         scales: bool = True,
-        hides: Callable[[Node], bool] = lambda node: False,
+        gradients: bool = True,
+        statistics: bool = False,
         counts: Callable[[list[Value]], bool] = lambda terms: True,
     ):
-        self.carry, self._gates, self._scales, self._hides, self._counts = carry, gates, scales, hides, counts
-        self._is_made_of_carry = Dependence((id(carry),), hides)
-        self._is_gated = Dependence(gates, hides)
+        self.carry, self._scales, self._counts = carry, scales, counts
+        is_gradient = lambda node: gradients and is_cotangent(node)  # noqa: E731
+        is_hidden = lambda node: is_gradient(node) or (statistics and _is_statistic(node))  # noqa: E731
+        self._is_made_of_carry = Dependence((id(carry),), is_hidden)
+        self._gates = Dependence((id(carry), *gates), is_gradient)
+        self._others = Dependence(gates, is_gradient)
         self._known: dict[tuple[int, bool], Share | None] = {}
         self.sums: list[Node] = []
 
@@ -113,14 +119,14 @@ class Shares:
         """Returns what one operation with a single operand of the carry's makes of it."""
         others = [v for v in node.inputs if not any(v is one for one in mine)]
         if node.name in ADDS:
-            if any(_is_sparse(v) for v in others) or (below is _Below.SCALE and any(map(self._is_gated, others))):
+            if any(_is_sparse(v) for v in others) or (below is _Below.SCALE and any(map(self._others, others))):
                 return None
             self.sums.append(node)
             sign = -1.0 if node.name == "sub" and mine == [node.inputs[1]] else 1.0
             return Share(sign, added=self._counts(others))
         if node.name in _SCALES:
             is_factor = len(mine) == 1 and not (node.name == "div" and mine[0] is node.inputs[1])
-            if not self._scales or not is_factor or any(map(self._is_gated, others)):
+            if not self._scales or not is_factor or any(map(self._gates, others)):
                 return None
             number, is_exact = _number(others[0])
             return Share(1 / number if node.name == "div" and number else number, is_exact, scaled=True)
@@ -236,6 +242,10 @@ def _number(value: Value) -> tuple[float, bool]:
         (one, first), (other, second) = map(_number, maker.inputs)
         return one * other, first and second
     return 1.0, False
+
+
+def _is_statistic(node: Node) -> bool:
+    return not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in _EXTREMES)
 
 
 def _is_sparse(value: Value) -> bool:

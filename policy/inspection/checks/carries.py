@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.inspection.flow import LAYOUT, Flow, is_cast, is_cotangent, is_narrow, narrows, users, widens
+from policy.inspection.flow import LAYOUT, Flow, is_cast, is_narrow, narrows, users, widens
 from policy.inspection.graph import Node, Value
 from policy.inspection.kinds import CARRY, finding, shape_of
 from policy.inspection.operations import is_inexact, kind_of
@@ -65,9 +65,8 @@ class _Loop:
         What gradients by the carry add to it counts as independent: a step of an optimizer. In the backward pass only
         sums count: what is scaled there is a cotangent.
         """
-        is_backward = node.site.is_backward
-        hides = (lambda _: False) if is_backward else is_cotangent
-        shares = Shares(of.out, self.gates, scales=not is_backward, hides=hides)
+        is_forward = not node.site.is_backward
+        shares = Shares(of.out, self.gates, scales=is_forward, gradients=is_forward)
         share = shares.of(node.inputs[1])
         return None if share is None or not share.factor or shares.is_compensated() else share
 

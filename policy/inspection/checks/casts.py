@@ -54,8 +54,8 @@ def roundings_twice(flow: Flow) -> Iterator[Finding]:
             continue
         first, middle, last = node.inputs[0].dtype, node.out.dtype, on[0].out.dtype
         message = (
-            f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}, which keeps {middle}'s range and "
-            f"no more than {last}'s digits, rounded twice. Cast it to {last} at once."
+            f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is rounded twice, and what "
+            f"either can't hold is lost. Cast it to {last} at once."
         )
         yield finding(ROUND_TRIP, node, message, (first, middle, last))
 

@@ -68,7 +68,7 @@ class _Sums:
 
     def enter(self, node: Node) -> None:
         """Notes what the result of a node is a sum of, where it adds or moves numbers."""
-        if node.name in ADDS and not any(_is_spread(value) for value in node.inputs):
+        if node.name in ADDS and not all(_is_spread(value) for value in node.inputs):
             each = [self._of(value) for value in node.inputs]
             counts = Counter[int]()
             for terms in each:

@@ -6,15 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from policy.inspection.checks.carries import gates_of
-from policy.inspection.flow import Flow, is_cast, is_cotangent, is_narrow, made_of
-from policy.inspection.graph import Node, Value, is_joint
+from policy.inspection.flow import Flow, is_cotangent, is_narrow
+from policy.inspection.graph import Node, Value
 from policy.inspection.kinds import CARRY, finding, shape_of
-from policy.inspection.operations import kind_of
 from policy.inspection.report import Finding
 from policy.inspection.shares import Share, Shares
 from policy.inspection.states import State
 
-_STATISTICS = frozenset(("reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"))
+_RANDOM = frozenset(("random_bits", "threefry2x32", "random_wrap", "random_unwrap", "random_fold_in", "random_split"))
 _MOST = 0.5  # a known share below that is no average that anybody keeps
 
 
@@ -54,8 +53,9 @@ def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
     """Returns the addition that makes a half state's next value of it; None where none does."""
     if not is_narrow(before.dtype):
         return None
-    counts = lambda terms: not before.shape or not all(_is_constant(term) for term in terms)  # noqa: E731
-    shares = Shares(before, gates, hides=_hides, counts=counts)
+    is_counter = not before.shape  # one that counts calls adds a number that stands in the program
+    counts = lambda terms: is_counter or any(_is_new(term, before) for term in terms)  # noqa: E731
+    shares = Shares(before, gates, statistics=True, counts=counts)
     share = shares.of(after)
     if share is None or not _is_kept(share) or shares.is_compensated():
         return None
@@ -66,17 +66,22 @@ def _is_kept(share: Share) -> bool:
     return share.added and share.factor >= (_MOST if share.is_exact else 0) and share.factor > 0
 
 
-def _hides(node: Node) -> bool:
-    """Whether what depends on a state through a node may be added to it: its gradient, its norm, its mean."""
-    return is_cotangent(node) or (not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in _STATISTICS))
+def _is_new(value: Value, state: Value) -> bool:
+    """Whether a term depends on anything that the call is given beside the state itself.
 
-
-def _is_constant(value: Value) -> bool:
-    """Whether a term is written in the program: what is added to an image is, what is added to a state is not."""
-    value = made_of(value)
-    while value.maker is not None and is_cast(value.maker):
-        value = made_of(value.maker.inputs[0])
-    return value.array is not None
+    Numbers in the program don't, nor does noise: an image is shifted and perturbed, a state is added to.
+    """
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        value = waiting.pop()
+        if value is state or value.array is not None:
+            continue
+        if value.maker is None:
+            return True
+        fresh = [v for v in value.maker.inputs if id(v) not in seen] if value.maker.name not in _RANDOM else []
+        seen.update(map(id, fresh))
+        waiting.extend(fresh)
+    return False
 
 
 def _message(flow: Flow, states: list[State]) -> str:

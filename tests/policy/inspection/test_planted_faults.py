@@ -12,10 +12,11 @@ from flax import nnx
 import mpmodules
 from policy import audit
 from policy.inspection.kinds import KINDS, MATMUL, RESIDUAL
-from tests.policy.inspection import flax_faults
+from tests.policy.inspection import flax_faults, range_faults, sum_faults
 from tests.policy.inspection.faults import FAULTS, PLACES, Fault, scoped
 
 assert mpmodules  # names the modules of nnx
+assert range_faults and sum_faults  # add to FAULTS
 
 
 def promoting(fault: Fault | flax_faults.Fault) -> contextlib.AbstractContextManager[Any]:
