@@ -176,3 +176,61 @@ def _corners(x):
 @fault("eight terms that are added up", REDUCTION, "add")
 def _eight_terms(x):
     return sum(jnp.tanh(x * i) for i in range(1, 9))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rings of four devices, along the axis "i"
+# ---------------------------------------------------------------------------------------------------------------------
+
+ONWARD = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def _all_reduce(x: Any) -> Any:
+    total = passed = x
+    for _ in range(3):
+        passed = lax.ppermute(passed, "i", ONWARD)
+        total = total + passed
+    return total
+
+
+def _reduce_scatter(x: Any) -> Any:
+    total = x[:1]
+    for row in range(1, 4):
+        total = lax.ppermute(total, "i", ONWARD) + x[row : row + 1]
+    return total
+
+
+def _of_products(x: Any) -> Any:
+    total = jnp.tanh(x[:1])
+    for row in range(1, 4):
+        total = lax.ppermute(total, "i", ONWARD) + jnp.tanh(x[row : row + 1])
+    return total
+
+
+def _by_doubling(x: Any) -> Any:
+    for distance in (1, 2):
+        x = x + lax.ppermute(x, "i", [(i, i ^ distance) for i in range(4)])
+    return x
+
+
+def _in_a_loop(x: Any) -> Any:
+    def turn(_, state):
+        total, passed = state
+        passed = lax.ppermute(passed, "i", ONWARD)
+        return total + passed, passed
+
+    return lax.fori_loop(0, 3, turn, (x, x))[0]
+
+
+def _passed_on_in_a_loop(x: Any) -> Any:
+    return lax.fori_loop(0, 4, lambda i, total: lax.ppermute(total, "i", ONWARD) + x[i], jnp.zeros(4, x.dtype))
+
+
+RINGS: dict[str, tuple[Any, str, str]] = {
+    "an all-reduce": (_all_reduce, REDUCTION, "add"),
+    "a reduce-scatter": (_reduce_scatter, REDUCTION, "add"),
+    "a reduce-scatter of what is computed": (_of_products, REDUCTION, "add"),
+    "an all-reduce by doubling": (_by_doubling, REDUCTION, "add"),
+    "an all-reduce in a loop": (_in_a_loop, CARRY, "scan"),
+    "a sum that a loop passes on": (_passed_on_in_a_loop, CARRY, "scan"),
+}
