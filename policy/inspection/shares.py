@@ -76,7 +76,7 @@ class Shares:
         self._is_made_of_carry = Dependence((id(carry),), is_hidden)
         self._gates = Dependence((id(carry), *gates), is_gradient)
         self._others = Dependence(gates, is_gradient)
-        self._known: dict[tuple[int, bool], Share | None] = {}
+        self._known: dict[tuple[int, _Below], Share | None] = {}
         self.sums: list[Node] = []
 
     def of(self, value: Value) -> Share | None:

@@ -72,7 +72,7 @@ def _is_dot_of_squares(node: Node) -> bool:
     if not is_matmul(node) or not all(is_narrow(value.dtype) for value in node.inputs[:2]):
         return False
     makers = [made_of(value).maker for value in node.inputs[:2]]
-    return _are_equal(*node.inputs[:2]) or any(maker is not None and _squares(maker) for maker in makers)
+    return _are_equal(node.inputs[0], node.inputs[1]) or any(maker is not None and _squares(maker) for maker in makers)
 
 
 def _are_equal(one: Value, other: Value, depth: int = 12) -> bool:
@@ -107,7 +107,7 @@ def _is_reduction(node: Node) -> bool:
 
 def _squares(node: Node) -> bool:
     if node.name == "mul":
-        return _are_equal(*node.inputs)
+        return _are_equal(node.inputs[0], node.inputs[1])
     return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
 
 

@@ -63,14 +63,16 @@ class LinenNet(nn.Module):
 
 LINEN: dict[str, Any] = {
     "apply": lambda model: lambda variables, x: model.apply(variables, x, mutable=["stats"]),
-    "collections apart": lambda model: lambda params, stats, x: (
-        model.apply({"params": params, "stats": stats}, x, mutable=["stats"])
+    "collections apart": lambda model: (
+        lambda params, stats, x: model.apply({"params": params, "stats": stats}, x, mutable=["stats"])
     ),
-    "the statistics beside a loss": lambda model: lambda params, stats, x: _loss_and_statistics(model, params, stats, x),
-    "all in one dictionary": lambda model: lambda state, x: {
-        "params": state["params"],
-        "stats": model.apply(state, x, mutable=["stats"])[1]["stats"],
-    },
+    "the statistics beside a loss": lambda model: functools.partial(_loss_and_statistics, model),
+    "all in one dictionary": lambda model: (
+        lambda state, x: {
+            "params": state["params"],
+            "stats": model.apply(state, x, mutable=["stats"])[1]["stats"],
+        }
+    ),
 }
 
 
