@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy.inspection.graph import Graph, Node, Value, is_joint
 from policy.inspection.lost import Lost
@@ -75,25 +75,31 @@ def made_of(value: Value) -> Value:
     return value
 
 
-def users(value: Value) -> Iterator[Node]:
-    """The nodes that compute with a value or with a view of it."""
-    waiting, seen = [value], {id(value)}
+def is_layout(node: Node) -> bool:
+    """Returns whether a node moves numbers and changes none of them."""
+    return node.name in LAYOUT
+
+
+def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout) -> Iterator[Value]:
+    """Yields values, and what nodes made of them, and of that, as far as `passes` says of each node."""
+    waiting = list(values)
+    seen = set(map(id, waiting))
     while waiting:
-        for node in waiting.pop().readers:
-            if node.name not in LAYOUT:
-                yield node
-                continue
-            for out in node.outputs:
-                if id(out) not in seen:
-                    seen.add(id(out))
-                    waiting.append(out)
+        value = waiting.pop()
+        yield value
+        fresh = [out for node in value.readers if passes(node) for out in node.outputs if id(out) not in seen]
+        seen.update(map(id, fresh))
+        waiting.extend(fresh)
+
+
+def users(value: Value, passes: Callable[[Node], bool] = is_layout) -> Iterator[Node]:
+    """Yields the nodes that compute with a value, or with what other nodes made of it that `passes` tells."""
+    return (node for each in reached([value], passes) for node in each.readers if not passes(node))
 
 
 def is_returned(value: Value) -> bool:
     """Returns whether the program returns a value or a view of it."""
-    if value.is_output:
-        return True
-    return any(is_returned(out) for node in value.readers if node.name in LAYOUT for out in node.outputs)
+    return any(each.is_output for each in reached([value]))
 
 
 class Flow:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from policy.inspection.flow import LAYOUT, is_cast, is_cotangent
+from policy.inspection.flow import LAYOUT, is_cast, is_cotangent, reached, users
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.operations import kind_of
 
@@ -136,7 +136,7 @@ class Shares:
         if node.name == "neg":
             return Share(-1.0)
         is_written_into = node.name in _UPDATES and mine[0] is node.inputs[0]
-        return Share(1.0) if node.name in LAYOUT or is_cast(node) or is_written_into else None
+        return Share(1.0) if _is_view(node) or is_written_into else None
 
     def _chosen(self, cases: list[Value], below: _Below, depth: int) -> Share | None:
         """Returns the share where one value or the other is taken, or a part of each."""
@@ -167,7 +167,7 @@ class Shares:
         """
         ends = {id(self.carry), *(id(out) for node in self.sums for out in node.outputs)}
         for value in (out for node in self.sums for out in node.outputs):
-            for reader in _through_casts(value):
+            for reader in users(value, _is_view):
                 if reader.name == "sub" and all(id(_uncast(v)) in ends for v in reader.inputs) and _goes_on(reader.out):
                     return True
         return False
@@ -233,7 +233,7 @@ def _number(value: Value) -> tuple[float, bool]:
     maker = value.maker
     if maker is None or is_joint(maker) or not maker.inputs:
         return 1.0, False
-    if maker.name in LAYOUT or is_cast(maker):
+    if _is_view(maker):
         return _number(maker.inputs[0])
     if maker.name == "neg":
         number, is_exact = _number(maker.inputs[0])
@@ -253,35 +253,18 @@ def _is_sparse(value: Value) -> bool:
 
 
 def _uncast(value: Value) -> Value:
-    while value.maker is not None and (is_cast(value.maker) or value.maker.name in LAYOUT) and value.maker.inputs:
+    while value.maker is not None and _is_view(value.maker) and value.maker.inputs:
         value = value.maker.inputs[0]
     return value
 
 
-def _through_casts(value: Value) -> Iterator[Node]:
-    """The nodes that compute with a value, or with what casts made of it."""
-    return _readers(value, lambda node: node.name in LAYOUT or is_cast(node))
+def _is_view(node: Node) -> bool:
+    return node.name in LAYOUT or is_cast(node)
 
 
 def _goes_on(value: Value) -> bool:
     """Returns whether a value is handed on or returned, be it added to, cast or selected from before."""
-    passes = lambda node: node.name in (*LAYOUT, *ADDS, "select_n", "branch") or is_cast(node)  # noqa: E731
-    if value.is_output:
-        return True
+    passes = lambda node: node.name in ADDS or node.name in ("select_n", "branch") or _is_view(node)  # noqa: E731
     return any(
-        node.name == "carry" or (passes(node) and any(out.is_output for out in node.outputs))
-        for node in _readers(value, passes, all_of_them=True)
+        each.is_output or any(node.name == "carry" for node in each.readers) for each in reached([value], passes)
     )
-
-
-def _readers(value: Value, passes: Callable[[Node], bool], *, all_of_them: bool = False) -> Iterator[Node]:
-    """The nodes that read a value through some others; `all_of_them`: these too."""
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        for node in waiting.pop().readers:
-            is_passed = passes(node)
-            if all_of_them or not is_passed:
-                yield node
-            fresh = [out for out in node.outputs if id(out) not in seen] if is_passed else []
-            seen.update(map(id, fresh))
-            waiting.extend(fresh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +30,19 @@ class State(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """An array of a tree: its place among the program's arrays, its keys, the tree it is in, and its name."""
+    """An array of a tree.
+
+    Attributes:
+      place: among the program's arrays.
+      keys: its key path.
+      layout: the key paths, shapes and dtypes of all arrays of the tree that the path is in.
+      name: what it is called in a message.
+    """
 
     place: int
     keys: Keys
-    tree: Any
-    name: str
+    layout: Any
+    name: str = ""
 
 
 def states_of(traced: Traced) -> tuple[State, ...]:
@@ -44,71 +51,59 @@ def states_of(traced: Traced) -> tuple[State, ...]:
     The path of an argument is the one below the argument, or with its name before it; that of an output the one in all
     that is returned, or below its outermost key. So ``step(params, state, batch)`` may return ``params, state, loss``,
     a dictionary of them, or one of them alone. Arrays without keys are no state. Keys that are indices alone match in
-    trees of one structure only.
+    trees of one layout only.
     """
-    arguments: dict[Keys, list[_Leaf]] = defaultdict(list)
-    for leaf in _arguments(traced):
-        arguments[leaf.keys].append(leaf)
+    outputs: dict[Keys, list[_Leaf]] = defaultdict(list)
+    for leaf in _outputs(traced):
+        outputs[leaf.keys].append(leaf)
     found: dict[State, None] = {}
-    for out in _outputs(traced):
-        for leaf in arguments[out.keys]:
-            is_named = any(not isinstance(key, int) for key in out.keys)
-            if is_named or (out.tree is not None and leaf.tree == out.tree):
+    for leaf in _arguments(traced):
+        is_named = any(not isinstance(key, int) for key in leaf.keys)
+        for out in outputs[leaf.keys]:
+            is_alike = _of(traced.jaxpr.in_avals[leaf.place]) == _of(traced.jaxpr.out_avals[out.place])
+            if is_alike and (is_named or leaf.layout == out.layout):
                 found[State(leaf.place, out.place, leaf.name)] = None
     return tuple(found)
 
 
 def _arguments(traced: Traced) -> Iterator[_Leaf]:
     """The arrays among a call's arguments that have keys, under each of their paths."""
-    tree = jax.tree.unflatten(traced.arguments.treedef, _marked(traced.arguments.is_array))
-    places = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
+    tree = jax.tree.unflatten(traced.arguments.treedef, traced.arguments.is_array)
+    marked = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = [path for path, is_array in marked if is_array]
+    layouts = _layouts(((_keys(path)[:2], _keys(path)[2:]) for path in paths), traced.jaxpr.in_avals)
     parameters = _parameters(traced.called)
-    structures: dict[Keys, Any] = {}
-    for path, place in places:
-        keys = _keys(path)
-        which, rest = keys[:2], keys[2:]
-        name = which[1] if isinstance(which[1], str) else parameters.get(which[1], which[1])
-        if place is None or not rest or name in _NO_STATE:
+    for place, path in enumerate(paths):
+        (kind, which), keys = _keys(path)[:2], _keys(path)[2:]
+        name = parameters.get(which, "") if isinstance(which, int) else which
+        if not keys or name in _NO_STATE:
             continue
-        if which not in structures:
-            structures[which] = _structure(tree[which[0]][which[1]], traced.jaxpr.in_avals)
-        text = f"{name if isinstance(name, str) else ''}{jax.tree_util.keystr(path[2:])}"
-        for each in (rest, (name, *rest)) if isinstance(name, str) else (rest,):
-            yield _Leaf(place, each, structures[which], text)
-
-
-def _marked(is_array: tuple[bool, ...]) -> list[int | None]:
-    """The place of each array among the arrays; None of what is none."""
-    places = iter(range(len(is_array)))
-    return [next(places) if marked else None for marked in is_array]
+        for each in (keys, (name, *keys)) if name else (keys,):
+            yield _Leaf(place, each, layouts[kind, which], f"{name}{jax.tree_util.keystr(path[2:])}")
 
 
 def _outputs(traced: Traced) -> Iterator[_Leaf]:
     """The arrays that a call returns, under each of their paths that is not empty."""
-    treedef = jax.tree.structure(traced.shape)
-    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    whole = _structure(tree, traced.jaxpr.out_avals)
-    parts: dict[Any, Any] = {}
-    for path, place in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        keys = _keys(path)
-        if not keys:
-            continue
-        yield _Leaf(place, keys, whole, "")
+    paths = [_keys(path) for path, _ in jax.tree_util.tree_flatten_with_path(traced.shape)[0]]
+    whole = _layouts((((), keys) for keys in paths), traced.jaxpr.out_avals)
+    parts = _layouts(((keys[:1], keys[1:]) for keys in paths), traced.jaxpr.out_avals)
+    for place, keys in enumerate(paths):
+        if keys:
+            yield _Leaf(place, keys, whole[()])
         if keys[1:]:
-            if keys[0] not in parts:
-                parts[keys[0]] = _structure(_child(tree, keys[0]), traced.jaxpr.out_avals)
-            yield _Leaf(place, keys[1:], parts[keys[0]], "")
+            yield _Leaf(place, keys[1:], parts[keys[:1]])
 
 
-def _child(tree: Any, key: Any) -> Any:
-    """A part of a tuple, list or dictionary; of other containers, whose keys are names, None."""
-    return tree[key] if isinstance(tree, (tuple, list, dict)) and not isinstance(key, str) else None
+def _layouts(paths: Iterable[tuple[Keys, Keys]], avals: Sequence[Any]) -> dict[Keys, Any]:
+    """The layout of each tree, of the key paths of trees and of arrays in them."""
+    layouts: dict[Keys, list[Any]] = defaultdict(list)
+    for aval, (tree, keys) in zip(avals, paths, strict=False):  # gradients come after what a call returns
+        layouts[tree].append((keys, _of(aval)))
+    return layouts
 
 
-def _structure(tree: Any, avals: Any) -> Any:
-    """The structure of a tree of places with shapes and dtypes; equal ones compare equal."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
-    return treedef, tuple(None if place is None else (avals[place].shape, avals[place].dtype) for place in leaves)
+def _of(aval: Any) -> tuple[Any, Any]:
+    return aval.shape, aval.dtype
 
 
 def _keys(path: Any) -> Keys:
@@ -116,7 +111,7 @@ def _keys(path: Any) -> Keys:
     return tuple(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
 
 
-def _parameters(fn: Any) -> dict[Any, str]:
+def _parameters(fn: Any) -> dict[int, str]:
     """The names of a function's positional parameters, by their places."""
     try:
         parameters = inspect.signature(fn).parameters.values()

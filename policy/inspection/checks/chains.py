@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from policy.inspection.flow import LAYOUT, Flow, is_cotangent, is_narrow
+from policy.inspection.costs import size
+from policy.inspection.flow import LAYOUT, Flow, is_cotangent, is_matmul, is_narrow, users
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.kinds import REDUCTION, finding
 from policy.inspection.report import Finding
 from policy.inspection.shares import ADDS
+from policy.inspection.views import are_equal
 
 _PLACES = frozenset(("pad", "concatenate", "select_n", "dynamic_update_slice"))  # put numbers beside each other
 _MOST_ALIKE = 3  # parts of one array that are added: the corners of a square are four
@@ -89,7 +91,7 @@ class _Sums:
         if value.is_literal or not is_narrow(value.dtype):
             return _Terms(Counter())
         if terms is None or (terms.of.total() > 1 and self._is_used(value)):
-            return _Terms(Counter((id(value),)))
+            return _Terms(Counter((id(_whole(value)),)))
         return terms
 
     def _is_used(self, value: Value) -> bool:
@@ -97,6 +99,21 @@ class _Sums:
         if id(value) not in self._used:
             self._used[id(value)] = any(node.name not in ADDS and not is_joint(node) for node in _readers(value))
         return self._used[id(value)]
+
+
+def _whole(value: Value) -> Value:
+    """The array that a value is a part of, or a function of a part; the value where it is neither."""
+    part, is_part = value, False
+    while part.maker is not None:
+        operands = [operand for operand in part.maker.inputs if not operand.is_literal]
+        is_moved = part.maker.name in LAYOUT and bool(operands)
+        is_function = bool(operands) and operands[0].shape == part.shape
+        is_function = is_function and all(are_equal(operands[0], other) for other in operands[1:])
+        if is_joint(part.maker) or is_matmul(part.maker) or not (is_moved or is_function):
+            break
+        is_part = is_part or (is_moved and size(operands[0].shape) > size(part.shape))
+        part = operands[0]
+    return part if is_part else value
 
 
 def _is_spread(value: Value) -> bool:
@@ -114,12 +131,4 @@ def _largest(each: Sequence[_Terms]) -> _Terms:
 
 def _readers(value: Value) -> Iterator[Node]:
     """The nodes that compute with a value, wherever it was moved before."""
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        for node in waiting.pop().readers:
-            if node.name not in LAYOUT and node.name not in _PLACES:
-                yield node
-                continue
-            fresh = [out for out in node.outputs if id(out) not in seen]
-            seen.update(map(id, fresh))
-            waiting.extend(fresh)
+    return users(value, lambda node: node.name in LAYOUT or node.name in _PLACES)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspection.flow import LAYOUT, Flow, bits, is_cast, is_cotangent, is_narrow, made_of, users
+from policy.inspection.flow import LAYOUT, Flow, bits, is_cotangent, is_narrow, made_of, users
 from policy.inspection.graph import Node, Value
 from policy.inspection.kinds import CONSTANT, finding
 from policy.inspection.lost import Lost
@@ -29,7 +29,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "min": np.minimum,
 }
 _DIVIDES = frozenset(("rsqrt", "log"))
-_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "min", "max", "clamp"))  # with what is infinite already
+_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_LIMITS = frozenset(("min", "max", "clamp"))
 _JUST_BEYOND = 1.07  # a number that is less beyond the largest one of 8 bits may be rounded to it
 
 
@@ -41,11 +42,16 @@ def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
     """
     known: dict[int, Numbers] = {}
     for node in flow.graph.nodes:
-        if is_cast(node):
+        if _is_to_floating(node):
             yield from _cast(node, known)
         elif node.outputs and not is_cotangent(node):
             yield from _traced_away(node, flow.lost)
         _propagate(node, known)
+
+
+def _is_to_floating(node: Node) -> bool:
+    """Whether a node casts numbers, integers among them, to a floating dtype."""
+    return node.name == "convert_element_type" and bits(node.out.dtype) > 0
 
 
 def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
@@ -80,7 +86,7 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
             message += f"{_largest(dtype):.4g}."
             message += " Infinities make NaN: of zeros, and of each other." if np.isinf(number) else ""
             yield finding(CONSTANT, node, message, (dtype,))
-        elif number == 0 and (line in lost.vanished or _is_shift_of_divisor(node)):
+        elif number == 0 and (line in lost.vanished or _is_shift_of_divisor(node) or _is_8_bit_factor(node, value)):
             message = f"A constant vanished: it is 0 in {dtype}, whose smallest number is {_smallest(dtype)}."
             yield finding(CONSTANT, node, message, (dtype,))
 
@@ -91,7 +97,13 @@ def _is_beyond_8_bits(node: Node, value: Value) -> bool:
     That is NaN where a dtype has no infinity, and infinity where it has; -inf is what a mask is written with.
     """
     number = float(value.array)
-    return bits(value.dtype) <= 8 and node.name not in _COMPARES and (np.isnan(number) or number == np.inf)
+    if bits(value.dtype) > 8 or node.name in _COMPARES:
+        return False
+    return bool(np.isnan(number)) or (number == np.inf and node.name not in _LIMITS)
+
+
+def _is_8_bit_factor(node: Node, value: Value) -> bool:
+    return bits(value.dtype) <= 8 and node.name == "mul"
 
 
 def _is_shift_of_divisor(node: Node) -> bool:

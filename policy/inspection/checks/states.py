@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from policy.inspection.checks.carries import gates_of
-from policy.inspection.flow import Flow, is_cotangent, is_narrow
+from policy.inspection.flow import Flow, is_cotangent, is_matmul, is_narrow
 from policy.inspection.graph import Node, Value
 from policy.inspection.kinds import CARRY, finding, shape_of
 from policy.inspection.report import Finding
-from policy.inspection.shares import Share, Shares
+from policy.inspection.shares import Dependence, Share, Shares
 from policy.inspection.states import State
 
 _RANDOM = frozenset(("random_bits", "threefry2x32", "random_wrap", "random_unwrap", "random_fold_in", "random_split"))
@@ -26,7 +26,7 @@ def narrowed_states(flow: Flow) -> Iterator[Finding]:
     states: dict[int, list[State]] = defaultdict(list)
     for state in flow.states:
         before, after = _values(flow, state)
-        if (before.dtype, before.shape) == (after.dtype, after.shape) and before is not after:
+        if before is not after:
             states[state.output].append(state)
     gates = _gates(flow, [state for each in states.values() for state in each])
     found: dict[tuple[str, ...], list[tuple[State, Node]]] = defaultdict(list)
@@ -54,12 +54,33 @@ def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
     if not is_narrow(before.dtype):
         return None
     is_counter = not before.shape  # one that counts calls adds a number that stands in the program
-    counts = lambda terms: is_counter or any(_is_new(term, before) for term in terms)  # noqa: E731
+    is_multiplied = Dependence((id(before),), is_cotangent)
+    added: list[Value] = []
+
+    def counts(terms: list[Value]) -> bool:
+        added.extend(terms)
+        return is_counter or any(_is_new(term, before) for term in terms)
+
     shares = Shares(before, gates, statistics=True, counts=counts)
     share = shares.of(after)
     if share is None or not _is_kept(share) or shares.is_compensated():
         return None
+    if any(is_matmul(node) and any(map(is_multiplied, node.inputs)) for term in added for node in _makers(term)):
+        return None
     return next((node for node in shares.sums if not is_cotangent(node)), None)
+
+
+def _makers(value: Value) -> Iterator[Node]:
+    """The nodes that a value is made by, of the forward pass."""
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        maker = waiting.pop().maker
+        if maker is None or is_cotangent(maker):
+            continue
+        yield maker
+        fresh = [v for v in maker.inputs if id(v) not in seen]
+        seen.update(map(id, fresh))
+        waiting.extend(fresh)
 
 
 def _is_kept(share: Share) -> bool:

@@ -59,6 +59,16 @@ for _name in ("softplus", "log_sigmoid", "mish", "silu", "gelu", "selu", "celu",
 
 
 @near_miss
+def _softplus_before_a_normalisation():
+    def fn(params, x):
+        h = jax.nn.softplus(product(params, x)).astype(F32)
+        normal = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
+        return product(params, normal.astype(BF16), 1)
+
+    return fn, (W, X)
+
+
+@near_miss
 def _a_gated_linear_unit():
     def fn(params, x):
         gate, up = jnp.split(product(params, x), 2, -1)

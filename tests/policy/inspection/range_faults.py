@@ -90,6 +90,16 @@ def _factor(x):
     return x * 1000.0
 
 
+@fault("a factor that vanishes in float8_e4m3fn", CONSTANT, "mul", E4M3)
+def _small_factor(x):
+    return x * 1e-4
+
+
+@fault("limits that are integers beyond float8_e4m3fn", CONSTANT, "convert_element_type", E4M3)
+def _limits(x):
+    return jnp.clip(x, -1000, 1000)
+
+
 @fault("a mask of -inf in a dtype without infinity", CONSTANT, "convert_element_type", F32)
 def _infinite(x):
     return jnp.where(x > 0, x, -jnp.inf).astype(E4M3)

@@ -173,6 +173,11 @@ def _corners(x):
     return (x[::2, ::2] + x[1::2, ::2] + x[::2, 1::2] + x[1::2, 1::2]) / 4
 
 
+@fault("squares of rows that are added up", REDUCTION, "add")
+def _squares_of_rows(x):
+    return sum(x[i] * x[i] for i in range(4))
+
+
 @fault("eight terms that are added up", REDUCTION, "add")
 def _eight_terms(x):
     return sum(jnp.tanh(x * i) for i in range(1, 9))

@@ -233,6 +233,10 @@ def normalised(state: Any, x: Any) -> Any:
 CLEAN: dict[str, tuple[Any, ...]] = {
     "a residual block": (lambda x, w: x + jnp.tanh(x @ w), X, X),
     "a residual block of a dictionary": (residual, {"x": X, **W}, X),
+    "a residual block of a mean": (
+        lambda state: {**state, "x": state["x"] + (state["x"].mean(0, keepdims=True) @ state["w"])},
+        {"x": X, **W},
+    ),
     "a gated unit": (gated, {"h": X, **W}, X),
     "long short-term memory": (long_and_short, {"h": X, "c": X, **W}, X),
     "a cache of keys": (cached, {"keys": X, "at": shape(dtype=jnp.int32), **W}, X),
@@ -282,3 +286,15 @@ def test_state_is_found_by_keywords_and_under_names_of_its_own():
     assert sums_of(audit(lambda ema, p: ({"ema": average(ema, p)}, p["w"].max()), W, W)) == {"ema['w']": "add"}
     assert sums_of(audit(lambda p, ema: (p, average(ema, p)), W, W)) == {"ema['w']": "add"}
     assert not sums_of(audit(lambda ema, p: average(ema, p), X, X))  # bare arrays have no key path
+
+
+def test_layers_in_a_list_are_one_state_with_what_a_step_returns_as_a_list():
+    def step(layers, x):
+        grads = jax.grad(lambda layers: sum(jnp.tanh(x @ w + b[None]).astype(F32).mean() for w, b in layers))(layers)
+        return [
+            [p - 0.1 * g for p, g in zip(layer, grad, strict=True)] for layer, grad in zip(layers, grads, strict=True)
+        ]
+
+    layers = [(shape(4, 4), shape(4)), (shape(4, 4), shape(4))]
+    (finding,) = [f for f in audit(step, layers, X).findings if f.kind == CARRY]
+    assert finding.message.startswith("layers[0][0], bfloat16[4,4] and 3 more: the call returns it")
