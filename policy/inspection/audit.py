@@ -22,6 +22,9 @@ def audit(fn: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Audit:
     shard_map. What no result depends on is left out, as XLA leaves it out. A kernel (`pallas_call`, a foreign function)
     is listed as "opaque", and not looked into.
 
+    Arguments and outputs that share a key path, shape and dtype are read as what a loop carries, donated or not: a
+    state in half precision that a call adds to, for the next call, is a finding.
+
     Args:
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules; jitted or not.
       *args, **kwargs: what it is called with. `jax.ShapeDtypeStruct` will do for any array: nothing is allocated.

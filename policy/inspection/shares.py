@@ -1,4 +1,4 @@
-"""How a value that is carried on is made of the one before: what a loop, or a step from call to call, adds up."""
+"""Shares of a carried value in its next one: finds what a loop, or a step from call to call, adds up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SCALES = frozenset(("mul", "div"))
 _ZEROS = frozenset(("dynamic_update_slice", "pad", "scatter"))  # what is written into zeros adds to few places
 _UPDATES = {"dynamic_update_slice": 1, "scatter": 2}  # which operand is written into the first
 _EXTREMES = frozenset(("reduce_max", "reduce_min", "argmax", "argmin"))
-_DEEP = 200  # sums of sums that are followed
+_DEEP = 100  # sums of sums that are followed
 
 
 class Share(NamedTuple):
-    """How much of a carry a value holds.
+    """The part of a value that is a carry's.
 
     Attributes:
       factor: times the carry. Of a number that the program computes, only the sign is taken: it counts as positive.
@@ -38,7 +38,7 @@ _NOTHING = Share(0.0)
 
 
 class _Below(enum.Enum):
-    """What stands between a value and the carry's next one: nothing, a factor, or a sum of two values with shares."""
+    """Operations between a value and the carry's next one: none, a factor, or a sum of two values with shares."""
 
     NOTHING = enum.auto()
     SCALE = enum.auto()
@@ -101,16 +101,16 @@ class Shares:
                 return None
             mine = [v for v in maker.inputs if self._is_made_of_carry(v)]
             if cases := _cases(maker, mine):
-                return _times(found, self._chosen(cases, below, depth))
+                chosen = self._chosen(cases, below, depth)
+                return None if chosen is None else _times(found, chosen)
             if maker.name in ADDS and len(mine) == 2:
                 self.sums.append(maker)
-                return _times(found, self._summed(maker, depth))
-            if is_joint(maker):
-                return None
-            step = self._step(maker, mine, below)
+                summed = self._summed(maker, depth)
+                return None if summed is None else _times(found, summed)
+            step = None if is_joint(maker) else self._step(maker, mine, below)
             if step is None:
                 return None
-            found = _times(found, step) or found
+            found = _times(found, step)
             below = _Below.SCALE if step.scaled and below is _Below.NOTHING else below
             value = mine[0] if len(mine) == 1 else _counterpart(maker, value)
         return found
@@ -211,10 +211,8 @@ def _cases(node: Node, mine: list[Value]) -> list[Value]:
     return []
 
 
-def _times(one: Share, other: Share | None) -> Share | None:
+def _times(one: Share, other: Share) -> Share:
     """Returns the share of a share."""
-    if other is None:
-        return None
     is_exact = one.is_exact and other.is_exact
     return Share(one.factor * other.factor, is_exact, one.added or other.added, one.scaled or other.scaled)
 
@@ -226,20 +224,20 @@ def _counterpart(node: Node, value: Value) -> Value:
     return node.inputs[0]
 
 
-def _number(value: Value) -> tuple[float, bool]:
-    """A factor, and whether it is known: of what is computed the sign alone, as far as it is written down."""
+def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
+    """Returns a factor, and whether it is known: of what is computed the sign alone, as far as it is written down."""
     if value.is_literal:
         return float(value.array.real), True
     maker = value.maker
-    if maker is None or is_joint(maker) or not maker.inputs:
+    if maker is None or is_joint(maker) or not maker.inputs or not depth:
         return 1.0, False
     if _is_view(maker):
-        return _number(maker.inputs[0])
+        return _number(maker.inputs[0], depth - 1)
     if maker.name == "neg":
-        number, is_exact = _number(maker.inputs[0])
+        number, is_exact = _number(maker.inputs[0], depth - 1)
         return -number, is_exact
     if maker.name == "mul":
-        (one, first), (other, second) = map(_number, maker.inputs)
+        (one, first), (other, second) = (_number(operand, depth - 1) for operand in maker.inputs)
         return one * other, first and second
     return 1.0, False
 

@@ -1,4 +1,4 @@
-"""What becomes of the results of functions: whether their rounding is more than that of an activation."""
+"""Uses of what functions of half numbers return: tells activations from what has to be exact."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def matters(node: Node) -> bool:
 
 
 def _is_sensitive(reader: Node, value: Value) -> bool:
-    """Whether a node sums a value, divides by it, or takes an exponential or a logarithm of it, but for softplus's."""
+    """Returns whether a node sums a value, divides by it, or takes an exponential or a logarithm of it.
+
+    The logarithm of a softplus is none where that is an activation.
+    """
     if _sums(reader) or (reader.name == "div" and reader.inputs[1] is value):
         return True
     if _is_softplus(reader):
@@ -50,7 +53,7 @@ def _is_steep(node: Node) -> bool:
 
 
 def _is_softplus(node: Node) -> bool:
-    """Whether a node is the logarithm of the stable form ``max(x, 0) + log1p(exp(-abs(x)))``."""
+    """Returns whether a node is the logarithm of the stable form ``max(x, 0) + log1p(exp(-abs(x)))``."""
     maker = made_of(node.inputs[0]).maker if node.name == "log1p" else None
     return maker is not None and maker.name == "exp" and _is_never_positive(maker.inputs[0])
 
@@ -64,7 +67,7 @@ def _is_never_positive(value: Value) -> bool:
 
 
 def _is_judged(node: Node) -> bool:
-    """Whether an activation is more than that: no matmul follows, or it, or a sum of it, is returned without one."""
+    """Returns whether an activation is more than that: it, or a sum of it, is returned, or no matmul follows."""
 
     def passes(reader: Node) -> bool:
         is_of_norm = reader.name in _NORMALISES or _sums(reader)
@@ -78,12 +81,12 @@ def _is_judged(node: Node) -> bool:
 
 
 def _is_beside(node: Node) -> bool:
-    """Whether what a node computes is another matter."""
+    """Returns whether what a node computes is another matter."""
     return is_matmul(node) or is_cotangent(node)
 
 
 def _is_kept_only(node: Node) -> bool:
-    """Whether what a node makes is read in the backward pass alone: a derivative that the forward pass saves."""
+    """Returns whether the backward pass alone reads what a node makes: a derivative that the forward pass saves."""
     passes = lambda reader: reader.name in _MOVES or is_joint(reader)  # noqa: E731
     values = list(reached(node.outputs, lambda reader: not is_cotangent(reader) and passes(reader)))
     readers = [reader for value in values for reader in value.readers]
@@ -96,14 +99,14 @@ def _sums(node: Node) -> bool:
 
 
 def _passes(reader: Node, adds: bool) -> bool:
-    """Whether what a node makes of a value is that value still, moved, scaled or selected from."""
+    """Returns whether what a node makes of a value is that value still, moved, scaled or selected from."""
     return reader.name in _MOVES or (
         reader.name in _ADDS and (adds or any(value.is_literal for value in reader.inputs))
     )
 
 
 def _is_guarded(value: Value) -> bool:
-    """Whether a value was kept from being large by a `where` or a `minimum`, as elu does it."""
+    """Returns whether a value was kept from being large by a `where` or a `minimum`, as elu does it."""
     while value.maker is not None and (value.maker.name in LAYOUT or value.maker.name in ("mul", "div", "neg")):
         value = value.maker.inputs[0]
     return value.maker is not None and value.maker.name in ("select_n", "min", "clamp")

@@ -1,4 +1,4 @@
-"""Whether two values are the same numbers, as far as the program says."""
+"""Equality of values, as far as the program says."""
 
 from __future__ import annotations
 

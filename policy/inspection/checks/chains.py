@@ -21,7 +21,7 @@ _MOST_HOPS = 1  # from device to device: a stencil asks its neighbours once
 
 
 class _Terms(NamedTuple):
-    """What each number of a value is a sum of.
+    """The terms that each number of a value is a sum of.
 
     Attributes:
       of: how often something of each value, by its id, is added to it.
@@ -52,7 +52,7 @@ def sums_by_hand(flow: Flow) -> Iterator[Finding]:
 
 
 def _many(terms: _Terms) -> str:
-    """How many terms a sum has, in words; "" where they are few."""
+    """Returns the number of terms of a sum, in words; "" where they are few."""
     total, alike = terms.of.total(), max(terms.of.values(), default=0)
     if terms.hops > _MOST_HOPS and total > 2:
         return f"{total} terms along a ring of devices"
@@ -117,12 +117,12 @@ def _whole(value: Value) -> Value:
 
 
 def _is_spread(value: Value) -> bool:
-    """Whether a value is another one with zeros between: two of them are put together by an addition."""
+    """Returns whether a value is another one with zeros between: two of them are put together by an addition."""
     return value.maker is not None and value.maker.name == "pad"
 
 
 def _largest(each: Sequence[_Terms]) -> _Terms:
-    """What the numbers of several values, beside each other, are sums of at most."""
+    """Returns the most that any number of several values, beside each other, is a sum of."""
     counts = Counter[int]()
     for terms in each:
         counts |= terms.of

@@ -50,7 +50,7 @@ def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
 
 
 def _is_to_floating(node: Node) -> bool:
-    """Whether a node casts numbers, integers among them, to a floating dtype."""
+    """Returns whether a node casts numbers, integers among them, to a floating dtype."""
     return node.name == "convert_element_type" and bits(node.out.dtype) > 0
 
 
@@ -92,7 +92,7 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
 
 
 def _is_beyond_8_bits(node: Node, value: Value) -> bool:
-    """Whether a literal of 8 bits is what a larger number becomes there: NumPy does not say so of these dtypes.
+    """Returns whether a literal of 8 bits is what a larger number becomes there: NumPy does not say so of these dtypes.
 
     That is NaN where a dtype has no infinity, and infinity where it has; -inf is what a mask is written with.
     """

@@ -55,7 +55,7 @@ def _reason(node: Node) -> str:
 
 
 def _divides_by_dot(node: Node) -> bool:
-    """Whether a node takes a root, a reciprocal or a logarithm of what a dot sums squares to in float16."""
+    """Returns whether a node takes a root, a reciprocal or a logarithm of what a dot sums squares to in float16."""
     if node.inputs[0].dtype != "float16":
         return False
     if node.name == "div":
@@ -69,7 +69,7 @@ def _divides_by_dot(node: Node) -> bool:
 
 
 def _is_dot_of_squares(node: Node) -> bool:
-    """Whether a node is a matmul of half values with themselves, or of squares with anything."""
+    """Returns whether a node is a matmul of half values with themselves, or of squares with anything."""
     if not is_matmul(node) or not all(is_narrow(value.dtype) for value in node.inputs[:2]):
         return False
     makers = [made_of(value).maker for value in node.inputs[:2]]
@@ -87,7 +87,12 @@ def _squares(node: Node) -> bool:
 
 
 def _is_statistic(value: Value, through_root: bool = False, of: Callable[[Node], bool] = _is_reduction) -> bool:
-    """Whether a value is a sum, shifted and scaled; `through_root`: the square root of one. `of`: tells what sums."""
+    """Returns whether a value is a sum, shifted and scaled.
+
+    Args:
+      through_root: whether the square root of a sum is looked for instead.
+      of: tells which nodes sum.
+    """
     waiting, seen = [(value, False)], {id(value)}
     while waiting:
         value, has_root = waiting.pop()

@@ -49,7 +49,7 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
 
 
 def _makes_complex(node: Node) -> bool:
-    """Whether a node makes a half value complex, as a meeting with a complex one does."""
+    """Returns whether a node makes a half value complex, as a meeting with a complex one does."""
     return node.name == "convert_element_type" and is_narrow(node.inputs[0].dtype) and is_complex(node.out.dtype)
 
 

@@ -88,7 +88,7 @@ def _is_kept(share: Share) -> bool:
 
 
 def _is_new(value: Value, state: Value) -> bool:
-    """Whether a term depends on anything that the call is given beside the state itself.
+    """Returns whether a term depends on anything that the call is given beside the state itself.
 
     Numbers in the program don't, nor does noise: an image is shifted and perturbed, a state is added to.
     """
@@ -106,7 +106,7 @@ def _is_new(value: Value, state: Value) -> bool:
 
 
 def _message(flow: Flow, states: list[State]) -> str:
-    """What is said of the arrays that one line adds to."""
+    """Returns the message about the arrays that one line adds to."""
     before, _ = _values(flow, states[0])
     others = f" and {len(states) - 1} more" if states[1:] else ""
     return (

@@ -17,7 +17,10 @@ from jax.sharding import PartitionSpec
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import audit, autocast, use_policy, vary
+from tests.policy.inspection import near_misses_carried
 from tests.policy.inspection.near_misses import FORWARD_ONLY, NEAR_MISSES
+
+assert near_misses_carried  # adds to NEAR_MISSES
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 Program = Callable[[], tuple[Any, tuple[Any, ...]]]
