@@ -13,7 +13,7 @@ from policy.tracing import Traced
 
 Keys = tuple[Any, ...]
 # What an optimizer is given under these names is no state: what it makes of it is another thing.
-_NO_STATE = frozenset(("updates", "grads", "gradients", "cotangents"))
+_NO_STATE = frozenset(("updates", "cotangents", "gradients", "gradient", "grads", "grad", "g"))
 
 
 class State(NamedTuple):

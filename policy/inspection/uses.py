@@ -67,7 +67,10 @@ def _is_never_positive(value: Value) -> bool:
 
 
 def _is_judged(node: Node) -> bool:
-    """Returns whether an activation is more than that: it, or a sum of it, is returned, or no matmul follows."""
+    """Returns whether an activation is more than that: it, or a sum of it, is returned, or nothing follows it forward.
+
+    A matmul or a bounded function may follow. A loss whose gradient alone is asked for has nothing behind it.
+    """
 
     def passes(reader: Node) -> bool:
         is_of_norm = reader.name in _NORMALISES or _sums(reader)
@@ -76,8 +79,8 @@ def _is_judged(node: Node) -> bool:
     for value in reached(node.outputs, passes):
         if value.is_output or any(_is_steep(reader) for reader in value.readers):
             return True
-    further = reached(node.outputs, lambda reader: passes(reader) or reader.name in _BOUNDED)
-    return not any(is_matmul(reader) and not is_cotangent(reader) for value in further for reader in value.readers)
+    followers = [reader for value in reached(node.outputs, passes) for reader in value.readers]
+    return not any((is_matmul(r) or r.name in _BOUNDED) and not is_cotangent(r) for r in followers)
 
 
 def _is_beside(node: Node) -> bool:

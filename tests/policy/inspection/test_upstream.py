@@ -134,7 +134,19 @@ def test_a_softplus_that_is_more_than_an_activation_is_found(fn, dtype):
 
 @pytest.mark.parametrize(
     "fn",
-    (jnp.mean, jnp.sum, jnp.var, jax.nn.gelu, jax.nn.silu, jnp.tanh, jax.nn.relu, jnp.max, jnp.argmax, jax.nn.elu),
+    (
+        jnp.mean,
+        jnp.sum,
+        jnp.var,
+        jax.nn.gelu,
+        jax.nn.silu,
+        jax.nn.mish,
+        jnp.tanh,
+        jax.nn.relu,
+        jnp.max,
+        jnp.argmax,
+        jax.nn.elu,
+    ),
     ids=lambda fn: fn.__name__,
 )
 def test_what_is_right_upstream_is_no_finding(fn):
