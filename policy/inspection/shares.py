@@ -9,6 +9,7 @@ from typing import NamedTuple
 from policy.inspection.flow import LAYOUT, is_cast, is_cotangent, reached, users
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.operations import kind_of
+from policy.programs import programs_of
 
 ADDS = frozenset(("add", "sub", "add_any"))
 _SCALES = frozenset(("mul", "div"))
@@ -130,7 +131,7 @@ class Shares:
                 return None
             number, is_exact = _number(others[0])
             return Share(1 / number if node.name == "div" and number else number, is_exact, scaled=True)
-        if kind_of(node.name) == "scatter-add":
+        if kind_of(node.name) == "scatter-add" or _applies_addition(node):
             self.sums.append(node)
             return Share(1.0, added=True)
         if node.name == "neg":
@@ -244,6 +245,13 @@ def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
 
 def _is_statistic(node: Node) -> bool:
     return not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in _EXTREMES)
+
+
+def _applies_addition(node: Node) -> bool:
+    """Returns whether a node changes places of an array by a function that adds, as ``x.at[i].apply`` does."""
+    return node.name == "scatter" and any(
+        equation.primitive.name in ADDS for program in programs_of(node.site.equation) for equation in program.eqns
+    )
 
 
 def _is_sparse(value: Value) -> bool:

@@ -56,6 +56,11 @@ def _set_in_places(x):
     return lax.fori_loop(0, 4, add, jnp.zeros_like(x))
 
 
+@fault("places that a function adds to", CARRY, "scan")
+def _applied(x):
+    return lax.fori_loop(0, 4, lambda i, counts: counts.at[i % 2].apply(lambda count: count + 1), x)
+
+
 @fault("a histogram that is set where its numbers are", CARRY, "scan", F16)
 def _histogram(x):
     def add(counts, row):
