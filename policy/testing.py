@@ -246,7 +246,7 @@ def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backw
     if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(args, Sequence):
         raise TypeError(f"args should be a tuple of the function's arguments, but got a {type(args).__name__}.")
     kwargs = dict(kwargs or {})
-    return with_gradients(fn, tuple(args), kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
+    return (with_gradients(fn, tuple(args), kwargs) if backward else trace(fn, *args, **kwargs)).jaxpr
 
 
 def _nodes(jaxpr: Any) -> list[Node]:

@@ -114,11 +114,13 @@ class Traced:
       jaxpr: the closed jaxpr.
       shape: what the call returns, as `jax.ShapeDtypeStruct`.
       arguments: what it was called with.
+      called: the function that was called; None where the call was lowered, to one with arguments of its own.
     """
 
     jaxpr: Any
     shape: Any
     arguments: Arguments
+    called: Callable[..., Any] | None = None
 
 
 def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
@@ -133,4 +135,4 @@ def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
         return fn(*args, **kwargs)
 
     jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
-    return Traced(jaxpr, shape, arguments)
+    return Traced(jaxpr, shape, arguments, None if call is not None else fn)

@@ -11,6 +11,7 @@ from policy.inspection.graph import Graph, is_joint
 from policy.inspection.lost import noticing
 from policy.inspection.operations import accumulation_of, kind_of, operands_of, result_of
 from policy.inspection.report import Audit, Operation
+from policy.inspection.states import states_of
 from policy.tracing import trace
 
 
@@ -20,6 +21,9 @@ def audit(fn: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Audit:
     The call is traced, and its program read, with those inside it: jit, scan, while, cond, checkpoint, custom rules,
     shard_map. What no result depends on is left out, as XLA leaves it out. A kernel (`pallas_call`, a foreign function)
     is listed as "opaque", and not looked into.
+
+    Arguments and outputs that share a key path, shape and dtype are read as what a loop carries, donated or not: a
+    state in half precision that a call adds to, for the next call, is a finding.
 
     Args:
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules; jitted or not.
@@ -39,9 +43,9 @@ def audit(fn: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Audit:
     if not callable(fn):
         raise TypeError(f"audit takes a function or a module, but got {fn!r} of type {type(fn).__name__}.")
     with noticing() as lost:
-        jaxpr = with_gradients(fn, args, kwargs) if backward else trace(fn, *args, **kwargs).jaxpr
-    graph = Graph(jaxpr)
-    return Audit(_operations(graph), findings_of(graph, lost), _name(fn))
+        traced = with_gradients(fn, args, kwargs) if backward else trace(fn, *args, **kwargs)
+    graph = Graph(traced.jaxpr)
+    return Audit(_operations(graph), findings_of(graph, lost, states_of(traced)), _name(fn))
 
 
 def _name(fn: Any) -> str:

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from policy.amp.parameters import parameters
 from policy.names import make_jaxpr
-from policy.tracing import Arguments, Lowered, lowered
+from policy.tracing import Arguments, Lowered, Traced, lowered
 
 
-def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closed jaxpr of a call that returns what `fn` returns, and its gradients. See `audit` for by what, of what.
+def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """Traces a call that returns what `fn` returns, and its gradients. See `audit` for by what, of what.
+
+    The shape of the trace is that of what `fn` returns; the gradients come after it.
 
     Raises:
       ValueError: no argument, or no output, is floating.
@@ -40,7 +42,8 @@ def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             raise ValueError("backward=True differentiates floating outputs, but the function returns none.")
         return out, backward([jnp.ones_like(leaf) for leaf in floats])
 
-    return make_jaxpr(both)(*arguments.arrays)
+    jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arguments.arrays)
+    return Traced(jaxpr, shape, arguments, None if call is not None else fn)
 
 
 def _chosen(fn: Any, args: Any, kwargs: Any, arguments: Arguments, is_pure_call: bool) -> list[int]:

@@ -3,42 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy.inspection.checks.carries import narrowed_carries
-from policy.inspection.checks.casts import repeated_casts, round_trips
+from policy.inspection.checks.casts import repeated_casts, round_trips, roundings_twice
+from policy.inspection.checks.chains import sums_by_hand
 from policy.inspection.checks.constants import constants_out_of_range
 from policy.inspection.checks.functions import low_precision_functions
 from policy.inspection.checks.promotions import float32_matmuls, mixed_matmuls, silent_promotions
 from policy.inspection.checks.residuals import float32_residuals
+from policy.inspection.checks.states import narrowed_states
 from policy.inspection.checks.sums import low_precision_reductions
 from policy.inspection.flow import Flow
 from policy.inspection.graph import Graph
 from policy.inspection.kinds import KINDS as KINDS
 from policy.inspection.lost import Lost
 from policy.inspection.report import Finding
+from policy.inspection.states import State
 
 _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     low_precision_reductions,
+    sums_by_hand,
     low_precision_functions,
     constants_out_of_range,
     narrowed_carries,
+    narrowed_states,
     mixed_matmuls,
     silent_promotions,
     float32_matmuls,
     round_trips,
+    roundings_twice,
     repeated_casts,
     float32_residuals,
 )
 
 
-def findings_of(graph: Graph, lost: Lost | None = None) -> tuple[Finding, ...]:
+def findings_of(graph: Graph, lost: Lost | None = None, states: Sequence[State] = ()) -> tuple[Finding, ...]:
     """What every check finds in a program, the gravest kind first, and in the order of the program within a kind.
 
     Args:
       lost: what `noticing` noted while the program was traced.
+      states: arguments and outputs of the call that may be one state.
     """
-    flow = Flow(graph, lost)
+    flow = Flow(graph, lost, states)
     found = _merged(finding for check in _CHECKS for finding in check(flow))
     gravity = {kind: i for i, kind in enumerate(KINDS)}
     return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy.inspection.graph import Graph, Node, Value, is_joint
 from policy.inspection.lost import Lost
 from policy.inspection.operations import is_inexact, kind_of
+from policy.inspection.states import State
 
 MATMULS = ("dot", "convolution")
 # Moves numbers and changes none of them.
@@ -40,6 +41,11 @@ def is_wide(dtype: str) -> bool:
     return bits(dtype) >= 32
 
 
+def is_complex(dtype: str) -> bool:
+    """Returns whether a dtype is complex: two numbers of float32 or float64."""
+    return dtype.startswith("complex")
+
+
 def is_cast(node: Node) -> bool:
     """Returns whether a node changes the dtype of floating numbers."""
     return node.name == "convert_element_type" and bits(node.inputs[0].dtype) > 0 and bits(node.out.dtype) > 0
@@ -69,25 +75,31 @@ def made_of(value: Value) -> Value:
     return value
 
 
-def users(value: Value) -> Iterator[Node]:
-    """The nodes that compute with a value or with a view of it."""
-    waiting, seen = [value], {id(value)}
+def is_layout(node: Node) -> bool:
+    """Returns whether a node moves numbers and changes none of them."""
+    return node.name in LAYOUT
+
+
+def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout) -> Iterator[Value]:
+    """Yields values, and what nodes made of them, and of that, as far as `passes` says of each node."""
+    waiting = list(values)
+    seen = set(map(id, waiting))
     while waiting:
-        for node in waiting.pop().readers:
-            if node.name not in LAYOUT:
-                yield node
-                continue
-            for out in node.outputs:
-                if id(out) not in seen:
-                    seen.add(id(out))
-                    waiting.append(out)
+        value = waiting.pop()
+        yield value
+        fresh = [out for node in value.readers if passes(node) for out in node.outputs if id(out) not in seen]
+        seen.update(map(id, fresh))
+        waiting.extend(fresh)
+
+
+def users(value: Value, passes: Callable[[Node], bool] = is_layout) -> Iterator[Node]:
+    """Yields the nodes that compute with a value, or with what other nodes made of it that `passes` tells."""
+    return (node for each in reached([value], passes) for node in each.readers if not passes(node))
 
 
 def is_returned(value: Value) -> bool:
     """Returns whether the program returns a value or a view of it."""
-    if value.is_output:
-        return True
-    return any(is_returned(out) for node in value.readers if node.name in LAYOUT for out in node.outputs)
+    return any(each.is_output for each in reached([value]))
 
 
 class Flow:
@@ -95,13 +107,15 @@ class Flow:
 
     Attributes:
       graph: the program.
-      multiplies_in_half: whether a matmul in it has half operands.
       lost: constants that overflowed or vanished while it was traced.
+      states: arguments and outputs that may be one state, before and after the call.
+      multiplies_in_half: whether a matmul in it has half operands.
     """
 
-    def __init__(self, graph: Graph, lost: Lost | None = None):
+    def __init__(self, graph: Graph, lost: Lost | None = None, states: Sequence[State] = ()):
         self.graph = graph
         self.lost = Lost() if lost is None else lost
+        self.states = states
         self.matmuls = [node for node in graph.nodes if is_matmul(node)]
         self.multiplies_in_half = any(all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls)
         self._widenings = self._find_widenings()
@@ -115,7 +129,7 @@ class Flow:
         return self._widenings.get(id(value))
 
     def leaks(self, value: Value) -> bool:
-        """Returns whether a wide value leaks.
+        """Returns whether a wide or complex value leaks.
 
         It leaks where it reaches a matmul, a loop's carry, the program's result, or another module's arithmetic before
         it is narrowed.
@@ -137,7 +151,8 @@ class Flow:
         leaking: set[int] = set()
         for node in reversed(self.graph.nodes):
             for value in node.outputs:
-                if is_wide(value.dtype) and (value.is_output or any(_leaks(value, r, leaking) for r in value.readers)):
+                is_wider = is_wide(value.dtype) or is_complex(value.dtype)
+                if is_wider and (value.is_output or any(_leaks(value, r, leaking) for r in value.readers)):
                     leaking.add(id(value))
         return leaking
 
@@ -157,7 +172,7 @@ def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
         return False
     if reader.name in LAYOUT or is_cast(reader) or is_joint(reader):
         return any(id(out) in leaking for out in reader.outputs)
-    results = [out for out in reader.outputs if is_wide(out.dtype)]
+    results = [out for out in reader.outputs if is_wide(out.dtype) or is_complex(out.dtype)]
     if not results:  # a comparison, a place, an effect
         return False
     maker = made_of(value).maker

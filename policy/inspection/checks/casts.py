@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from policy.inspection.flow import Flow, bits, is_cast, is_cotangent, is_returned, narrows, users
 from policy.inspection.graph import Branch, Node, Value
 from policy.inspection.kinds import REPEATED, ROUND_TRIP, finding, shape_of
+from policy.inspection.operations import HALVES
 from policy.inspection.origins import author_of, authors_of, is_by_layers, is_ours, is_written
 from policy.inspection.report import Finding
 
@@ -38,6 +39,29 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
         cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
         message = f"{shape_of(node.inputs[0])} is cast to {middle} and straight back: {cost}. Leave both casts out."
         yield finding(ROUND_TRIP, node, message, (first, middle, first))
+
+
+def roundings_twice(flow: Flow) -> Iterator[Finding]:
+    """A wide value that is cast to one half dtype and from there to the other one, in one module and one function."""
+    functions = _Functions(flow)
+    for node in flow.graph.nodes:
+        if not narrows(node) or node.out.dtype not in HALVES or is_cotangent(node) or node.site.is_placed:
+            continue
+        on = list(users(node.out))
+        if not on or is_returned(node.out) or not all(is_cast(o) and _is_other_half(o) for o in on):
+            continue
+        if any(o.site.is_placed or not functions.belong_together(node, o) for o in on):
+            continue
+        first, middle, last = node.inputs[0].dtype, node.out.dtype, on[0].out.dtype
+        message = (
+            f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is rounded twice, and what "
+            f"either can't hold is lost. Cast it to {last} at once."
+        )
+        yield finding(ROUND_TRIP, node, message, (first, middle, last))
+
+
+def _is_other_half(cast: Node) -> bool:
+    return cast.out.dtype in HALVES and cast.out.dtype != cast.inputs[0].dtype
 
 
 def _is_lossy(dtype: str, through: str) -> bool:

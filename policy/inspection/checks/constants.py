@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspection.flow import LAYOUT, Flow, is_cast, is_cotangent, is_narrow, made_of, users
+from policy.inspection.flow import LAYOUT, Flow, bits, is_cotangent, is_narrow, made_of, users
 from policy.inspection.graph import Node, Value
 from policy.inspection.kinds import CONSTANT, finding
 from policy.inspection.lost import Lost
@@ -29,6 +29,9 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "min": np.minimum,
 }
 _DIVIDES = frozenset(("rsqrt", "log"))
+_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_LIMITS = frozenset(("min", "max", "clamp"))
+_JUST_BEYOND = 1.07  # a number that is less beyond the largest one of 8 bits may be rounded to it
 
 
 def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
@@ -39,19 +42,26 @@ def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
     """
     known: dict[int, Numbers] = {}
     for node in flow.graph.nodes:
-        if is_cast(node):
+        if _is_to_floating(node):
             yield from _cast(node, known)
         elif node.outputs and not is_cotangent(node):
             yield from _traced_away(node, flow.lost)
         _propagate(node, known)
 
 
+def _is_to_floating(node: Node) -> bool:
+    """Returns whether a node casts numbers, integers among them, to a floating dtype."""
+    return node.name == "convert_element_type" and bits(node.out.dtype) > 0
+
+
 def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
     dtype = node.out.dtype
     for number in sorted(_numbers(node.inputs[0], known) or ()):
         result = _as(number, dtype)
-        if np.isfinite(number) and not np.isfinite(result):
+        if np.isfinite(number) and not np.isfinite(result) and bits(dtype) > 8:
             becomes = f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf with a row that is never masked"
+        elif _is_beyond(number, dtype) or (np.isinf(number) and np.isnan(result)):
+            becomes = f"{result:g}: finite numbers end at {_largest(dtype):.4g}. Scale what is cast, and keep its scale"
         elif number != 0 and result == 0:
             becomes = f"0: it vanishes. The smallest number is {_smallest(dtype)}"
         else:
@@ -65,24 +75,48 @@ def _as(number: float, dtype: str) -> float:
 
 
 def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
-    """A literal of a half dtype that is infinite or zero, where NumPy said so or no author writes one."""
+    """A literal of a half dtype that is infinite, NaN or zero, where NumPy said so or no author writes one."""
     for value in node.inputs:
         if not (value.is_literal and is_narrow(value.dtype)):
             continue
         number, dtype = float(value.array), value.dtype
         line = node.site.source.partition(" ")[0]
-        if np.isinf(number) and (node.name == "mul" or line in lost.overflowed):
+        if (np.isinf(number) and (node.name == "mul" or line in lost.overflowed)) or _is_beyond_8_bits(node, value):
             message = f"A constant overflowed: it is {number:g} in {dtype}, where finite numbers end at "
-            message += f"{float(jnp.finfo(dtype).max):.4g}. Infinities make NaN: of zeros, and of each other."
+            message += f"{_largest(dtype):.4g}."
+            message += " Infinities make NaN: of zeros, and of each other." if np.isinf(number) else ""
             yield finding(CONSTANT, node, message, (dtype,))
-        elif number == 0 and (line in lost.vanished or _is_shift_of_divisor(node)):
+        elif number == 0 and (line in lost.vanished or _is_shift_of_divisor(node) or _is_8_bit_factor(node, value)):
             message = f"A constant vanished: it is 0 in {dtype}, whose smallest number is {_smallest(dtype)}."
             yield finding(CONSTANT, node, message, (dtype,))
+
+
+def _is_beyond_8_bits(node: Node, value: Value) -> bool:
+    """Returns whether a literal of 8 bits is what a larger number becomes there: NumPy does not say so of these dtypes.
+
+    That is NaN where a dtype has no infinity, and infinity where it has; -inf is what a mask is written with.
+    """
+    number = float(value.array)
+    if bits(value.dtype) > 8 or node.name in _COMPARES:
+        return False
+    return bool(np.isnan(number)) or (number == np.inf and node.name not in _LIMITS)
+
+
+def _is_8_bit_factor(node: Node, value: Value) -> bool:
+    return bits(value.dtype) <= 8 and node.name == "mul"
 
 
 def _is_shift_of_divisor(node: Node) -> bool:
     """Whether a node adds something to what is divided by, as an epsilon is."""
     return node.name == "add" and any(_divides_by(user, node.out) for user in users(node.out))
+
+
+def _is_beyond(number: float, dtype: str) -> bool:
+    return bool(np.isfinite(number)) and abs(number) > _JUST_BEYOND * _largest(dtype)
+
+
+def _largest(dtype: str) -> float:
+    return float(jnp.finfo(dtype).max)
 
 
 def _smallest(dtype: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from policy.amp.categories import names_of
 from policy.inspection.flow import LAYOUT, Flow, is_cotangent, is_matmul, is_narrow, made_of
 from policy.inspection.graph import Node, Value, is_joint
 from policy.inspection.kinds import FUNCTION, finding
-from policy.inspection.operations import is_steep, kind_of, sums
+from policy.inspection.operations import is_steep, kind_of
 from policy.inspection.report import Finding
+from policy.inspection.uses import is_summed, matters
+from policy.inspection.views import are_equal
 
 _STEEPNESS = (
     "an argument near 10 is rounded by 0.03, which is 3% of its exponential",
@@ -34,7 +36,7 @@ def _reason(node: Node) -> str:
     name, dtype = node.name, node.inputs[0].dtype
     if node.inputs[0].is_literal:
         return ""
-    if is_steep(name) and _matters(node):
+    if is_steep(name) and matters(node):
         steepness = _STEEPNESS[dtype == "float16"]
         return f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
     if name in _PERIODIC:
@@ -44,42 +46,60 @@ def _reason(node: Node) -> str:
         return f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and narrow what they normalise."
     if name == "div" and _is_statistic(node.inputs[1], through_root=True):
         return f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and narrow the result."
-    if _squares(node) and _is_summed(node.out):
+    if _divides_by_dot(node):
+        return "a variance or norm of squares that a dot sums in float16 overflows above 65504. Sum squares in float32."
+    if _squares(node) and is_summed(node.out):
         limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
         return f"squares in {dtype} {limit}, and these are summed. Widen to float32 before squaring."
     return ""
 
 
+def _divides_by_dot(node: Node) -> bool:
+    """Returns whether a node takes a root, a reciprocal or a logarithm of what a dot sums squares to in float16."""
+    if node.inputs[0].dtype != "float16":
+        return False
+    if node.name == "div":
+        return _is_statistic(node.inputs[1], through_root=True, of=_is_dot_of_squares) or _is_statistic(
+            node.inputs[1], of=_is_dot_of_squares
+        )
+    exponent = node.params.get("y")
+    is_root = node.name in ("sqrt", "cbrt", "pow") or node.name.startswith("log")
+    is_reciprocal = node.name == "integer_pow" and isinstance(exponent, int) and exponent < 0
+    return (is_root or is_reciprocal) and _is_statistic(node.inputs[0], of=_is_dot_of_squares)
+
+
+def _is_dot_of_squares(node: Node) -> bool:
+    """Returns whether a node is a matmul of half values with themselves, or of squares with anything."""
+    if not is_matmul(node) or not all(is_narrow(value.dtype) for value in node.inputs[:2]):
+        return False
+    makers = [made_of(value).maker for value in node.inputs[:2]]
+    return are_equal(node.inputs[0], node.inputs[1]) or any(maker is not None and _squares(maker) for maker in makers)
+
+
+def _is_reduction(node: Node) -> bool:
+    return kind_of(node.name) == "reduction"
+
+
 def _squares(node: Node) -> bool:
     if node.name == "mul":
-        first, second = node.inputs
-        return made_of(first) is made_of(second)
+        return are_equal(node.inputs[0], node.inputs[1])
     return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
 
 
-def _is_summed(value: Value) -> bool:
-    """Whether a value is summed, be it cast, scaled or selected from before."""
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        for reader in waiting.pop().readers:
-            if not is_joint(reader) and sums(reader.site.equation):
-                return True
-            if not is_cotangent(reader) and _passes(reader, adds=False):
-                fresh = [out for out in reader.outputs if id(out) not in seen]
-                seen.update(map(id, fresh))
-                waiting.extend(fresh)
-    return False
+def _is_statistic(value: Value, through_root: bool = False, of: Callable[[Node], bool] = _is_reduction) -> bool:
+    """Returns whether a value is a sum, shifted and scaled.
 
-
-def _is_statistic(value: Value, through_root: bool = False) -> bool:
-    """Whether a value is a sum, shifted and scaled; `through_root`: the square root of one."""
+    Args:
+      through_root: whether the square root of a sum is looked for instead.
+      of: tells which nodes sum.
+    """
     waiting, seen = [(value, False)], {id(value)}
     while waiting:
         value, has_root = waiting.pop()
         maker = value.maker
         if maker is None:
             continue
-        if not is_joint(maker) and kind_of(maker.name) == "reduction":
+        if not is_joint(maker) and of(maker):
             if has_root or not through_root:
                 return True
             continue
@@ -89,45 +109,3 @@ def _is_statistic(value: Value, through_root: bool = False) -> bool:
                 seen.add(id(operand))
                 waiting.append((operand, has_root or is_root))
     return False
-
-
-def _matters(node: Node) -> bool:
-    """Whether a result is more than an activation: it is summed, divided by, returned, or a logarithm is taken of it.
-
-    An exponential is followed as long as it is scaled and selected from; a logarithm where it is added to, too.
-    """
-    if node.name == "expm1" and _is_guarded(node.inputs[0]):
-        return False
-    is_logarithm = node.name.startswith("log")
-    waiting, seen = list(node.outputs), {id(out) for out in node.outputs}
-    while waiting:
-        value = waiting.pop()
-        if value.is_output:
-            return True
-        for reader in value.readers:
-            if is_matmul(reader) or is_cotangent(reader):
-                continue
-            if not is_joint(reader) and sums(reader.site.equation):
-                return True
-            if is_steep(reader.name) or (reader.name == "div" and reader.inputs[1] is value):
-                return True
-            if is_joint(reader) or _passes(reader, is_logarithm):
-                fresh = [out for out in reader.outputs if id(out) not in seen]
-                seen.update(map(id, fresh))
-                waiting.extend(fresh)
-    return False
-
-
-def _passes(reader: Node, adds: bool) -> bool:
-    """Whether what a node makes of a value is that value still, moved, scaled or selected from."""
-    if reader.name in LAYOUT or reader.name in ("convert_element_type", "select_n", "mul", "neg", "max", "min", "div"):
-        return True
-    is_sum = reader.name in ("add", "sub", "add_any")
-    return is_sum and (adds or any(value.is_literal for value in reader.inputs))
-
-
-def _is_guarded(value: Value) -> bool:
-    """Whether a value was kept from being large by a `where` or a `minimum`, as elu does it."""
-    while value.maker is not None and (value.maker.name in LAYOUT or value.maker.name in ("mul", "div", "neg")):
-        value = value.maker.inputs[0]
-    return value.maker is not None and value.maker.name in ("select_n", "min", "clamp")

@@ -9,6 +9,7 @@ from policy.inspection.costs import flops_of, size
 from policy.inspection.flow import (
     LAYOUT,
     Flow,
+    is_complex,
     is_cotangent,
     is_matmul,
     is_narrow,
@@ -32,7 +33,8 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
     A normalisation of Flax's, whose half input meets float32 statistics and whose result is narrowed, is none.
     """
     for node in flow.graph.nodes:
-        if not widens(node) or is_cotangent(node) or node.site.is_placed or not flow.leaks(node.out):
+        is_wider = widens(node) or _makes_complex(node)
+        if not is_wider or is_cotangent(node) or node.site.is_placed or not flow.leaks(node.out):
             continue
         met = next((pair for pair in _meetings(node.out)), None)
         if met is None or not is_promotion(node.site.equation):
@@ -44,6 +46,11 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
         )
         dtypes = (node.inputs[0].dtype, other.dtype, node.out.dtype)
         yield finding(PROMOTION, node, message, tuple(dict.fromkeys(dtypes)), primitive=reader.name)
+
+
+def _makes_complex(node: Node) -> bool:
+    """Returns whether a node makes a half value complex, as a meeting with a complex one does."""
+    return node.name == "convert_element_type" and is_narrow(node.inputs[0].dtype) and is_complex(node.out.dtype)
 
 
 def _meetings(value: Value) -> Iterator[tuple[Node, Value]]:
@@ -59,8 +66,9 @@ def _meetings(value: Value) -> Iterator[tuple[Node, Value]]:
 def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
     """Matmuls whose operands have two dtypes."""
     for node in flow.matmuls:
-        dtypes = tuple(value.dtype for value in operands(node)[:2])
-        if len(set(dtypes)) == 2 and any(map(is_narrow, dtypes)) and any(map(is_wide, dtypes)):
+        dtypes = tuple(value.dtype for value in node.inputs[:2])
+        is_mixed = any(is_wide(dtype) or is_complex(dtype) for dtype in dtypes)
+        if len(set(dtypes)) == 2 and any(map(is_narrow, dtypes)) and is_mixed:
             message = (
                 f"{node.name} multiplies {dtypes[0]} by {dtypes[1]}, as slowly as float32. Cast both to one dtype; "
                 "preferred_element_type gives a float32 result without."

@@ -6,16 +6,20 @@ import contextlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mpmodules
 from policy import audit
 from policy.inspection.kinds import KINDS, MATMUL, RESIDUAL
-from tests.policy.inspection import flax_faults
+from tests.policy.inspection import flax_faults, range_faults, sum_faults
 from tests.policy.inspection.faults import FAULTS, PLACES, Fault, scoped
+from tests.policy.inspection.state_faults import STATE_FAULTS
 
 assert mpmodules  # names the modules of nnx
+assert range_faults and sum_faults  # add to FAULTS
 
 
 def promoting(fault: Fault | flax_faults.Fault) -> contextlib.AbstractContextManager[Any]:
@@ -38,6 +42,23 @@ def test_found_by_kind_path_and_operation(fault, place):
 def test_the_kinds_that_are_planted_here_are_all_but_two():
     """Which depend on the rest of the program: see test_matmuls.py and test_residuals.py."""
     assert set(KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, RESIDUAL}
+
+
+@pytest.mark.parametrize("place", ("the top level", "jit", "scan", "remat", "custom_vjp"))
+@pytest.mark.parametrize("ring", sum_faults.RINGS)
+def test_sums_along_a_ring_of_devices_are_found(ring, place):
+    run, kind, primitive = sum_faults.RINGS[ring]
+    mesh = AbstractMesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("i")
+    mapped = jax.shard_map(scoped(run), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    report = audit(PLACES[place](mapped), jax.ShapeDtypeStruct((16, 4), jnp.bfloat16))
+    assert {(f.kind, f.path, f.primitive) for f in report.findings} == {(kind, "Net/inner", primitive)}, str(report)
+
+
+def test_more_than_forty_faults_of_sums_ranges_and_states_are_planted():
+    modules = {fault.run.__module__ for fault in FAULTS}
+    new = [fault for fault in FAULTS if fault.run.__module__.endswith(("sum_faults", "range_faults"))]
+    assert len(modules) == 3 and len(new) + len(sum_faults.RINGS) + len(STATE_FAULTS) > 60
 
 
 IN_MODULES = [(fault, wing) for fault in flax_faults.FAULTS for wing in (*flax_faults.LINEN, *flax_faults.NNX)]

@@ -115,9 +115,38 @@ def test_functions_of_jax_and_optax_compute_in_half(fn, primitives):
     assert primitives <= found
 
 
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
 @pytest.mark.parametrize(
     "fn",
-    (jnp.mean, jnp.sum, jnp.var, jax.nn.gelu, jax.nn.silu, jnp.tanh, jax.nn.relu, jnp.max, jnp.argmax, jax.nn.elu),
+    (
+        lambda x, w: jax.nn.softplus(x @ w),
+        lambda x, w: jax.nn.log_sigmoid(x @ w).astype(F32).mean(),
+        lambda x, w: jax.grad(lambda w: jax.nn.softplus(x @ w).astype(F32).sum())(w),
+        lambda x, w: jnp.exp(-jax.nn.softplus(x @ w)) @ w,
+        lambda x, w: jnp.log1p(jnp.exp(x @ w)) @ w,
+    ),
+    ids=("returned", "a loss", "a loss that is differentiated", "an exponential of it", "not in its stable form"),
+)
+def test_a_softplus_that_is_more_than_an_activation_is_found(fn, dtype):
+    found = audit(fn, shape(4, 4, dtype=dtype), shape(4, 4, dtype=dtype)).findings
+    assert {f.kind for f in found} == {FUNCTION} and {f.primitive for f in found} <= {"exp", "log1p"}
+
+
+@pytest.mark.parametrize(
+    "fn",
+    (
+        jnp.mean,
+        jnp.sum,
+        jnp.var,
+        jax.nn.gelu,
+        jax.nn.silu,
+        jax.nn.mish,
+        jnp.tanh,
+        jax.nn.relu,
+        jnp.max,
+        jnp.argmax,
+        jax.nn.elu,
+    ),
     ids=lambda fn: fn.__name__,
 )
 def test_what_is_right_upstream_is_no_finding(fn):
