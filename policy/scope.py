@@ -27,11 +27,13 @@ class Scope:
       policy: the policy in force, or None.
       rules: the rules in force, or None.
       boundary_open: whether a module's call is under way whose inputs were cast to the policy already.
+      in_float32: whether half dtypes are traced as float32, for a reference; every scope inside of it says so too.
     """
 
     policy: Policy | None = None
     rules: PolicyRules | None = None
     boundary_open: bool = False
+    in_float32: bool = False
 
 
 # Made once, at import: a second user context would retrace everything that was cached before it.
@@ -55,6 +57,8 @@ def enter(scope: Scope, source: Source | None = None):
     Args:
       source: what gave its policy, for summaries; None where that is what gave the policy in force already.
     """
+    if _context.value.in_float32:
+        scope = dataclasses.replace(scope, in_float32=True)
     with coming_from(source_in_force() if source is None else source):
         if scope == _context.value:
             yield

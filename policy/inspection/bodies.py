@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex_core
@@ -21,15 +21,28 @@ class Body:
       outputs: the values returned, after the function was traced.
     """
 
-    def __init__(self, run: Rerun, jaxpr: Any, inputs: Sequence[Value], like: Sequence[Value | None] = ()):
-        """Outputs are settled to be of the kind of `like`, where that has a value for them."""
+    def __init__(
+        self,
+        run: Rerun,
+        jaxpr: Any,
+        inputs: Sequence[Value],
+        like: Sequence[Value | None] = (),
+        reads: Literal["open", "checkpoint", "closed"] = "open",
+    ):
+        """Outputs are settled to be of the kind of `like`, where that has a value for them.
+
+        `reads`: whether it may read values of the program around it that are none of its inputs: a checkpoint rather
+        computes them again, and what each device runs for itself has none of them.
+        """
+        self.reads: Literal["open", "checkpoint", "closed"] = reads
         self.runner, self.inputs, self.like = run, list(inputs), like
         self.jaxpr, self.consts = opened(jaxpr)
         self.outputs: list[Value] = []
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
-        inner = self.runner.copied()
-        inner.place, inner.axes, inner.bodies = self.runner.place, self.runner.axes, (*self.runner.bodies, self)
+        inner = self.runner.copied().standing_in(self.runner)
+        inner.bodies = (*self.runner.bodies, self)
+        inner.lane = inner.lane and inner.lane.within(self.reads)
         inputs = inner.into(filled(self.inputs, arrays))
         outputs = inner.run(self.jaxpr, [Value([const]) for const in self.consts], inputs)
         inner.finished(outputs, self.jaxpr.outvars)
@@ -69,7 +82,7 @@ def _call(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
 @_handles(*REMAT)
 def _remat(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     """The same primitive, so that what it computes again is not merged with what was computed before."""
-    body = Body(run.inside(equation), equation.params["jaxpr"], values)
+    body = Body(run.inside(equation), equation.params["jaxpr"], values, reads="checkpoint")
     closed, shape = jax.make_jaxpr(body, return_shape=True)(*flat(values))
     jaxpr, consts = with_consts_as_arguments(closed)
     results = bind(equation, [*consts, *flat(values)], {**equation.params, "jaxpr": jaxpr})
@@ -152,7 +165,7 @@ def _shard_map(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     axes = tuple(params.get("newly_manual_axes", params.get("manual_axes")))
     inner.axes = (*run.axes, *axes)
     like = run.kinds(equation, values)
-    body = Body(inner, params["jaxpr"], values, like)
+    body = Body(inner, params["jaxpr"], values, like, reads="closed")
     specs = zip(values, params["in_specs"], strict=True)
     in_specs = [spec if array.ndim else PartitionSpec() for value, spec in specs for array in value.arrays]
     out_specs = [spec for value, spec in zip(like, params["out_specs"], strict=True) for _ in value.arrays]

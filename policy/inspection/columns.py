@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from policy.inspection.comparison import Comparison, Row
+from policy.inspection.statistics import is_discrete
 
 _TITLES = {
     "activation": "activations",
@@ -48,6 +51,9 @@ def _name(row: Row) -> str:
 
 
 def _line(row: Row, width: int, first_jump: str | None) -> str:
+    mark = "  <- jumps" if row.is_jump else ""
+    if is_discrete(np.dtype(row.dtype)):
+        return f"{_name(row):<{width}}{_number(row.error):>11}  {_share(row.error)} of the {row.dtype} differ" + mark
     cells: Sequence[str] = (
         _number(row.error),
         f"{row.cosine:.6f}",
@@ -57,7 +63,6 @@ def _line(row: Row, width: int, first_jump: str | None) -> str:
         _number(row.largest),
         _share(row.headroom),
     )
-    mark = "  <- jumps" if row.is_jump else ""
     steps = f"  worst in step {_worst_step(row.steps)} of {len(row.steps)}" if row.steps else ""
     return f"{_name(row):<{width}}" + "".join(f"{cell:>11}" for cell in cells) + mark + steps
 

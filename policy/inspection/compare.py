@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.inspection.comparison import Comparison
-from policy.inspection.paired import Log, Paired
+from policy.inspection.lane import lane_of
+from policy.inspection.paired import Log, Paired, reference
 from policy.inspection.program import Call, Program, checked_policy, program_of, short_text
 from policy.inspection.rerun import Value
 from policy.inspection.rows import comparison_of
@@ -30,10 +31,12 @@ def compare(
 ) -> Comparison:
     """`fn(*args, **kwargs)` under `policy` beside the same call in float32: how far each module is off, and where.
 
-    Both run in one compiled program, equation by equation: the float32 one is the same program with every half float
-    widened, so that each value has its counterpart. What passes from one module to another, and what the function
-    returns, is reduced to a few numbers where it is. In a scan that is done in each step. Modules are linen's, nnx's,
-    or parts named with `jax.named_scope`. Callbacks to the host are called once, with the values of `policy`.
+    The reference is the function traced in float32, so that its constants are those before rounding. It is paired with
+    the half program, and both run in one compiled program, equation by equation; what could not be paired is compared
+    with the half program, widened, and named in `Comparison.unpaired`. What passes from one module to another, and what
+    the function returns, is reduced to a few numbers where it is. In a scan that is done in each step. Modules are
+    linen's, nnx's, or parts named with `jax.named_scope`. Callbacks to the host are called once, with the values of
+    `policy`.
 
     ```python
     comparison = compare(loss, params, batch, policy="mixed_float16", gradients=True)
@@ -82,8 +85,12 @@ def paired(program: Program, log: Log) -> Any:
     def run(*arrays: Any) -> tuple[dict[int, Any], list[Any]]:
         log.places.clear()
         log.measurements.clear()
-        both = Paired(log, bool(program.gradients))
+        pairing = program.reference
+        log.unpaired = {} if pairing is None else dict(pairing.unpaired)
+        both = Paired(log, bool(program.gradients), frozenset() if pairing is None else pairing.touched)
+        both.lane = lane_of(pairing, reference, log.unpaired)
         outputs = both.run(body, [Value([const]) for const in consts], [Value([array]) for array in arrays])
+        outputs = both.ended(outputs)
         both.returned(outputs, body.outvars)
         return both.notes, [_has_nan(array) for array in arrays]
 

@@ -20,8 +20,9 @@ class Row:
       path: the module path, its names joined by "/"; "" outside of any module. Of a parameter or an output: its name.
       kind: "activation": what a module hands on. "gradient": the cotangents that it hands back. "parameter": the
         gradient of one. "output": what the function returns.
-      error: norm of the difference / norm of float32's; infinite where a value overflowed.
-      cosine: of the angle between the two.
+      error: norm of the difference / norm of float32's; infinite where a value overflowed. Of integers and booleans:
+        the share of the elements that differ.
+      cosine: of the angle between the two; of integers and booleans, the share of the elements that are equal.
       underflow: share of the elements that are zero where float32's are not.
       subnormal: share of the elements that are subnormal in their dtype.
       overflow: share of the elements that are infinite or NaN where float32's are finite.
@@ -74,6 +75,8 @@ class Comparison:
       name: of the function.
       policy: the policy's text form; "" where the function was compared as it is written.
       route: how the policy was applied: "scope" by layers that obey it, "autocast", or "as written".
+      unpaired: the paths whose values have no counterpart in the function as it is traced in float32. They are compared
+        with the program itself, widened, whose constants are as half precision rounded them. `notes` says so too.
     """
 
     rows: tuple[Row, ...]
@@ -83,6 +86,7 @@ class Comparison:
     name: str = ""
     policy: str = ""
     route: str = "as written"
+    unpaired: tuple[str, ...] = ()
 
     def _of(self, kind: Kind) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.kind == kind)
@@ -109,7 +113,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """The worst error of what the function returns."""
+        """The worst error of what the function returns; of integers and booleans, the share that differs."""
         return max((row.error for row in self.outputs), default=0.0)
 
     def __getitem__(self, path: str) -> Row:

@@ -78,6 +78,24 @@ class Emulated(Wide):
         halves = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.outvars)]
         return [Value([o, is_wide] if half else [o]) for o, half in zip(outputs, halves, strict=True)]
 
+    def given(self, equation: Any, values: list[Value]) -> list[Value]:
+        """Constants are not rounded where what they are mixed with is in float32."""
+        wide = {} if self.lane is None else dict(self.lane.given(self.chain, equation))
+        if not wide:
+            return values
+        is_wide = self.flag(self.place_of(equation))
+        if not _decides(equation):
+            for flag in [value.arrays[1] for value in values if len(value.arrays) > 1]:
+                is_wide = is_wide | (flag & self.flags[-1])
+        for k, array in wide.items():
+            own, *flag = values[k].arrays
+            values[k] = Value([jnp.where(is_wide, array, widen(own)), *flag])
+        return values
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        own, *flag = value.arrays
+        return Value([jnp.where(flag[0] if flag else self.flag(place), array, own), *flag])
+
     def flag(self, place: Place) -> Any:
         """Whether a place runs in float32."""
         return self.flags[candidate_of(place.path, self.candidates)]
@@ -133,6 +151,13 @@ class Ruled(Rerun):
         self.wide, self.candidates = wide, candidates
         self._places = {index: path for path, index in candidates.items()}
 
+    def is_wide(self, place: Place) -> bool:
+        """Whether a place runs in float32."""
+        return self._places.get(candidate_of(place.path, self.candidates)) in self.wide
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        return Value([array]) if self.is_wide(place) else value
+
     def copied(self) -> Ruled:
         return Ruled(self.wide, self.candidates)
 
@@ -140,7 +165,7 @@ class Ruled(Rerun):
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         arrays = [value.arrays[0] for value in values]
-        if self._places.get(candidate_of(self.place_of(equation).path, self.candidates)) in self.wide:
+        if self.is_wide(self.place_of(equation)):
             return [Value([output]) for output in bound_wide(equation, list(map(widen, arrays)))]
         operands = [narrowed(a, dtype_of(atom)) for a, atom in zip(arrays, equation.invars, strict=True)]
         return [Value([output]) for output in bind(equation, operands)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from policy.amp.categories import MATMULS, category_of
 from policy.inspection.rerun import HANDLERS, INLINED, Place, Rerun, Value
 from policy.inspection.rounding import depends, is_apart
-from policy.inspection.statistics import largest_alone, measured
+from policy.inspection.statistics import is_discrete, is_measurable, largest_alone, measured
 from policy.inspection.walk import source_of
 from policy.inspection.widened import F32, Wide, dtype_of, is_half, widen
 from policy.paths import Path
@@ -69,22 +69,24 @@ class Origin:
 
 @dataclasses.dataclass
 class Log:
-    """What was met in a program: its places in order, and the values that were measured."""
+    """What was met in a program: its places in order, the values that were measured, and the paths whose reference is
+    the program widened, as float32 has no counterpart."""
 
     places: dict[Place, None] = dataclasses.field(default_factory=dict)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
+    unpaired: dict[Path, None] = dataclasses.field(default_factory=dict)
 
 
 class Paired(Rerun):
     """Each value is one array where half precision has no part in it, else two: the program's own, and float32's."""
 
-    def __init__(self, log: Log, has_gradients: bool = False):
+    def __init__(self, log: Log, has_gradients: bool = False, apart: Collection[int] = ()):
         super().__init__()
-        self.log, self.has_gradients = log, has_gradients
+        self.log, self.has_gradients, self.apart = log, has_gradients, apart
         self.again: dict[int, tuple[Value, Any]] = {}
 
     def copied(self) -> Paired:
-        return Paired(self.log, self.has_gradients)
+        return Paired(self.log, self.has_gradients, self.apart)
 
     def inside(self, equation: Any) -> Paired:
         inner = super().inside(equation)
@@ -105,7 +107,7 @@ class Paired(Rerun):
             if place.direction == "backward":
                 values = [self._saved(value) for value in values]
         name, pairs = equation.primitive.name, [len(value.arrays) > 1 for value in values]
-        if name in HANDLERS and not is_apart(equation, pairs):
+        if name in HANDLERS and not is_apart(equation, pairs, self.apart):
             return HANDLERS[name](self, equation, values)
         arrays = [value.arrays[0] for value in values]
         if name == "convert_element_type" and values[0].origin is None and arrays[0].size >= _LARGE:
@@ -114,13 +116,15 @@ class Paired(Rerun):
         if not any(depends(equation, pairs)):
             lanes = [[output] for output in outputs]
         else:
-            wide = Wide()
-            wide.place = self.place
+            wide = Wide().standing_in(self)
             references = wide.equation(equation, [Value([reference(value)]) for value in values])
             lanes = [[output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)]
         source = source_of(equation)
         made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
         return [Value(lane, Origin(place, name, source, made=m)) for lane, m in zip(lanes, made, strict=True)]
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        return Value([_decoded(value).arrays[0], array], value.origin and dataclasses.replace(value.origin, coded=None))
 
     def _met(self, place: Place) -> None:
         if place in self.log.places or place.direction == "again":
@@ -133,8 +137,10 @@ class Paired(Rerun):
     def _read(self, value: Value, reader: Place, dtype: Any) -> None:
         """Measures a value where it is first read outside of the path that it was computed in."""
         origin = value.origin
-        if origin is None or origin.place.path == reader.path or not _is_measurable(dtype):
+        if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
             return
+        if is_discrete(dtype) and len(value.arrays) == 1:
+            return  # both have the same
         if reader.direction != origin.place.direction or reader.direction == "again":
             return  # saved for the backward pass, where it is read in its own module
         left, entered = _crossed(origin.place.path, reader.path)
@@ -197,7 +203,7 @@ class Paired(Rerun):
         """Measures what the program returns: it leaves every path."""
         for i, (value, atom) in enumerate(zip(map(_decoded, values), atoms, strict=True)):
             dtype = dtype_of(atom)
-            if not _is_measurable(dtype):
+            if not is_measurable(dtype):
                 continue
             origin = value.origin or Origin(Place())
             if origin.measurement is None or origin.measurement.output is not None:
@@ -212,7 +218,7 @@ class Paired(Rerun):
     # Bodies -----------------------------------------------------------------------------------------------------------
 
     def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        pairs = depends(equation, [len(value.arrays) > 1 for value in values])
+        pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
         place = self.place_of(equation)
         origin = Origin(place, equation.primitive.name, source_of(equation))
         stacked = sum(scan_arity(equation)[1:]) if equation.primitive.name == "scan" else len(pairs)
@@ -293,10 +299,6 @@ def reference(value: Value) -> Any:
     """The array that float32 computes with."""
     wide = value.arrays[1:]
     return wide[0] if wide else widen(value.arrays[0])
-
-
-def _is_measurable(dtype: Any) -> bool:
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize >= 2
 
 
 def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 
 from policy.amp import autocast
 from policy.amp.categories import MATMULS
+from policy.inspection.float32_trace import in_float32, wide_arguments
+from policy.inspection.pairing import Reference, reference_of
 from policy.inspection.walk import walk
-from policy.inspection.widened import dtype_of, is_half
+from policy.inspection.widened import dtype_of, dtypes_of, is_half
 from policy.names import make_jaxpr
 from policy.policy import Policy, get_policy
 from policy.precedence import DtypePolicyWarning
+from policy.programs import opened
 from policy.rules import PolicyRules
 from policy.scope import require_usable, use_policy
 from policy.tracing import Arguments, lowered
@@ -35,6 +38,8 @@ class Program:
       outputs: the name of each output.
       gradients: the name of each gradient, which come after the outputs.
       route: how it came to be half: as it is written, by the scope of a policy, or by autocast.
+      reference: what the function computes in float32, paired with the jaxpr; None where it can't be traced so.
+      refused: why it can't be.
     """
 
     jaxpr: Any
@@ -42,6 +47,8 @@ class Program:
     outputs: tuple[str, ...]
     gradients: tuple[str, ...]
     route: Route
+    reference: Reference | None = None
+    refused: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,13 +216,19 @@ class _Listening(PolicyRules):
 
 
 def program_of(call: Call, policy: Policy | None, modules: set[str] | None = None) -> Program:
-    """The program under a policy: that of the layers that obey its scope, else autocast's.
+    """The program under a policy, paired with the function in float32.
+
+    It is that of the layers that obey the policy's scope, or else autocast's.
 
     Args:
       call: what to trace.
       policy: None for the program as it is written.
       modules: where to put the paths of the modules that obey rules, if they are asked for.
     """
+    return _with_reference(call, _in_half(call, policy, modules))
+
+
+def _in_half(call: Call, policy: Policy | None, modules: set[str] | None) -> Program:
     if policy is None:
         return call.traced(None, None, "as written")
     with warnings.catch_warnings(record=True) as caught:
@@ -224,8 +237,27 @@ def program_of(call: Call, policy: Policy | None, modules: set[str] | None = Non
     if is_half(policy.compute_dtype) and not multiplies_in_half(program.jaxpr):
         return call.traced(policy, None, "autocast")
     for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=4)
+        warnings.warn(warning.message, warning.category, stacklevel=5)
     return program
+
+
+def _with_reference(call: Call, program: Program) -> Program:
+    """The program, with what the same call computes when it is traced in float32.
+
+    Code that asks for a half dtype by name may have no such trace, whatever it raises then.
+    """
+    if not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
+        return program  # it is float32's
+    arguments = dataclasses.replace(call.arguments, arrays=wide_arguments(call.arguments.arrays))
+    try:
+        with in_float32(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wide = dataclasses.replace(call, arguments=arguments).traced(None, None, "as written")
+    except Exception as error:
+        return dataclasses.replace(program, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    if wide.outputs != program.outputs or wide.gradients != program.gradients:
+        return dataclasses.replace(program, refused="it returns other values than in half precision")
+    return dataclasses.replace(program, reference=reference_of(program.jaxpr, wide.jaxpr))
 
 
 def multiplies_in_half(jaxpr: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax.extend.core as jex_core
 import numpy as np
@@ -17,6 +17,7 @@ from policy.paths import Path, path_of
 
 REMAT = ("remat2", "checkpoint", "remat")
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
+Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, outermost first
 Notes = dict[int, Any]  # what a run reports of its values, beside its outputs
 
 
@@ -46,6 +47,17 @@ class Value:
         self.arrays, self.origin = tuple(arrays), origin
 
 
+class Lane(Protocol):
+    """What float32 computes where it is not the widened program: see `policy.inspection.lane`."""
+
+    def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None: ...
+    def given(self, chain: Chain, equation: Any) -> Iterable[tuple[int, Any]]: ...
+    def made(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
+    def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None: ...
+    def outputs(self, values: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
+    def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
+
+
 class Rerun(abc.ABC):
     """One run of a program, which may hold programs. A subclass says what happens to an equation that holds none.
 
@@ -54,6 +66,8 @@ class Rerun(abc.ABC):
       bodies: the programs inside equations that this one stands in, outermost first.
       axes: the mesh axes that each device runs by itself over.
       notes: what was noted so far in the program that is being traced.
+      chain: the equations that this program stands in.
+      lane: what float32 computes instead, where that is another program; None where it is this one, widened.
     """
 
     def __init__(self) -> None:
@@ -61,6 +75,8 @@ class Rerun(abc.ABC):
         self.axes: tuple[str, ...] = ()
         self.bodies: tuple[object, ...] = ()
         self.notes: Notes = {}
+        self.chain: Chain = ()
+        self.lane: Lane | None = None
 
     # What a subclass says ---------------------------------------------------------------------------------------------
 
@@ -95,6 +111,10 @@ class Rerun(abc.ABC):
         """The same values, as a body of its own reads them."""
         return list(values)
 
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        """A value that is computed or read at a place, and that is `array` in float32."""
+        return value
+
     def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
         """Told of what a body of its own hands back."""
         return  # most have nothing to note
@@ -103,6 +123,8 @@ class Rerun(abc.ABC):
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """The outputs of an open jaxpr."""
+        if self.lane is not None:
+            self.lane.enter(self.chain, jaxpr, args)
         values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Value:
@@ -116,7 +138,8 @@ class Rerun(abc.ABC):
             info = equation.source_info
             name_stack = source_info_util.current_name_stack() + info.name_stack
             with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
-                outputs = self.equation(equation, [read(atom) for atom in equation.invars])
+                given = self.given(equation, [read(atom) for atom in equation.invars])
+                outputs = self._made(equation, self.equation(equation, given))
             values.update(zip(equation.outvars, outputs, strict=True))
             for variable in last.get(i, ()):
                 values.pop(variable, None)
@@ -132,10 +155,37 @@ class Rerun(abc.ABC):
 
     def inside(self, equation: Any) -> Rerun:
         """The run of an equation's body, which is part of the program that is being traced."""
-        inner = self.copied()
-        inner.place = self.place_of(equation)
-        inner.axes, inner.bodies, inner.notes = self.axes, self.bodies, self.notes
+        inner = self.copied().standing_in(self)
+        inner.place, inner.chain, inner.notes = self.place_of(equation), (*self.chain, id(equation)), self.notes
         return inner
+
+    def standing_in(self, outer: Rerun) -> Rerun:
+        """This run, in the place of another."""
+        self.place, self.axes, self.bodies = outer.place, outer.axes, outer.bodies
+        self.chain, self.lane = outer.chain, outer.lane
+        return self
+
+    # What float32 computes in another way -----------------------------------------------------------------------------
+
+    def given(self, equation: Any, values: list[Value]) -> list[Value]:
+        for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
+            values[k] = self.replaced(self.place_of(equation), values[k], array)
+        return values
+
+    def _made(self, equation: Any, outputs: list[Value]) -> list[Value]:
+        if self.lane is None:
+            return outputs
+        for i, array in self.lane.made(self.chain, equation, outputs):
+            outputs[i] = self.replaced(self.place_of(equation), outputs[i], array)
+        self.lane.keep(self.chain, equation, outputs)
+        return outputs
+
+    def ended(self, values: Sequence[Value]) -> list[Value]:
+        """What the whole program returns, with float32's own values of it."""
+        values = list(values)
+        for k, array in () if self.lane is None else self.lane.outputs(values):
+            values[k] = self.replaced(self.place, values[k], array)
+        return values
 
 
 def module_path(path: Path, is_backward: bool) -> Path:

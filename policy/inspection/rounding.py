@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,43 +54,48 @@ def _widens(source: Any, target: Any) -> bool:
     return bool(narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp)
 
 
-def depends(equation: Any, given: Sequence[bool]) -> list[bool]:
-    """Returns which outputs of an equation depend on half precision, if these operands do."""
+def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> list[bool]:
+    """Returns which outputs of an equation depend on half precision, if these operands do.
+
+    `apart`: the `id`s of equations that float32 has other constants or other code for.
+    """
     name, params = equation.primitive.name, equation.params
+    if id(equation) in apart:
+        return [True] * len(equation.outvars)
     if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
         return [True] * len(equation.outvars)  # what is stored later may depend on it
-    if name in HOST or (calls_host(equation) and is_apart(equation, given)):
+    if name in HOST or (calls_host(equation) and is_apart(equation, given, apart)):
         return [False] * len(equation.outvars)
     if name not in HANDLERS:
         return [any(given) or rounds(equation)] * len(equation.outvars)
-    if is_apart(equation, given):
+    if is_apart(equation, given, apart):
         return [True] * len(equation.outvars)
     if name == "scan":
         consts, carried = scan_arity(equation)
-        return _looped(params["jaxpr"], list(given), consts, carried)
+        return _looped(params["jaxpr"], list(given), consts, carried, apart)
     if name == "while":
         n = params["cond_nconsts"]
-        return _looped(params["body_jaxpr"], list(given[n:]), params["body_nconsts"], len(equation.outvars))
+        return _looped(params["body_jaxpr"], list(given[n:]), params["body_nconsts"], len(equation.outvars), apart)
     if name == "cond":
-        branches = [_of_program(branch, given[1:]) for branch in params["branches"]]
+        branches = [_of_program(branch, given[1:], apart) for branch in params["branches"]]
         return [any(outputs) for outputs in zip(*branches, strict=True)]
-    return _of_program(next(programs_of(equation)), given)
+    return _of_program(next(programs_of(equation)), given, apart)
 
 
-def _looped(body: Any, given: list[bool], consts: int, carried: int) -> list[bool]:
+def _looped(body: Any, given: list[bool], consts: int, carried: int, apart: Collection[int]) -> list[bool]:
     while True:
-        outputs = _of_program(body, given)
+        outputs = _of_program(body, given, apart)
         after = [a or b for a, b in zip(given[consts : consts + carried], outputs, strict=False)]
         if after == given[consts : consts + carried]:
             return [*after, *outputs[carried:]]
         given[consts : consts + carried] = after
 
 
-def _of_program(program: Any, given: Sequence[bool]) -> list[bool]:
+def _of_program(program: Any, given: Sequence[bool], apart: Collection[int]) -> list[bool]:
     body, _ = opened(program)
     found = dict.fromkeys(body.constvars, False) | dict(zip(body.invars, given, strict=True))
     for equation in body.eqns:
-        outputs = depends(equation, [_found(found, atom) for atom in equation.invars])
+        outputs = depends(equation, [_found(found, atom) for atom in equation.invars], apart)
         found.update(zip(equation.outvars, outputs, strict=True))
     return [_found(found, atom) for atom in body.outvars]
 
@@ -99,7 +104,7 @@ def _found(found: dict[Any, bool], atom: Any) -> bool:
     return False if hasattr(atom, "val") else found[atom]
 
 
-def is_apart(equation: Any, given: Sequence[bool]) -> bool:
+def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
     """Returns whether float32 may take another way through an equation's programs: another branch, or more steps."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
@@ -107,8 +112,8 @@ def is_apart(equation: Any, given: Sequence[bool]) -> bool:
     if name != "while":
         return False
     n, m = params["cond_nconsts"], params["body_nconsts"]
-    carried = _looped(params["body_jaxpr"], list(given[n:]), m, len(equation.outvars))
-    return _of_program(params["cond_jaxpr"], [*given[:n], *carried])[0]
+    carried = _looped(params["body_jaxpr"], list(given[n:]), m, len(equation.outvars), apart)
+    return _of_program(params["cond_jaxpr"], [*given[:n], *carried], apart)[0]
 
 
 def calls_host(equation: Any) -> bool:

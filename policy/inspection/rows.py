@@ -14,7 +14,7 @@ from policy.inspection.comparison import Comparison, Kind, Row
 from policy.inspection.paired import Log, Measurement
 from policy.inspection.program import Program
 from policy.inspection.rerun import Place, lost_prefixes
-from policy.inspection.statistics import NAMES, limit_of
+from policy.inspection.statistics import NAMES, is_discrete, limit_of
 from policy.inspection.widened import dtypes_of, is_half
 from policy.programs import opened
 
@@ -158,14 +158,17 @@ def comparison_of(
     findings = Findings(log, notes, program)
     jump = findings.first_jump()
     rows = [*_modules(findings), *_returned(program, findings)]
+    apart = [place.path for place in log.places] if program.refused else log.unpaired
+    unpaired = tuple(dict.fromkeys("/".join(path) for path in apart))
     return Comparison(
         tuple(sorted(rows, key=lambda row: ("activation", "gradient", "parameter", "output").index(row.kind))),
         None if jump is None else "/".join(jump[0].path),
         None if jump is None else jump[1],
-        tuple(_notes(program, rows, has_nan)),
+        tuple(_notes(program, rows, unpaired, has_nan)),
         name,
         policy,
         program.route,
+        unpaired,
     )
 
 
@@ -189,7 +192,7 @@ def _returned(program: Program, findings: Findings) -> Iterable[Row]:
 def _row(path: str, kind: Kind, leaving: list[Numbers], findings: Findings, place: Place | None = None) -> Row:
     worst = np.max([numbers.worst for numbers in leaving], axis=0)
     of = dict(zip(NAMES, map(float, worst), strict=True))
-    nearest = max(leaving, key=lambda numbers: numbers.headroom)
+    nearest = max(leaving, key=lambda numbers: (not is_discrete(numbers.of.dtype), numbers.headroom))
     culprit = max(leaving, key=lambda numbers: float(numbers.worst[_ERROR]))
     in_steps = [numbers for numbers in leaving if numbers.errors.ndim]
     shape = max((n.errors.shape for n in in_steps), key=len, default=())
@@ -219,7 +222,17 @@ def _nested(values: Any) -> Any:
     return tuple(map(_nested, values)) if isinstance(values, list) else values
 
 
-def _notes(program: Program, rows: Sequence[Row], has_nan: Sequence[Any]) -> Iterable[str]:
+def _notes(program: Program, rows: Sequence[Row], unpaired: Sequence[str], has_nan: Sequence[Any]) -> Iterable[str]:
+    if program.refused:
+        yield (
+            f"The function can't be traced in float32 ({program.refused}). It is compared with the same program, "
+            "widened: its constants are as half precision rounded them."
+        )
+    elif unpaired:
+        yield (
+            f"What float32 computes could not be paired at {', '.join(map(repr, unpaired))}: compared there with the "
+            "same program, widened, whose constants are as half precision rounded them."
+        )
     names = [name for name, nan in zip(program.arguments.names(), has_nan, strict=True) if nan]
     if names:
         yield f"NaN in the inputs: {', '.join(names)}. Nothing that depends on it can be compared."
@@ -231,5 +244,16 @@ def _notes(program: Program, rows: Sequence[Row], has_nan: Sequence[Any]) -> Ite
     zero = [row.path for row in gradients if row.error > 1 and row.reference_largest < _ZERO * largest]
     if zero:
         yield f"Zero but for rounding in float32 too, so that their errors say nothing: {', '.join(zero)}."
-    if not any(row.error for row in rows):
-        yield "Nothing differs from float32: the policy changes nothing here."
+    yield from _equal(program, rows)
+
+
+def _equal(program: Program, rows: Sequence[Row]) -> Iterable[str]:
+    """Says that nothing differs, where that was seen."""
+    if not rows:
+        yield "Nothing was measured: no array of numbers leaves a module, or is returned."
+    elif not any(row.error or row.undefined for row in rows):
+        outputs = sum(row.kind == "output" for row in rows)
+        if outputs < len(program.outputs):
+            yield f"Nothing that was measured differs from float32; {len(program.outputs) - outputs} outputs were not."
+        else:
+            yield "Nothing differs from float32: the policy changes nothing here."

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 Wide = frozenset[int]
+FEW = 8  # candidates, of which all sets can be measured
+NEAR = 1.25  # how many times its budget the error may be that emulation foresees of a set that meets it
+DEARER = 1.05  # by how much a set may cost more than the cheapest
+CANCELLATION = 2.0  # how many times smaller the error of several may be than the error of one of them
 
 
 @dataclasses.dataclass
@@ -19,6 +24,7 @@ class Search:
       costs: of each candidate in float32.
       runs: how many times it may measure, all together.
       alone: what `measure_alone` said of each; filled by `survey`.
+      refused: the sets that missed the budget when their rules were applied for real.
     """
 
     measure: Callable[[Wide], float]
@@ -27,6 +33,7 @@ class Search:
     runs: int
     alone: list[float] = dataclasses.field(default_factory=list)
     known: dict[Wide, float] = dataclasses.field(default_factory=dict)
+    refused: set[Wide] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.every = frozenset(range(len(self.costs)))
@@ -43,7 +50,7 @@ class Search:
     def meets(self, wide: Wide, budget: float) -> bool:
         """Whether a set is known, or measured, to be within the budget."""
         error = self.error(wide)
-        return error is not None and error <= budget
+        return error is not None and error <= budget and wide not in self.refused
 
     def survey(self) -> None:
         """Measures each candidate by itself."""
@@ -57,7 +64,18 @@ class Search:
         return sorted(self.every, key=lambda i: (not math.isinf(self.alone[i]), -gain(i), self.costs[i]))
 
     def least(self, budget: float) -> Wide | None:
-        """A set that meets the budget, and that does not without any one of its candidates, as far as runs last."""
+        """A set that meets the budget, without what turned out superfluous in it.
+
+        Of few candidates it is the cheapest of all sets. Of many it does not meet the budget without any one of its
+        candidates.
+        """
+        wide = self._sufficient(budget)
+        if wide is None or not wide:
+            return wide
+        return self._cheapest(wide, budget) if len(self.costs) <= FEW else self._pruned(wide, budget)
+
+    def _sufficient(self, budget: float) -> Wide | None:
+        """A set that meets the budget: those that buy the most, as many as it takes."""
         if self.meets(frozenset(), budget):
             return frozenset()
         if len(self.costs) <= 2:
@@ -78,7 +96,7 @@ class Search:
         error = self.error(wide)
         if error is not None and error > budget:  # unknown, where no run was left: its confirmation tells
             return None
-        return self._pruned(wide, budget)
+        return wide
 
     def _of_two(self, budget: float) -> Wide | None:
         """Of one or two candidates: all sets are as few runs as a survey would be."""
@@ -100,8 +118,37 @@ class Search:
         return sum(self.alone[i] ** 2 for i in order)
 
     def _pruned(self, wide: Wide, budget: float) -> Wide:
-        """Without what is not needed, the dearest first."""
+        """Without what is not needed, the dearest first. It has runs of its own: one for each candidate at most."""
+        self.runs = max(self.runs, len(wide))
         for i in sorted(wide, key=lambda i: (-self.costs[i], self.alone[i])):
             if self.meets(wide - {i}, budget):
                 wide = wide - {i}
         return wide
+
+    def cost(self, wide: Collection[int]) -> float:
+        """The cost of a set."""
+        return sum(self.costs[i] for i in wide)
+
+    def _cheapest(self, wide: Wide, budget: float) -> Wide:
+        """The cheapest set of all: each that costs less is measured.
+
+        But not those without a candidate that, alone in half precision, leaves the others no way to meet the budget.
+        """
+        self.runs = max(self.runs, 2 ** len(self.costs))
+        needed = {i for i in wide if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget}
+        left = sorted(self.every - needed)
+        sets = (needed.union(chosen) for count in range(len(left)) for chosen in itertools.combinations(left, count))
+        cheaper = [frozenset(s) for s in sets if self.cost(s) < self.cost(wide)]
+        cheaper.sort(key=lambda s: (self.cost(s), sorted(s)))
+        return next((s for s in cheaper if self.meets(s, budget)), wide)
+
+    def nearly(self, wide: Wide | None, budget: float) -> list[Wide]:
+        """The sets, two at most, that cost less than one that meets the budget, and were measured to miss it by little.
+
+        The cheapest comes first. Of many candidates there are none.
+        """
+        if not wide or len(self.costs) > FEW:
+            return []
+        near = (s for s, error in self.known.items() if budget < error <= NEAR * budget)
+        cheaper = sorted((s for s in near if self.cost(s) * DEARER < self.cost(wide)), key=self.cost)
+        return cheaper[:2]

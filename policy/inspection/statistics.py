@@ -17,7 +17,10 @@ NAMES = ("error", "distance", "underflow", "subnormal", "overflow", "largest", "
 
 
 def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
-    """`NAMES` of a floating array against one in float32 (or wider), as a float32 vector.
+    """`NAMES` of an array against one in float32 (or wider), as a float32 vector.
+
+    A complex array is measured as its real and imaginary parts. Of integers and booleans the error is the share of the
+    elements that differ, and so is the distance; nothing of them underflows or overflows.
 
     error              norm of the difference / norm of the reference; infinite where a value overflows. The norms leave
                        out what is beyond 1e18, which fills masks.
@@ -33,10 +36,24 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
       value, reference: arrays of one shape.
       axes: mesh axes over which each device has its own part of both.
     """
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return _share(value, reference, axes)
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value, reference = (jnp.stack([lax.real(array), lax.imag(array)]) for array in (value, reference))
     sums, largest = _reduced(value.astype(reference.dtype), reference, float(jnp.finfo(value.dtype).tiny))
     if axes:
         sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
     return _named(sums, largest)
+
+
+def _share(value: Any, reference: Any, axes: Sequence[str]) -> Any:
+    counts = jnp.stack([jnp.sum(value != reference), jnp.full((), value.size)]).astype(jnp.float32)
+    largest = jnp.stack([_largest(jnp.abs(array.astype(jnp.float32))) for array in (value, reference)])
+    if axes:
+        counts, largest = lax.psum(counts, tuple(axes)), lax.pmax(largest, tuple(axes))
+    differ = counts[0] / jnp.maximum(counts[1], 1)
+    found = {"error": differ, "distance": differ, "largest": largest[0], "reference_largest": largest[1]}
+    return jnp.stack([found.get(name, jnp.zeros((), jnp.float32)) for name in NAMES])
 
 
 def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
@@ -72,11 +89,15 @@ def _variadic(added: Sequence[Any], compared: Sequence[Any]) -> Sequence[Any]:
 
 def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
     """`NAMES` of an array that is its own reference."""
-    largest = _largest(jnp.abs(value).astype(jnp.float32))
+    is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
+    magnitude = jnp.abs(value if is_complex else value.astype(jnp.float32))
+    is_nan = jnp.isnan(magnitude)
+    largest, undefined = _largest(jnp.where(is_nan, 0, magnitude)), jnp.mean(is_nan, dtype=jnp.float32)
     if axes:
-        largest = lax.pmax(largest, tuple(axes))
+        largest, undefined = lax.pmax(largest, tuple(axes)), lax.pmean(undefined, tuple(axes))
     zeros = jnp.zeros((), jnp.float32)
-    found = {"largest": largest, "reference_largest": largest}
+    undefined = jnp.where(value.size > 0, undefined, 0)  # the mean of nothing is NaN
+    found = {"largest": largest, "reference_largest": largest, "undefined": undefined}
     return jnp.stack([found.get(name, zeros) for name in NAMES])
 
 
@@ -102,5 +123,17 @@ def _named(sums: Any, largest: Any) -> Any:
 
 
 def limit_of(dtype: Any) -> float:
-    """The largest finite number of a floating dtype."""
-    return float(jnp.finfo(np.dtype(dtype)).max)
+    """The largest finite number of a dtype."""
+    if dtype == np.bool_:
+        return 1.0
+    return float((jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(np.dtype(dtype)).max)
+
+
+def is_discrete(dtype: Any) -> bool:
+    """Whether a dtype holds integers or booleans."""
+    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.integer))
+
+
+def is_measurable(dtype: Any) -> bool:
+    """Whether arrays of a dtype can be compared: numbers and booleans, and not keys of random numbers."""
+    return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))

@@ -11,16 +11,17 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from policy.inspection.emulated import Ruled
+from policy.inspection.lane import first_array, lane_of
 from policy.inspection.patterns import code_of, patterns_of
 from policy.inspection.program import Call, Program, checked_policy, program_of, short_text
 from policy.inspection.rerun import Value
-from policy.inspection.search import Search, Wide
+from policy.inspection.search import FEW, Search, Wide
 from policy.inspection.trial import Trial, compiled, floats_of
 from policy.policy import Policy, get_policy
 from policy.programs import opened
 from policy.rules import PolicyRules
 
-_MOST_CONFIRMATIONS = 4
+_MOST_CONFIRMATIONS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +113,10 @@ def suggest(
     """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32.
 
     One program computes the function in float32 and rounds each value as the policy would, except at the paths that
-    its flags name: it is compiled once. It measures each path alone in half precision, then sets of paths, with at most
-    two runs for each path. Then the rules are applied for real, in a second program, and what that returns is measured.
-    Where it misses the budget, a set is chosen for a smaller one, and confirmed again: each time is one more
-    compilation.
+    its flags name: it is compiled once. It measures each path alone in half precision, then sets of paths: of up to
+    eight paths all that cost less than one that suffices, else with two runs for each path, and one more for each that
+    is kept, to drop what turned out superfluous. Then the rules are applied for real, in a second program, and what
+    that returns is measured. Where it misses the budget, another set is confirmed: each time is one more compilation.
 
     ```python
     suggestion = suggest(model.apply, variables, batch, error=1e-2, policy="mixed_float16")
@@ -162,12 +163,17 @@ def _confirmed(
 ) -> Suggestion:
     """The suggestion, once its rules have met the budget for real.
 
-    Where they miss it, the set is chosen again for a budget that is smaller by as much as emulation was too hopeful;
-    each such set is one more compilation, and the last is all that rules reach.
+    Sets that cost less and miss the budget by little, as foreseen, are tried first: some of them meet it. Where a set
+    misses it the next is chosen, after two misses for a budget that is smaller by as much as emulation was too hopeful.
+    Each that misses is one more compilation, and the last is all that rules reach.
     """
-    goal, tried, found = budget, set(), math.inf
-    for attempt in range(1, _MOST_CONFIRMATIONS + 1):
-        wide = search.least(goal) if attempt < _MOST_CONFIRMATIONS else None
+    nearly = search.nearly(search.least(budget), budget)
+    goal, tried, found, hopeful = budget, set(), math.inf, 1.0
+    for attempt in range(1, len(nearly) + _MOST_CONFIRMATIONS + 1):
+        if attempt <= len(nearly):
+            wide = nearly[attempt - 1]
+        else:
+            wide = search.least(goal) if attempt < len(nearly) + _MOST_CONFIRMATIONS else None
         wide = search.every if wide is None or wide in tried else wide
         tried.add(wide)
         rules, outputs = _applied(call, policy, program, trial, wide)
@@ -176,7 +182,11 @@ def _confirmed(
             return _suggestion(rules, policy, program, trial, search, wide, budget, found, attempt)
         if wide == search.every:
             break
-        goal *= 0.9 * budget / found
+        search.refused.add(wide)
+        if attempt > len(nearly) + (2 if len(trial.paths) <= FEW else 0):
+            emulated = search.known.get(wide, found)
+            hopeful = max(hopeful, found / emulated if emulated else math.inf)
+            goal = 0.999 * budget / hopeful
     raise ValueError(
         f"No rules meet an error of {budget:.3g}: with every path in float32 it is {found:.3g}"
         + (", of what stands outside of all paths" if trial.outside else "")
@@ -217,14 +227,21 @@ def _real(
     if program.route == "as written":
         kept = frozenset(trial.paths[i] for i in wide)
         body, consts = opened(program.jaxpr)
-        run = lambda *arrays: Ruled(kept, trial.candidates).run(  # noqa: E731
-            body, [Value([const]) for const in consts], [Value([array]) for array in arrays]
-        )
+
+        def run(*arrays: Any) -> list[Value]:
+            ruled = Ruled(kept, trial.candidates)
+            ruled.lane = lane_of(program.reference, first_array)
+            return ruled.ended(ruled.run(body, list(map(_value, consts)), list(map(_value, arrays))))
+
     else:
         ruled = jex_core.jaxpr_as_fun(call.traced(policy, rules if rules else None, program.route).jaxpr)
         run = lambda *arrays: [Value([output]) for output in ruled(*arrays)]  # noqa: E731
     ready = compiled(program, lambda *arrays: floats_of(program, run(*arrays)))
     return jax.device_get(ready(*program.arguments.arrays))
+
+
+def _value(array: Any) -> Value:
+    return Value([array])
 
 
 def _suggestion(

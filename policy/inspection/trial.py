@@ -13,6 +13,7 @@ import numpy as np
 from policy.inspection.compare import EXACT
 from policy.inspection.costs import bytes_of, flops_of
 from policy.inspection.emulated import Emulated
+from policy.inspection.lane import first_array, lane_of
 from policy.inspection.program import Program
 from policy.inspection.rerun import Value, lost_prefixes, module_path
 from policy.inspection.search import Wide
@@ -49,8 +50,10 @@ class Trial:
     def _run(self, flags: Any, *arrays: Any) -> list[Any]:
         body, consts = opened(self.program.jaxpr)
         emulated = Emulated(flags, self.candidates)
+        emulated.lane = lane_of(self.program.reference, first_array)
         given = [Value([widen(array)]) for array in arrays]
-        return floats_of(self.program, emulated.run(body, [Value([widen(const)]) for const in consts], given))
+        outputs = emulated.run(body, [Value([widen(const)]) for const in consts], given)
+        return floats_of(self.program, emulated.ended(outputs))
 
     def _outputs(self, flags: np.ndarray) -> list[np.ndarray]:
         self.runs += 1
@@ -72,11 +75,15 @@ class Trial:
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for rounding."""
-        sides = [[np.asarray(a, np.float64) for a in side] for side in (outputs, self.reference)]
+        sides = [list(map(_exact, side)) for side in (outputs, self.reference)]
         pairs = list(zip(*sides, strict=True))
         if self.program.gradients:
             return _relative(*(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True)))
         return max(_relative(value, reference) for value, reference in pairs)
+
+
+def _exact(array: Any) -> np.ndarray:
+    return np.asarray(array, np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def _relative(value: np.ndarray, reference: np.ndarray) -> float:
@@ -92,10 +99,10 @@ def compiled(program: Program, run: Any, *before: Any) -> Any:
 
 
 def floats_of(program: Program, outputs: Sequence[Value]) -> list[Any]:
-    """What is measured, in float32: the gradients, if there are some, or else the floats among the outputs."""
+    """What is measured, in float32: the gradients, or else the floating and complex arrays among the outputs."""
     kept = outputs[len(program.outputs) :] if program.gradients else outputs
     arrays = [output.arrays[0] for output in kept]
-    return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.floating)]
+    return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
 
 
 def _require_finite(program: Program, reference: Sequence[np.ndarray]) -> None:

@@ -12,14 +12,14 @@ import numpy as np
 from jax import lax
 
 from policy.inspection import bodies as bodies
-from policy.inspection.rerun import Rerun, Value, handler_of
+from policy.inspection.rerun import Place, Rerun, Value, handler_of
 from policy.programs import bind, opened, programs_of
 
 F32 = np.dtype(np.float32)
 # They run on the host, where a call may be seen, or change something.
 HOST = frozenset(("debug_callback", "debug_print", "io_callback", "pure_callback", "trace_value"))
 # They read or cut off bits, so that their result depends on how many there are.
-_OF_BITS = frozenset(("bitcast", "bitcast_convert_type", "stochastic_round", "nextafter"))
+OF_BITS = frozenset(("bitcast", "bitcast_convert_type", "stochastic_round", "nextafter"))
 _MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"))
 
 
@@ -65,6 +65,9 @@ class Wide(Rerun):
             return []
         return [Value([array]) for array in bound_wide(equation, [widen(value.arrays[0]) for value in values])]
 
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        return Value([array], value.origin)
+
 
 def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     """The outputs of an equation on widened operands, widened; as it was traced where it takes none."""
@@ -76,7 +79,7 @@ def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     if name == "reduce_precision" and half[0] and _keeps(equation):
         return list(arrays)
     has_half = any(half) or any(is_half(dtype) for dtype in map(dtype_of, equation.outvars) if dtype is not None)
-    if has_half and (name in HOST or name in _OF_BITS):
+    if has_half and (name in HOST or name in OF_BITS):
         return _as_traced(equation, arrays)
     params = {key: _wide_param(value, arrays) for key, value in equation.params.items()}
     if name in _MATMULS:
