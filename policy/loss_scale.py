@@ -460,7 +460,7 @@ def _python_float(name: str, x: Any) -> float:
 
 def _require_between(scale: Any, smallest: float, largest: float) -> None:
     values = np.asarray(scale)
-    if not np.all((np.float32(smallest) <= values) & (values <= np.float32(largest))):
+    if not np.all((np.float32(smallest) <= values) & (values <= np.float32(min(largest, _LARGEST)))):
         raise ValueError(
             f"loss_scale should lie between min_loss_scale={smallest} and max_loss_scale={largest}, but got {scale}."
         )

@@ -21,7 +21,8 @@ def apply_gradients(
     ``params, opt_state, finite = apply_gradients(tx, params, opt_state, grads)``
 
     Params, masters and the inner state go through one `lax.cond`: a step with non-finite gradients returns them as they
-    are. Safe to donate `params` and `state`.
+    are. Safe to donate `params` and `state`. Outside of `jax.jit` the step is compiled too, once for each shape: the
+    inner transform's Python code runs when it is traced.
 
     Args:
       tx: what `mixed_precision` returned; nothing around it.

@@ -10,13 +10,14 @@ import numpy as np
 from jax.core import Tracer
 
 from policy.optim.masters import layout_of, without_overwritten
-from policy.optim.moments import moment_targets, narrow_moments
+from policy.optim.moments import narrow_moments
+from policy.optim.naming import optimizer_name
 from policy.optim.rounding import round_to
-from policy.optim.state import MixedPrecisionState, strong
+from policy.optim.state import MixedPrecisionState, strengthened, strong
 from policy.optim.state_checks import require_storage
 from policy.optim.storage import MASTER_WEIGHTS, Kind, MasterWeights, hold, kind_of, release, widen_leaf
 from policy.optim.wrapper import MixedPrecision
-from policy.trees import leaf_names, shortened, unboxed, working_dtype
+from policy.trees import leaf_names, shortened, unboxed
 
 
 def convert(state: MixedPrecisionState, params: Any, *, to: MixedPrecision | MasterWeights) -> MixedPrecisionState:
@@ -45,7 +46,8 @@ def convert(state: MixedPrecisionState, params: Any, *, to: MixedPrecision | Mas
     Raises:
       TypeError: `state` is not a `MixedPrecisionState`, or holds traced arrays; or `to` is neither of the two.
       ValueError: the params' tree or dtypes are not those of the state; a master is not that of its param; the mode
-        has no storage for a param's dtype; or the inner transform is another.
+        has no storage for a param's dtype; or the inner transform's state has another tree. Where it has the same
+        tree, moments are taken as they are.
     """
     if not isinstance(state, MixedPrecisionState):
         raise TypeError(f"convert takes a MixedPrecisionState, but got {type(state).__name__}.")
@@ -58,7 +60,7 @@ def convert(state: MixedPrecisionState, params: Any, *, to: MixedPrecision | Mas
     made_by = state.layout.master_weights
     require_storage(params, state, made_by)
     mode = to.master_weights if isinstance(to, MixedPrecision) else to
-    optimizer = to.recipe.optimizer if isinstance(to, MixedPrecision) else state.layout.optimizer
+    optimizer = optimizer_name(to.inner, state.inner) if isinstance(to, MixedPrecision) else state.layout.optimizer
     layout = layout_of(params, mode, optimizer)
     leaves, tree = jax.tree.flatten(params)
     kept = tree.flatten_up_to(state.masters)
@@ -68,7 +70,7 @@ def convert(state: MixedPrecisionState, params: Any, *, to: MixedPrecision | Mas
     ]
     if isinstance(to, MixedPrecision):
         state = _with_options(state, params, to)
-    code = jnp.array(layout.storage, jnp.int32)
+    code = jnp.full_like(state.mode, layout.storage)
     return state._replace(masters=jax.tree.unflatten(tree, masters), mode=code, layout=layout)
 
 
@@ -92,7 +94,7 @@ def _check_masters(names: list[str], params: list[jax.Array], kept: list[Any], m
         # an ulp, and a step through optax's own addition: that rounds to an ulp of float32 of the larger operand
         room = float(jnp.finfo(p.dtype).eps) * np.abs(wide) + 2.0**-20 * np.max(np.abs(wide), initial=0, where=finite)
         apart = np.abs(np.where(finite, master, 0) - np.where(finite, wide, 0))
-        is_off = np.where(finite, apart > room + 2.0**-24, np.isfinite(wide) & np.isnan(master))
+        is_off = np.where(finite, apart > room + 2.0**-24, np.isfinite(wide) & ~np.isfinite(master))
         off = int(np.sum(is_off))
         if off:
             wrong.append(f"{name} in {off} of {p.size} elements")
@@ -110,17 +112,16 @@ def _with_options(state: MixedPrecisionState, params: Any, to: MixedPrecision) -
     if jax.tree.structure(fresh.inner) != jax.tree.structure(state.inner):
         raise ValueError(
             f"convert keeps the inner state, but that was made by {state.layout.optimizer}, and to is "
-            f"{recipe.optimizer}: start anew with tx.init(params)."
+            f"{optimizer_name(recipe.inner, fresh.inner)}: start anew with tx.init(params)."
         )
-    inner = jax.tree.map(_widened, state.inner, fresh.inner)
-    if recipe.moment_dtypes is not None:
-        inner = narrow_moments(inner, moment_targets(fresh.inner, params, recipe.moment_dtypes))
+    inner = jax.tree.map(strengthened, state.inner)
+    targets = [_other_dtype(*pair) for pair in zip(jax.tree.leaves(inner), jax.tree.leaves(fresh.inner), strict=True)]
     is_same_kind = type(state.loss_scale) is type(recipe.loss_scale)
     scale = state.loss_scale if is_same_kind else jax.tree.map(strong, recipe.loss_scale)
-    return state._replace(inner=inner, loss_scale=scale)
+    return state._replace(inner=narrow_moments(inner, targets), loss_scale=scale)
 
 
-def _widened(moment: Any, like: Any) -> Any:
-    """A floating leaf in the dtype that the inner transform computes on, where the new state's is another."""
+def _other_dtype(moment: Any, like: Any) -> Any:
+    """The floating dtype that a leaf has in the new state, where it is another."""
     is_other = moment.dtype != like.dtype and jnp.issubdtype(moment.dtype, jnp.floating)
-    return moment.astype(working_dtype(moment.dtype)) if is_other else moment
+    return like.dtype if is_other else None

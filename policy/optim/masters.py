@@ -113,7 +113,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
         wide = jnp.where(is_stored & (round_to(kept, p.dtype) == p), kept, p.astype(jnp.float32))
         return release(hold(wide, p.dtype, kind), p.dtype, kind)[1]
 
-    made = jax.tree.map(follow, params, state.masters), jnp.array(layout.storage, jnp.int32)
+    made = jax.tree.map(follow, params, state.masters), jnp.full_like(unboxed(state.mode), layout.storage)
     masters, code = boxed_like(made, boxes)
     return state._replace(masters=masters, mode=code, layout=layout)
 

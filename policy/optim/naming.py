@@ -7,29 +7,44 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import optax
 
-def optimizer_name(tx: Any) -> str:
-    """Returns a transform's name: ``chain(scale_by_adam, scale_by_learning_rate)`` for `optax.adam`'s.
+
+def optimizer_name(tx: Any, state: Any = None) -> str:
+    """Returns a transform's name: ``chain(scale_by_adam)`` for `optax.adam`'s.
 
     Optax's transforms are pairs of functions. The name is that of the function which made `init`, and of the transforms
-    in its closure. Transforms without a state of their own share a name.
+    in its closure. Transforms that a function only calls, as the one handed to `inject_hyperparams` may, are not seen.
+
+    Args:
+      tx: a transform.
+      state: a state of it; parts of a chain whose state is empty are left out of the name.
     """
-    return _name(tx.init, set())
+    return _name(tx.init, state, frozenset())
 
 
-def _name(init: Callable[..., Any], seen: set[int]) -> str:
-    seen = {*seen, id(init)}
+def _name(init: Callable[..., Any], state: Any, around: frozenset[Any]) -> str:
+    init = inspect.unwrap(init)
+    around = around | {_identity(init)}
     if isinstance(init, functools.partial):
-        return _with_parts(_made_by(init.func), [*init.args, *init.keywords.values()], seen)
+        held = [init.func, *init.args, *init.keywords.values()]
+        return _with_parts(_made_by(init.func), held, state, around)
     owner = getattr(init, "__self__", None)
     cells = getattr(getattr(init, "__func__", init), "__closure__", None) or ()
     held = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
-    return _with_parts(_made_by(init), [*held, *(cell.cell_contents for cell in cells if _is_filled(cell))], seen)
+    held += [cell.cell_contents for cell in cells if _is_filled(cell)]
+    return _with_parts(_made_by(init), held, state, around)
 
 
-def _with_parts(name: str, values: list[Any], seen: set[int]) -> str:
-    parts = [_name(init, seen) for value in values for init in _inits(value) if id(init) not in seen]
+def _with_parts(name: str, values: list[Any], state: Any, around: frozenset[Any]) -> str:
+    found = [part for value in values for part in _inits(value, state) if _identity(part[0]) not in around]
+    parts = [_name(init, part_state, around) for init, part_state in found]
     return f"{name}({', '.join(parts)})" if parts else name
+
+
+def _identity(init: Any) -> Any:
+    """A method is made anew each time that it is read."""
+    return (id(init.__self__), id(init.__func__)) if inspect.ismethod(init) else id(init)
 
 
 def _made_by(function: Any) -> str:
@@ -37,32 +52,35 @@ def _made_by(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     if owner is not None and not inspect.ismodule(owner):
         return type(owner).__name__
-    return getattr(function, "__qualname__", type(function).__name__).partition(".<locals>")[0]
+    *around, name = getattr(function, "__qualname__", type(function).__name__).split(".<locals>.")
+    return around[-1] if around else name
 
 
-def _inits(value: Any) -> Iterator[Callable[..., Any]]:
-    """Yields the init functions in a value of a closure: of transforms, of chains' tuples, of factories."""
-    if callable(getattr(value, "init", None)):
-        yield value.init
+def _inits(value: Any, state: Any) -> Iterator[tuple[Callable[..., Any], Any]]:
+    """Yields the init functions in a value of a closure, of transforms, chains' tuples and factories, with states."""
+    if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
+        yield value.init, None
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _inits(each)
+        for key in sorted(value, key=str):
+            yield from _inits(value[key], None)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _inits(each)
+        states = state if isinstance(state, tuple) and len(state) == len(value) else [None] * len(value)
+        for each, its_state in zip(value, states, strict=True):
+            if not isinstance(its_state, optax.EmptyState):
+                yield from ((init, its_state) for init, _ in _inits(each, None))
     elif inspect.isfunction(value) and (_is_init(value) or _is_factory(value)):
-        yield value
+        yield value, None
 
 
 def _is_init(function: Any) -> bool:
-    made_by, _, name = function.__qualname__.rpartition(".<locals>.")
-    return bool(made_by) and "init" in name
+    is_local = ".<locals>." in function.__qualname__
+    name = function.__name__
+    return is_local and (name in ("init", "init_fn") or name.endswith("_init_fn"))
 
 
 def _is_factory(function: Any) -> bool:
     """Returns whether a function makes transforms, as the one that `inject_hyperparams` holds does."""
-    returned = str(getattr(function, "__annotations__", {}).get("return", ""))
-    return "GradientTransformation" in returned
+    return "GradientTransformation" in str(getattr(function, "__annotations__", {}).get("return", ""))
 
 
 def _is_filled(cell: Any) -> bool:

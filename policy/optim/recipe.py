@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from policy.devices import varying_axes
 from policy.gradients import ScaledGradients
 from policy.loss_scale import (
     LossScale,
@@ -36,7 +37,7 @@ from policy.optim.delivery import Delivery
 from policy.optim.masters import layout_of, make_masters, widen, without_overwritten
 from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
 from policy.optim.naming import optimizer_name
-from policy.optim.state import MixedPrecisionState, states_in, strong
+from policy.optim.state import MixedPrecisionState, states_in, strengthened, strong
 from policy.optim.state_checks import InnerLike, check_inner, check_loss_scale, inner_like, require_storage
 from policy.optim.storage import PACKED, MasterWeights, kind_of
 from policy.policy import Policy
@@ -59,11 +60,6 @@ class Recipe:
     check_results: bool
     _inner_likes: dict[Any, InnerLike | None] = dataclasses.field(default_factory=dict, repr=False)
 
-    @functools.cached_property
-    def optimizer(self) -> str:
-        """The inner transform's name."""
-        return optimizer_name(self.inner)
-
     def init(self, params: optax.Params) -> MixedPrecisionState:
         """A state for `params`. Raises ValueError where a param can't be stepped."""
         check_params(params)
@@ -72,7 +68,6 @@ class Recipe:
 
     def make_state(self, params: Any, masters: Any) -> MixedPrecisionState:
         """A state for params without their overwritten leaves, and their masters."""
-        layout = layout_of(params, self.master_weights, self.optimizer)
         wide = widen(params, masters, self.master_weights)
         inner = _run_optax(self.inner.init, wide)
         if states_in(inner):
@@ -84,6 +79,7 @@ class Recipe:
             _run_optax(check_moments, self.inner, inner, params, self.moment_dtypes, self.key is not None)
             inner = narrow_moments(inner, moment_targets(inner, params, self.moment_dtypes))
         self._inner_likes[_shapes_of(wide)] = InnerLike.of(inner, wide, self.moment_dtypes)
+        layout = layout_of(params, self.master_weights, optimizer_name(self.inner, inner))
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
         return MixedPrecisionState(
             inner=jax.tree.map(lambda leaf: _settled(leaf, seen), inner),
@@ -112,7 +108,7 @@ class Recipe:
         key = _shapes_of(wide)
         if key not in self._inner_likes:
             self._inner_likes[key] = _run_optax(inner_like, self.inner.init, wide, self.moment_dtypes)
-        check_inner(state.inner, self._inner_likes[key], state.layout, self.optimizer, self.moment_dtypes)
+        check_inner(state.inner, self._inner_likes[key], state.layout, self.inner, self.moment_dtypes)
         return is_stored
 
     def update(
@@ -144,9 +140,11 @@ class Recipe:
         scales = [require_positive(each) for each in (scale, state.loss_scale.loss_scale) if each is not None]
         if self.skip_nonfinite:
             belongs = _all_of(belongs, *scales)
-        state = state._replace(inner=jax.tree.map(_strengthened, state.inner))
-        if self._branches(params) and all(
-            map(_is_concrete, jax.tree.leaves((gradients, state, params, extra_args, scale)))
+        state = state._replace(inner=jax.tree.map(strengthened, state.inner))
+        if (
+            self._branches(params)
+            and not isinstance(scale, Tracer)
+            and _is_eager((gradients, state, params), extra_args)
         ):
             # lax.cond would compile its branches anew in each eager call
             scale = None if scale is None else jnp.asarray(scale, jnp.float32)
@@ -212,9 +210,12 @@ class Recipe:
             return [d.skipped(p, kept) for d, p, kept in zip(*each, strict=True)], inner
 
         operands = (params, gradients, state.inner, state.masters)
+        if belongs is not True and varying_axes(belongs):
+            belongs = self.agreed(belongs, gradients)
         if self.skip_nonfinite:
             # one look at the gradients serves both: a norm is finite where the squares of all of them are
-            finite = self.agreed_finite(gradients, scale) if norm is None else fusion_barrier(jnp.isfinite(norm))
+            look = functools.partial(self.agreed_finite, gradients, scale, params)
+            finite = look() if norm is None else fusion_barrier(jnp.isfinite(norm))
             finite = finite if belongs is True else finite & belongs
             if as_updates:
                 held, inner = step_by_platform(finite, apply_step, skip_step, operands)
@@ -236,7 +237,9 @@ class Recipe:
             held, same_inner = skip_step(operands)
             same = [d.result(d.unpacked(h), p) for d, h, p in zip(deliveries, held, leaves, strict=True)]
             before = [*zip(leaves, tree.flatten_up_to(state.masters), strict=True)], state.inner
-            sound = self.agreed(_stays_finite(before, (new, inner)), gradients)
+            each = zip(deliveries, leaves, new, strict=True)
+            moved = [(p + r if as_updates and d.is_wide else r, kept) for d, p, (r, kept) in each]
+            sound = self.agreed(_stays_finite(before, (moved, inner)), gradients)
             new, inner = selected(sound, (new, inner), (same, same_inner))
             finite = finite & sound
         return jax.tree.unflatten(tree, [result for result, _ in new]), state._replace(
@@ -248,8 +251,14 @@ class Recipe:
             masters=jax.tree.unflatten(tree, [kept for _, kept in new]),
         )
 
-    def agreed_finite(self, gradients: Any, scale: ArrayLike | None) -> jax.Array:
-        """() bool, the same on every device: whether the squares of all true gradients are finite."""
+    def agreed_finite(self, gradients: Any, scale: ArrayLike | None, params: Any) -> jax.Array:
+        """() bool, the same on every device: whether the squares of all true gradients are finite.
+
+        Of gradients with more range than their params, the squares that are stepped with.
+        """
+        like = jax.tree.leaves(differentiated(params))
+        if any(_has_more_range(g, p) for g, p in zip(jax.tree.leaves(gradients), like, strict=True)):
+            gradients, scale = _true_gradients(gradients, scale, params), None
         return self.agreed(all_squares_finite(gradients, scale), gradients)
 
     def agreed(self, flag: jax.Array, gradients: Any) -> jax.Array:
@@ -293,9 +302,16 @@ def _all_of(*flags: jax.Array | bool) -> jax.Array | Literal[True]:
     return functools.reduce(operator.and_, traced) if traced else True
 
 
-def _is_concrete(x: Any) -> bool:
-    """Returns whether a leaf is an array of values; a Python number may be one that the inner transform branches on."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not isinstance(x, Tracer)
+def _has_more_range(gradient: Any, param: Any) -> bool:
+    return jnp.finfo(gradient.dtype).maxexp > jnp.finfo(working_dtype(param.dtype)).maxexp
+
+
+def _is_eager(trees: Any, extra_args: Any) -> bool:
+    """Returns whether a step is of arrays of values; numbers among `extra_args` may be what a transform branches on."""
+    arrays, extra = jax.tree.leaves(trees), jax.tree.leaves(extra_args)
+    are_arrays = all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in arrays)
+    are_arrays = are_arrays and all(isinstance(x, jax.Array) or np.ndim(x) for x in extra)
+    return are_arrays and not any(isinstance(x, Tracer) for x in (*arrays, *extra))
 
 
 def _stays_finite(before: Any, after: Any) -> jax.Array:
@@ -346,13 +362,6 @@ def _settled(leaf: Any, seen: set[int]) -> Any:
         return strong(leaf)
     seen.add(id(leaf))
     return leaf
-
-
-def _strengthened(leaf: Any) -> Any:
-    """A state leaf with a dtype of its own: a Python number that was set from outside, as `tree_set` does, has none."""
-    if isinstance(leaf, (float, int)):
-        return jnp.asarray(leaf, jnp.float32 if isinstance(leaf, float) else jnp.result_type(type(leaf)))
-    return lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf
 
 
 def _keep_type(new: Any, old: Any) -> Any:

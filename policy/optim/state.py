@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from policy.loss_scale import LossScale
 from policy.optim.storage import MasterWeights, storage_code
@@ -117,3 +118,10 @@ def strong(x: Any) -> Any:
     A buffer that is both a param and a state leaf can't be donated, and what a caller passed in isn't ours to donate.
     """
     return jnp.array(x, dtype=jnp.result_type(x), copy=True)
+
+
+def strengthened(leaf: Any) -> Any:
+    """A state leaf with a dtype of its own: a Python number that was set from outside, as `tree_set` does, has none."""
+    if isinstance(leaf, (float, int)):
+        return jnp.asarray(leaf, jnp.float32 if isinstance(leaf, float) else jnp.result_type(type(leaf)))
+    return lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf

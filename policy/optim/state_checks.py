@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from policy.loss_scale import LossScale
 from policy.optim.moments import moment_targets
+from policy.optim.naming import optimizer_name
 from policy.optim.state import Layout, MixedPrecisionState
 from policy.optim.storage import MasterWeights, kept_dtype, kind_of, storage_code, storage_text
 from policy.trees import leaf_names, path_name, shortened, unboxed
@@ -60,7 +61,7 @@ def has_mode(state: MixedPrecisionState, expected: int) -> jax.Array | Literal[T
     """
     mode = unboxed(state.mode)
     if isinstance(mode, Tracer) or not _is_readable(mode):
-        return jnp.all(mode == np.int32(expected))
+        return jnp.all(mode == jnp.asarray(expected, mode.dtype))
     for saved in np.unique(np.asarray(mode)):
         if saved != expected:
             raise ValueError(
@@ -123,37 +124,42 @@ def _check_kept(params: Any, state: MixedPrecisionState) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class InnerLike:
-    """The tree, shapes and dtypes of an inner state, as a transform makes it and a `MixedPrecision` stores it.
+    """The leaves of an inner state, as a transform makes it and a `MixedPrecision` stores it.
 
     Attributes:
       leaves: each with its path, its shape, its dtype, and whether it belongs to one param.
     """
 
-    tree: Any
     leaves: tuple[tuple[str, tuple[int, ...], Any, bool], ...]
 
     @classmethod
     def of(cls, inner: Any, params: Any, moment_dtypes: Mapping[str, np.dtype] | None) -> InnerLike:
         """Describes an inner state that was just made, before or after its moments were narrowed."""
-        suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-        leaves, tree = jax.tree_util.tree_flatten_with_path(inner)
+        shapes = {path: tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        leaves = jax.tree_util.tree_leaves_with_path(inner)
         targets = [None] * len(leaves) if moment_dtypes is None else moment_targets(inner, params, moment_dtypes)
         return cls(
-            tree,
             tuple(
                 (
                     path_name(path),
                     tuple(jnp.shape(leaf)),
                     getattr(leaf, "dtype", None) if target is None else target,
-                    any(path[start:] in suffixes for start in range(len(path) + 1)),
+                    _is_of_param(path, tuple(jnp.shape(leaf)), shapes),
                 )
                 for (path, leaf), target in zip(leaves, targets, strict=True)
-            ),
+            )
         )
 
 
+def _is_of_param(path: Any, shape: tuple[int, ...], params: dict[Any, tuple[int, ...]]) -> bool:
+    """Returns whether a leaf's path ends in a param's; where the params are one array, whether it has its shape."""
+    if any(getattr(key, "name", None) == "hyperparams" for key in path):
+        return False
+    return any(path[start:] in params for start in range(len(path))) or params.get(()) == shape
+
+
 def check_inner(
-    inner: Any, like: InnerLike | None, layout: Layout, optimizer: str, moment_dtypes: Mapping[str, np.dtype] | None
+    inner: Any, like: InnerLike | None, layout: Layout, tx: Any, moment_dtypes: Mapping[str, np.dtype] | None
 ) -> None:
     """Refuses an inner state that the transform did not make for these params.
 
@@ -161,23 +167,33 @@ def check_inner(
 
     Args:
       like: what the transform makes; None compares names only.
-      optimizer: the transform's name.
+      tx: the transform.
 
     Raises:
       ValueError: another transform made it; or a moment has another dtype or shape.
     """
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(inner)]
+    expected = names if like is None else [name for name, *_ in like.leaves]
+    optimizer = optimizer_name(tx, inner if names == expected else None)
     text = (
         f"state was made by {layout.optimizer}, but tx is {optimizer}: use the transform that made it, or start anew "
+        "with tx.init(params)."
     )
+    if names != expected:
+        missing, extra = ([n for n in one if n not in other] for one, other in ((expected, names), (names, expected)))
+        raise ValueError(
+            f"{text} Leaves that the state lacks: {shortened(missing) or 'none'}; that it has beyond: "
+            f"{shortened(extra) or 'none'}."
+        )
     if layout.optimizer != optimizer:
-        raise ValueError(f"{text}with tx.init(params).")
+        raise ValueError(
+            f"{text} Where it is the same under another name, convert(state, params, to=tx) keeps its moments."
+        )
     if like is None:
         return
-    if jax.tree.structure(inner) != like.tree:
-        raise ValueError(f"{text}with tx.init(params). The trees differ: {jax.tree.structure(inner)}, {like.tree}.")
     shapes, dtypes = [], []
     for leaf, (name, shape, dtype, is_of_param) in zip(jax.tree.leaves(inner), like.leaves, strict=True):
-        if jnp.shape(leaf) != shape:
+        if is_of_param and jnp.shape(leaf) != shape:
             shapes.append(f"{name} is {tuple(jnp.shape(leaf))} for {shape}")
         if is_of_param and _is_other_float(leaf, dtype):
             dtypes.append(f"{name} is {leaf.dtype} for {dtype}")
@@ -186,12 +202,10 @@ def check_inner(
             f"state was made for params of other shapes: {shortened(shapes)}. Make one with tx.init(params)."
         )
     if dtypes:
-        asked = (
-            None if moment_dtypes is None else {name or "first moments": str(d) for name, d in moment_dtypes.items()}
-        )
+        asked = {name or "first moments": str(dtype) for name, dtype in (moment_dtypes or {}).items()} or None
         raise ValueError(
             f"state holds moments of other dtypes than moment_dtype={asked} stores: {shortened(dtypes)}. Pass the "
-            f"moment_dtype that it was made with, or {_CONVERT}."
+            f"moment_dtype, or Optax's own mu_dtype, that it was made with, or {_CONVERT}."
         )
 
 
@@ -202,7 +216,7 @@ def _is_other_float(leaf: Any, dtype: Any) -> bool:
 
 
 def check_loss_scale(saved: LossScale, of_tx: LossScale) -> None:
-    """Refuses a state whose loss scale is of another kind than the transform's: one would go unused in silence.
+    """Refuses a state whose loss scale is of another kind than the transform's, whose own would go unused.
 
     Raises:
       ValueError: the kinds differ.

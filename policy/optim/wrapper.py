@@ -62,7 +62,8 @@ def mixed_precision(
       axis_name: mapped axes that gradients are sharded over, where their types don't say so: under `jax.vmap` and
         `jax.shard_map(check_vma=False)`. The flag and the global norm are taken over them.
       skip_nonfinite: False doesn't look whether gradients are finite, and applies every step: 4 bytes an element less
-        memory traffic. `finite` stays True, but for masters that were restored from another storage mode.
+        memory traffic. `finite` stays True, unless masters were restored from another storage mode, or `check_results`
+        finds something.
       check_results: also skips a step that makes a finite leaf of the params, masters or inner state infinite or NaN.
         For debugging: about twice the memory traffic.
 

@@ -115,3 +115,15 @@ def test_an_inner_transform_that_takes_functions_is_stepped():
     new, _, finite = apply_gradients(tx, params, tx.init(params), gradients, **arguments)
     assert finite
     assert value_fn(new) < value
+
+
+@pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.array(0.5)])
+def test_an_inner_transform_may_branch_on_numbers_that_it_is_given(value):
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return (updates if extra_args["value"] < 1 else params), state
+
+    tx = mixed_precision(optax.GradientTransformationExtraArgs(lambda params: (), update), "float32")
+    params = {"w": jnp.ones(3)}
+    new, _, finite = apply_gradients(tx, params, tx.init(params), {"w": jnp.full(3, 0.5)}, value=value)
+    assert finite
+    np.testing.assert_array_equal(new["w"], 1.5)

@@ -172,3 +172,24 @@ def test_gradients_that_carry_a_traced_scale_that_is_no_scale_skip_the_step(scal
     assert not finite
     assert_same(new, params)
     assert step(jnp.ones(3), jnp.float32(2.0))[2]
+
+
+@pytest.mark.parametrize("value", [1e20, 1e39, -1e200])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_float64_gradients_are_looked_at_as_their_params_are_stepped(dtype, value):
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(3, dtype)}
+        tx = mixed_precision(optax.adam(0.1), "float32")
+        for scale in (None, 8.0):
+            take = lambda value, scale=scale: {"w": jnp.full(3, value * (scale or 1), jnp.float64)}  # noqa: E731
+            wrap = (lambda g: g) if scale is None else (lambda g: ScaledGradients(g, 8.0))
+            assert not apply_gradients(tx, params, tx.init(params), wrap(take(value)))[2]
+            assert apply_gradients(tx, params, tx.init(params), wrap(take(1e18)))[2]
+
+
+def test_check_results_sees_float32_params_that_the_update_makes_infinite():
+    tx = mixed_precision(optax.sgd(1e20), "float32", check_results=True)
+    params, gradients = {"w": jnp.full(3, -3e38)}, {"w": jnp.full(3, 1e18)}
+    updates, state = tx.update(gradients, tx.init(params), params)
+    assert not state.finite
+    assert_same(updates, {"w": np.zeros(3)})
