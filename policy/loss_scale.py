@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
@@ -310,7 +310,7 @@ def all_squares_finite(gradients: Any, scale: ArrayLike | None) -> jax.Array:
     """() bool: whether the square of every gradient is finite in float32, or in what is wider.
 
     A gradient of 1e20 is finite, and its square is not: a second moment that is infinite never decays. The look reads
-    each leaf once, as it is stored. Of bfloat16 and float32 leaves that are scaled it adds up the magnitudes: a leaf
+    each leaf once, as it is stored. Of scaled leaves of 16 and 32 bits it may add up the magnitudes: a leaf
     whose true magnitudes have a sum above 1.8e19 counts as not finite, too.
 
     Args:
@@ -322,8 +322,8 @@ def all_squares_finite(gradients: Any, scale: ArrayLike | None) -> jax.Array:
         return jnp.array(True)
     totals = lax.platform_dependent(
         leaves,
-        tpu=lambda leaves: [_total(leaf, scale, _sum_by_matmul) for leaf in leaves],
-        default=lambda leaves: [_total(leaf, scale, _sum) for leaf in leaves],
+        tpu=lambda leaves: [_total(leaf, scale, _sum_by_matmul, (*_SUMMED, jnp.float16)) for leaf in leaves],
+        default=lambda leaves: [_total(leaf, scale, _sum, _SUMMED) for leaf in leaves],
     )
     totals = jnp.stack([*totals, jnp.zeros_like(totals[0])])
     if scale is not None:
@@ -332,12 +332,18 @@ def all_squares_finite(gradients: Any, scale: ArrayLike | None) -> jax.Array:
     return jnp.isfinite(lax.sort(totals)[-1])
 
 
-def _total(x: Any, scale: ArrayLike | None, add_up: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """() float32: finite where the squares are; of scaled bfloat16 and float32 leaves, the sum of magnitudes.
+# Leaves whose sums XLA:CPU takes as they are read; float16 it would widen in memory.
+_SUMMED = (jnp.bfloat16, jnp.float32)
+
+
+def _total(
+    x: Any, scale: ArrayLike | None, add_up: Callable[[jax.Array], jax.Array], summed: Sequence[Any]
+) -> jax.Array:
+    """() float32: finite where the squares are; of scaled leaves of the dtypes `summed`, the sum of magnitudes.
 
     No factor is multiplied to each element: XLA:CPU would broadcast it in memory.
     """
-    if x.dtype not in (jnp.bfloat16, jnp.float32):  # float16 would be widened in memory for a sum
+    if x.dtype not in summed:
         parts = unscale_by_reciprocal([x.real, x.imag] if jnp.iscomplexobj(x) else [x], 1.0 if scale is None else scale)
         squares = functools.reduce(jnp.add, [jnp.square(part) for part in parts])
         return jnp.where(is_finite(squares, x.dtype), np.float32(0), np.float32(np.nan))

@@ -30,9 +30,10 @@ def test_halves_taken_in_turn_are_the_halves():
 
 
 @pytest.mark.parametrize("shape", [(512, 256), (256, 512), (2, 256, 256), (64,), (3, 3, 128, 256)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("value", [1.0, np.inf, -np.inf, np.nan])
-def test_the_sum_by_matmul_is_finite_where_the_sum_is(shape, value):
-    x = jnp.full(shape, 0.5, jnp.bfloat16).at[(1,) * len(shape)].set(value)
+def test_the_sum_by_matmul_is_finite_where_the_sum_is(shape, value, dtype):
+    x = jnp.full(shape, 0.5, dtype).at[(1,) * len(shape)].set(value)
     magnitudes = jnp.abs(x)
     total, expected = _sum_by_matmul(magnitudes), _sum(magnitudes)
     assert total.dtype == jnp.float32
