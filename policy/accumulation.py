@@ -105,7 +105,7 @@ def accumulate_gradients(
 
 
 class _Turn:
-    """What one microbatch gave, in the parts that are summed and those that are stacked.
+    """The results of one microbatch, in the parts that are summed and those that are stacked.
 
     Attributes:
       has_aux, is_scaled: what was returned.
@@ -136,7 +136,7 @@ def _common(scales: jax.Array) -> jax.Array:
 
 
 def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:
-    """What a sum starts from, or a maximum: of the type that it will have, where types say where arrays lie."""
+    """The start of a sum, or of a maximum: of the type that it will have, where types say where arrays lie."""
     if is_overwritten(path):
         start = make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like))
     else:

@@ -45,7 +45,7 @@ class Collective:
 
     @property
     def size(self) -> int:
-        """How many numbers one device's result holds."""
+        """Number of elements in one device's result."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -187,7 +187,7 @@ Groups = frozenset[frozenset[int]]
 
 
 def _groups(attributes: str) -> Groups | None:
-    """Which partitions exchange with each other, from the three ways that HLO has of saying so."""
+    """Returns the groups of partitions that exchange with each other, from the three ways that HLO has of saying so."""
     if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
         return frozenset(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([0-9,]+)\}", listed[1]))
     if counted := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):

@@ -1,4 +1,4 @@
-"""What a policy is: three storage and compute dtypes, one reduction dtype, and their text form."""
+"""Policies: three storage and compute dtypes, one reduction dtype, and their text form."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
-    """Where numbers are stored, multiplied, summed and returned.
+    """The dtypes that numbers are stored, multiplied, summed and returned in.
 
     Attributes:
       param_dtype: what parameters are created and kept in.

@@ -25,7 +25,7 @@ def layer_class(cls: type) -> type:
 
 
 def name_of(pattern: Pattern) -> str:
-    """How messages and summaries name a rule's pattern."""
+    """Returns the text of a rule's pattern, for messages and summaries."""
     return f"'{pattern}'" if isinstance(pattern, str) else pattern.__name__
 
 
@@ -122,7 +122,7 @@ class PolicyRules:
 
     @property
     def has_paths(self) -> bool:
-        """Whether any pattern is a path pattern."""
+        """Returns whether any pattern is a path pattern."""
         return any(isinstance(pattern, str) for pattern, _ in self.rules)
 
     def match(self, path: str | None, cls: type | None = None) -> Policy | None:

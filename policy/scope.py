@@ -21,7 +21,7 @@ RulesLike = PolicyRules | Mapping[Pattern, Policy | str] | Iterable[tuple[Patter
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What the context holds, and all it holds: it keys every trace, so a counter here would retrace for ever.
+    """The contents of the context, all of them: it keys every trace, so a counter here would retrace for ever.
 
     Attributes:
       policy: the policy in force, or None.

@@ -250,12 +250,12 @@ def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backw
 
 
 def _nodes(jaxpr: Any) -> list[Node]:
-    """What a program runs, without what no result depends on."""
+    """Returns the nodes of a program that a result depends on."""
     return [node for node in Graph(jaxpr).nodes if not is_joint(node)]
 
 
 def _rounds(node: Node) -> bool:
-    """Whether a node is a sum of more than one floating number: what an audit looks at."""
+    """Returns whether a node is a sum of more than one floating number: what an audit looks at."""
     equation = node.site.equation
     return sums(equation) and any(map(is_inexact, operands_of(equation))) and bool(terms_of(node))
 
@@ -283,7 +283,7 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
 
 
 def _names_of(path: Sequence[str]) -> Iterator[str]:
-    """What rules know a path and those above it by: with the root's class name and without."""
+    """Returns the names that rules match for a path and those above it: with the root's class name and without."""
     for length in range(1, len(path) + 1):
         yield "/".join(path[:length])
         yield "/".join(path[1:length])

@@ -95,12 +95,12 @@ class Arguments:
 
     @property
     def key(self) -> Any:
-        """What tells programs of one function apart, beside the shapes of the arrays; may have no hash."""
+        """A key for programs of one function, beside the shapes of the arrays; may have no hash."""
         exact = tuple(leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static)  # -0.0 is not 0.0
         return self.treedef, self.is_array, exact, tuple(map(type, self.static))
 
     def names(self) -> list[str]:
-        """Where each array stands in the call: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
+        """The path of each array in the call: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
         paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self.treedef, list(self.is_array)))[0]
         kinds = ("args", "kwargs")
         return [kinds[getattr(p[0], "idx", 0)] + jax.tree_util.keystr(p[1:]) for p, dynamic in paths if dynamic]

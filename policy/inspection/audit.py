@@ -16,7 +16,7 @@ from policy.tracing import trace
 
 
 def audit(fn: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Audit:
-    """Which dtypes a call would run in, operation by operation, and what is wrong with them. Nothing runs.
+    """Reports the dtypes that a call would run in, operation by operation, and what is wrong with them. Nothing runs.
 
     The call is traced, and its program read, with those inside it: jit, scan, while, cond, checkpoint, custom rules,
     shard_map. What no result depends on is left out, as XLA leaves it out. A kernel (`pallas_call`, a foreign function)
@@ -55,7 +55,7 @@ def _name(fn: Any) -> str:
 
 
 def _operations(graph: Graph) -> tuple[Operation, ...]:
-    """What a program runs; equal operations at one place and line are one row."""
+    """Returns the operations of a program; equal ones at one place and line are one row."""
     totals: dict[tuple[Any, ...], list[int]] = {}
     for node in graph.nodes:
         if is_joint(node):

@@ -54,7 +54,7 @@ class Body:
 
 
 def _staged(body: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, Callable[..., Any]]:
-    """What a function returns, and the function, traced once: loops and conditionals would trace it again."""
+    """Returns the results of a function, and the function, traced once: loops and conditionals would trace it again."""
     jaxpr, shape = jax.make_jaxpr(body, return_shape=True)(*arrays)
     structure = jax.tree.structure(shape)
     call = jex_core.jaxpr_as_fun(jaxpr)
@@ -93,7 +93,7 @@ def _remat(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
 
 @_handles("scan")
 def _scan(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
-    """What is noted in the body is stacked: it has one more axis, of as many places as there are steps."""
+    """Runs a scan. Measurements of its body are stacked: each has one more axis, of the length of the scan."""
     params, (consts, carried) = equation.params, scan_arity(equation)
     fixed = values[:consts]
     init = run.carried(equation, values, range(consts, consts + carried))
@@ -117,7 +117,7 @@ def _scan(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
 
 @_handles("while")
 def _while(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
-    """What is noted in the body is the largest of all steps."""
+    """Runs a loop. Measurements of its body are the largest of all steps."""
     params, inner = equation.params, run.inside(equation)
     n, m = params["cond_nconsts"], params["body_nconsts"]
     init = run.carried(equation, values, range(n + m, len(values)))
@@ -138,7 +138,7 @@ def _while(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
 
 @_handles("cond")
 def _cond(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
-    """What is noted in a branch that was not taken is zero."""
+    """Runs a conditional. Measurements of a branch that was not taken are zero."""
     inner, operands = run.inside(equation), values[1:]
     branches = equation.params["branches"]
     like = run.kinds(equation, values)
@@ -160,7 +160,7 @@ def _cond(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
 
 @_handles("shard_map")
 def _shard_map(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
-    """What is noted is the same on every device: see `Rerun.axes`."""
+    """Runs a `shard_map`. Measurements are the same on every device: see `Rerun.axes`."""
     params, inner = equation.params, run.inside(equation)
     axes = tuple(params.get("newly_manual_axes", params.get("manual_axes")))
     inner.axes = (*run.axes, *axes)

@@ -1,4 +1,4 @@
-"""What a comparison found: one row for each module path, and what a reader makes of the rows."""
+"""The result of a comparison: one row for each module path, and readings of the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["activation", "gradient", "parameter", "output"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How far the values of one place are from float32's; where there are several, the worst of each figure.
+    """Distance of one place's values from float32's; where there are several, the worst of each figure.
 
     Attributes:
       path: the module path, its names joined by "/"; "" outside of any module. Of a parameter or an output: its name.
@@ -93,7 +93,7 @@ class Comparison:
 
     @functools.cached_property
     def activations(self) -> tuple[Row, ...]:
-        """What each module hands on."""
+        """The rows of values that modules hand on."""
         return self._of("activation")
 
     @functools.cached_property
@@ -108,7 +108,7 @@ class Comparison:
 
     @functools.cached_property
     def outputs(self) -> tuple[Row, ...]:
-        """What the function returns."""
+        """The rows of the function's outputs."""
         return self._of("output")
 
     @property

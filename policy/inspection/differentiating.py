@@ -47,7 +47,7 @@ def with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
 
 
 def _chosen(fn: Any, args: Any, kwargs: Any, arguments: Arguments, is_pure_call: bool) -> list[int]:
-    """Which arrays are differentiated by."""
+    """Returns the places of the arrays that gradients are taken by."""
     marks = parameters(fn, 0 if is_pure_call else None, args, kwargs)
     marks = [mark for mark, is_dynamic in zip(marks, arguments.is_array, strict=True) if is_dynamic]
     floating = [i for i, array in enumerate(arguments.arrays) if _is_floating(array)]
@@ -58,7 +58,7 @@ def _chosen(fn: Any, args: Any, kwargs: Any, arguments: Arguments, is_pure_call:
 
 
 def _primary(out: Any) -> Any:
-    """What of an output is differentiated: of a pair of a loss, or of an array and collections, the first."""
+    """Returns the differentiated part of an output: the first of a pair of a loss, or an array, and anything."""
     if isinstance(out, tuple) and len(out) == 2:
         first, second = out
         is_loss = _is_floating(first) and not jnp.shape(first)

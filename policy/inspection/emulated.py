@@ -97,7 +97,7 @@ class Emulated(Wide):
         return Value([jnp.where(flag[0] if flag else self.flag(place), array, own), *flag])
 
     def flag(self, place: Place) -> Any:
-        """Whether a place runs in float32."""
+        """Returns whether a place runs in float32."""
         return self.flags[candidate_of(place.path, self.candidates)]
 
     # Loops and branches hand on what their variables hold ------------------------------------------------------------
@@ -128,7 +128,7 @@ def rounded(array: Any, dtype: Any, unless: Any) -> Any:
 
 
 def _decides(equation: Any) -> bool:
-    """Whether an equation runs in the dtypes that it was written in, whatever it is given."""
+    """Returns whether an equation runs in the dtypes that it was written in, whatever it is given."""
     name = equation.primitive.name
     if name == "convert_element_type":
         return is_half(equation.params["new_dtype"])
@@ -152,7 +152,7 @@ class Ruled(Rerun):
         self._places = {index: path for path, index in candidates.items()}
 
     def is_wide(self, place: Place) -> bool:
-        """Whether a place runs in float32."""
+        """Returns whether a place runs in float32."""
         return self._places.get(candidate_of(place.path, self.candidates)) in self.wide
 
     def replaced(self, place: Place, value: Value, array: Any) -> Value:

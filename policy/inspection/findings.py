@@ -39,7 +39,7 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
 
 
 def findings_of(graph: Graph, lost: Lost | None = None, states: Sequence[State] = ()) -> tuple[Finding, ...]:
-    """What every check finds in a program, the gravest kind first, and in the order of the program within a kind.
+    """Returns the findings of every check, the gravest kind first, and in the order of the program within a kind.
 
     Args:
       lost: what `noticing` noted while the program was traced.

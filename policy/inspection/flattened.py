@@ -84,7 +84,7 @@ class Operation:
 
     @property
     def kind(self) -> Token:
-        """What its counterpart in another trace of the same code has in common with it."""
+        """A key that an operation shares with its counterpart in another trace of the same code."""
         if self.bodies:
             return self.name, self.path, self.is_backward, self.is_again
         shapes = tuple(getattr(v.aval, "shape", None) for v in self.equation.outvars)
@@ -123,7 +123,7 @@ def flattened(program: Any) -> Flattened:
 
 
 class _Around(NamedTuple):
-    """Where a program stands: the place of its equation, and that equation and those around it."""
+    """The position of a program: the place of its equation, and that equation and those around it."""
 
     path: Path = ()
     is_backward: bool = False
@@ -132,7 +132,7 @@ class _Around(NamedTuple):
     loop: Operation | None = None
 
     def place_of(self, equation: Any) -> _Around:
-        """Where a program stands that an equation of this one holds."""
+        """Returns the position of a program inside of an equation."""
         stack = str(equation.source_info.name_stack)
         is_backward = self.is_backward or "transpose(" in stack
         is_again = self.is_again or "rematted_computation" in stack
@@ -151,7 +151,7 @@ class _Builder:
     def run(
         self, jaxpr: Any, consts: Sequence[Operand], arguments: Sequence[Operand], around: _Around
     ) -> list[Operand]:
-        """What an open jaxpr returns."""
+        """Flattens an open jaxpr, and returns its outputs."""
         values: dict[Any, Operand] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
         def read(atom: Any) -> Operand:
@@ -186,7 +186,10 @@ class _Builder:
         return _results(operation)
 
     def inner(self, program: Any, operands: Sequence[Operand], around: _Around, is_scope: bool = True) -> list[Operand]:
-        """What a program inside of an equation returns. A scope is a body of its own when the program is run again."""
+        """Flattens a program inside of an equation, and returns its outputs.
+
+        A scope is a body of its own when the program is run again.
+        """
         body, consts = opened(program)
         self.consts.update({id(const): const for const in consts})
         if is_scope:

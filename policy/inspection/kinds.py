@@ -56,7 +56,7 @@ def dtypes_of(node: Node) -> tuple[str, ...]:
 
 
 def at(node: Node) -> str:
-    """Where a node stands, for a message: its module's path and its line."""
+    """The position of a node, for a message: its module's path and its line."""
     place = "/".join(node.site.path)
     line = node.site.source
     return f"{place} ({line})" if place and line else place or line or "the top level"

@@ -1,4 +1,4 @@
-"""What float32 computes beside a program, as that program is run: constants before rounding, and code of its own."""
+"""Runs the float32 trace beside a program: constants before rounding, and code of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policy.paths import Path
 
 
 class _Unavailable(Exception):
-    """What is read stands in a loop, or is returned by one, that has no counterpart."""
+    """Raised where a value is read that belongs to a loop without a counterpart."""
 
 
 def lane_of(
@@ -28,7 +28,7 @@ def lane_of(
 
 
 def first_array(value: Value) -> Any:
-    """What float32 computes with where each value is one array."""
+    """Returns float32's operand, where each value is one array."""
     return widen(value.arrays[0])
 
 
@@ -106,7 +106,7 @@ class ReferenceLane:
                     yield i, array
 
     def outputs(self, values: Sequence[Value]) -> Iterator[tuple[int, Any]]:
-        """What float32 returns where that is none of the program's values."""
+        """Returns float32's outputs that are none of the program's values."""
         for k, operand in self.reference.outputs.items():
             array = self._shaped(operand, values[k].arrays[0].shape, ())
             if array is not None:

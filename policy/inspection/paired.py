@@ -53,7 +53,7 @@ class Measurement:
 
 @dataclasses.dataclass(eq=False)
 class Origin:
-    """Where a value was computed, and its measurement once it was read elsewhere.
+    """The origin of a value, and its measurement once it was read elsewhere.
 
     `made` is the equation, its operands, and which of its results it is, where it may be computed again. `coded` is
     the dtype of the first array, where that is not itself there: see `_coded`.
@@ -69,7 +69,7 @@ class Origin:
 
 @dataclasses.dataclass
 class Log:
-    """What was met in a program: its places in order, the values that were measured, and the paths whose reference is
+    """A record of a program's run: its places in order, the values that were measured, and the paths whose reference is
     the program widened, as float32 has no counterpart."""
 
     places: dict[Place, None] = dataclasses.field(default_factory=dict)
@@ -244,7 +244,7 @@ class Paired(Rerun):
         ]
 
     def into(self, values: Sequence[Value]) -> list[Value]:
-        """What is measured in a body is known there alone."""
+        """Enters a body, whose measurements are known there alone."""
         return [Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in values]
 
     def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
@@ -259,7 +259,7 @@ class Paired(Rerun):
 
 
 def _is_cheap(equation: Any) -> bool:
-    """Whether an equation may be computed again: it takes no time to speak of, and nothing notices."""
+    """Returns whether an equation may be computed again: it takes no time to speak of, and nothing notices."""
     name = equation.primitive.name
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
     category = category_of(name)
@@ -267,7 +267,7 @@ def _is_cheap(equation: Any) -> bool:
 
 
 def _coded(array: Any, wide: Any) -> Any:
-    """What a scan stacks of an array where there are gradients, beside float32's own: 16 bits a number.
+    """Encodes an array that a scan stacks for gradients, beside float32's own: 16 bits a number.
 
     A float32 array is kept as its difference to float32's own in bfloat16. That is exact to one part in 256, which is
     how exactly the errors of what depends on it are then known; zeros are exact. Half arrays are kept as their bits: as

@@ -31,7 +31,7 @@ At = tuple[Chain, int]
 
 @dataclasses.dataclass
 class Reference:
-    """What a function computes in float32, beside a program of it in half precision.
+    """The float32 trace of a function, beside a program of it in half precision.
 
     Attributes:
       made: the operation of each equation of the program, by where it stands.
@@ -56,7 +56,7 @@ class Reference:
     unpaired: dict[Path, None] = dataclasses.field(default_factory=dict)
 
     def resolved(self, root: Any) -> Any:
-        """What a value of the program is in the float32 trace; None where that is not known."""
+        """Returns the counterpart of a value in the float32 trace; None where it is not known."""
         if isinstance(root, tuple) and root[0] in ("stacked", "element"):
             inner = self.resolved(root[1])
             return None if inner is None else (root[0], inner, *root[2:])
@@ -140,7 +140,7 @@ class _Pairs:
         self.taken.add(theirs)
 
     def status(self, ours: Operand, theirs: Operand) -> str:
-        """Whether two values are the same; "given" where they are constants, and float32's is another number."""
+        """Returns how two values compare; "given" where they are constants, and float32's is another number."""
         one, other = ours.root, theirs.root
         if isinstance(one, Known) or isinstance(other, Known):
             return _constants(one, other) if isinstance(one, Known) and isinstance(other, Known) else "different"
@@ -180,7 +180,7 @@ class _Pairs:
         return True
 
     def bodies(self) -> None:
-        """What loops carry on and branches return."""
+        """Pairs the carries of loops and the results of branches."""
         for one in self.ours.operations:
             other = self.partner.get(id(one))
             if other is None:
@@ -243,7 +243,7 @@ def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
 
 
 def _order(one: Operation, other: Operation) -> list[int] | None:
-    """Which results of one operation those of the other are; None where there are others.
+    """Returns the order of one operation's results in the other's; None where there are others.
 
     What a loop carries may stand in another order in a backward pass: it is told apart by the module that adds to it.
     """
@@ -282,7 +282,7 @@ def _size(root: Token) -> int | None:
 
 
 def _place(operation: Operation, k: int) -> int:
-    """Where an operand stands among those of the equation."""
+    """Returns the place of an operand among those of the equation."""
     if operation.name == "scan":
         return k + scan_arity(operation.equation)[0]
     return k + (len(operation.equation.invars) - len(operation.operands) if operation.name == "while" else 0)

@@ -29,7 +29,7 @@ def patterns_of(wide: frozenset[Path], candidates: Iterable[Path], drop_root: bo
 
 
 def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[Path, bool]:
-    """What has to be said at which path, outermost first."""
+    """Returns the rules to print, by path, outermost first."""
     said: dict[Path, bool] = {}
     for path in sorted(prefixes, key=lambda path: (len(path), path)):
         inherited = next((said[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in said), False)

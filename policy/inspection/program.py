@@ -92,7 +92,7 @@ class Call:
         return cls(fn, arguments, params, loss_scale)
 
     def differentiated(self) -> list[int]:
-        """Which of the arrays gradients are taken of: the floats of the first argument, if it holds more than one
+        """Returns the arrays that gradients are taken of: the floats of the first argument, if it holds more than one
         array; else all floats."""
         floats = [i for i, a in enumerate(self.arguments.arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
         names = self.arguments.names()
@@ -187,7 +187,7 @@ def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
 
 
 def name_of(path: Any) -> str:
-    """Where a leaf stands in a tree, its keys joined by ``/``; "" for the tree itself."""
+    """Returns the path of a leaf, its keys joined by ``/``; "" for the tree itself."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -261,7 +261,7 @@ def _with_reference(call: Call, program: Program) -> Program:
 
 
 def multiplies_in_half(jaxpr: Any) -> bool:
-    """Whether a program has a matmul or convolution of half operands."""
+    """Returns whether a program has a matmul or convolution of half operands."""
     return any(
         site.name in MATMULS and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
         for site in walk(jaxpr)

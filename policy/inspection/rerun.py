@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class Value:
-    """What stands for one value of the traced program.
+    """One value of the traced program, as it is run.
 
     Attributes:
       arrays: its numbers, once for each lane that computes its own; a lane without one reads the first's.
@@ -48,7 +48,7 @@ class Value:
 
 
 class Lane(Protocol):
-    """What float32 computes where it is not the widened program: see `policy.inspection.lane`."""
+    """The float32 values of what is not the widened program: see `policy.inspection.lane`."""
 
     def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None: ...
     def given(self, chain: Chain, equation: Any) -> Iterable[tuple[int, Any]]: ...
@@ -146,7 +146,7 @@ class Rerun(abc.ABC):
         return [read(atom) for atom in jaxpr.outvars]
 
     def place_of(self, equation: Any) -> Place:
-        """Where an equation stands."""
+        """Returns the position of an equation."""
         name_stack = str(equation.source_info.name_stack)
         is_again = "rematted_computation" in name_stack
         is_backward = "transpose(" in name_stack or self.place.direction == "backward"
@@ -181,7 +181,7 @@ class Rerun(abc.ABC):
         return outputs
 
     def ended(self, values: Sequence[Value]) -> list[Value]:
-        """What the whole program returns, with float32's own values of it."""
+        """Returns the outputs of the whole program, with float32's own values."""
         values = list(values)
         for k, array in () if self.lane is None else self.lane.outputs(values):
             values[k] = self.replaced(self.place, values[k], array)
@@ -251,7 +251,7 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def handler_of(equation: Any) -> Handler | None:
-    """What runs the programs that an equation holds; None where it holds none, or some for other platforms."""
+    """Returns the runner of an equation's programs; None where it holds none, or some for other platforms."""
     is_for_platforms = equation.params.get("branches_platforms") is not None
     return None if is_for_platforms else HANDLERS.get(equation.primitive.name)
 

@@ -28,7 +28,7 @@ _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What was measured of one value: an array (..., len(NAMES)), with an axis for each scan around it."""
+    """Measurements of one value: an array (..., len(NAMES)), with an axis for each scan around it."""
 
     of: Measurement
     array: np.ndarray
@@ -65,7 +65,7 @@ class Findings:
         return self.log.places
 
     def leaving(self, place: Place) -> list[Numbers]:
-        """What leaves a place; the gradients of parameters only where nothing else does."""
+        """Returns the rows that leave a place; gradients of parameters only where nothing else does."""
         found = [n for n in self.numbers if place in n.of.left]
         is_all = place.direction != "backward" or not found
         return found + [n for n in self.numbers if is_all and place in n.of.returned and n not in found]
@@ -147,7 +147,7 @@ def _turn(step: int, place: Place) -> int:
 
 
 def _is_same_loop(one: Numbers, other: Numbers) -> bool:
-    """Whether steps of the two follow each other: a later value may go wrong in an earlier step."""
+    """Returns whether steps of the two follow each other: a later value may go wrong in an earlier step."""
     return one.errors.ndim > 0 and one.of.bodies[:1] == other.of.bodies[:1]
 
 

@@ -1,4 +1,4 @@
-"""Which paths to keep in float32: the cheapest set that meets a budget, as far as measuring tells."""
+"""Searches the paths to keep in float32: the cheapest set that meets a budget, as far as measuring tells."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Search:
         return self.known[wide]
 
     def meets(self, wide: Wide, budget: float) -> bool:
-        """Whether a set is known, or measured, to be within the budget."""
+        """Returns whether a set is known, or measured, to be within the budget."""
         error = self.error(wide)
         return error is not None and error <= budget and wide not in self.refused
 

@@ -1,4 +1,4 @@
-"""How far one array is from another: a handful of numbers, computed where the arrays are."""
+"""Distances between two arrays: a handful of numbers, computed where the arrays are."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ def limit_of(dtype: Any) -> float:
 
 
 def is_discrete(dtype: Any) -> bool:
-    """Whether a dtype holds integers or booleans."""
+    """Returns whether a dtype holds integers or booleans."""
     return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.integer))
 
 
 def is_measurable(dtype: Any) -> bool:
-    """Whether arrays of a dtype can be compared: numbers and booleans, and not keys of random numbers."""
+    """Returns whether arrays of a dtype can be compared: numbers and booleans, and not keys of random numbers."""
     return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))

@@ -26,7 +26,7 @@ _MOST_CONFIRMATIONS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What was measured of one path.
+    """Measurements of one path.
 
     Attributes:
       path: the module path, its names joined by "/".
@@ -223,7 +223,7 @@ def _rules(program: Program, trial: Trial, wide: Wide, policy: Policy | None, fu
 def _real(
     call: Call, policy: Policy | None, program: Program, trial: Trial, wide: Wide, rules: PolicyRules
 ) -> list[np.ndarray]:
-    """What is measured, of the program that the rules give."""
+    """Returns the measured outputs of the program that the rules give."""
     if program.route == "as written":
         kept = frozenset(trial.paths[i] for i in wide)
         body, consts = opened(program.jaxpr)

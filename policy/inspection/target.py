@@ -1,4 +1,4 @@
-"""What a command line names: a function in a module or a file, and the arguments to call it with."""
+"""Resolves the target of a command line: a function in a module or a file, and the arguments to call it with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import jax
 
 
 class CommandError(Exception):
-    """What was asked for can't be done; the message says why."""
+    """Raised where a command can't be carried out; the message says why."""
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def compiled(program: Program, run: Any, *before: Any) -> Any:
 
 
 def floats_of(program: Program, outputs: Sequence[Value]) -> list[Any]:
-    """What is measured, in float32: the gradients, or else the floating and complex arrays among the outputs."""
+    """Returns the measured arrays in float32: the gradients, or else the floating and complex outputs."""
     kept = outputs[len(program.outputs) :] if program.gradients else outputs
     arrays = [output.arrays[0] for output in kept]
     return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
@@ -149,7 +149,7 @@ def _shares(program: Program, modules: set[str] | None) -> tuple[dict[Path, floa
 
 
 def _is_in_half(equation: Any) -> bool:
-    """Whether an equation that holds no program reads or returns half precision."""
+    """Returns whether an equation that holds no program reads or returns half precision."""
     dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
     return not any(True for _ in bodies_of(equation)) and any(is_half(d) for d in dtypes if d is not None)
 

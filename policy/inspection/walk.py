@@ -114,7 +114,7 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
 
 
 def site_of(equation: Any, around: Site | None) -> Site:
-    """Where an equation stands. `around`: what `entered` gave for the body that it stands in; None at the top."""
+    """Returns the position of an equation. `around` is the result of `entered` for its body; None at the top."""
     stack = str(equation.source_info.name_stack)
     if around is not None and around.is_backward and equation.primitive.name in _CHECKPOINTS:
         stack = _once(stack)
@@ -173,7 +173,7 @@ def entered(site: Site, body: Body) -> Site:
 
 
 def _is_of_jax(debug_info: Any) -> bool:
-    """Whether a program is the trace of a function of JAX's own. `debug_info` reads "name at file:line" there."""
+    """Returns whether a program traces a function of JAX's own. `debug_info` reads "name at file:line" there."""
     _, at, place = str(getattr(debug_info, "func_src_info", "")).rpartition(" at ")
     return bool(at) and is_jax_file(place)
 

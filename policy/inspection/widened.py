@@ -25,7 +25,7 @@ _MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general
 
 @functools.cache
 def is_half(dtype: Any) -> bool:
-    """Whether a dtype is floating and narrower than float32."""
+    """Returns whether a dtype is floating and narrower than float32."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
 
 
@@ -101,7 +101,7 @@ def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _keeps(equation: Any) -> bool:
-    """Whether a `reduce_precision` keeps every number of its operand's dtype: then it rounds nothing."""
+    """Returns whether a `reduce_precision` keeps every number of its operand's dtype: then it rounds nothing."""
     info, params = jnp.finfo(dtype_of(equation.invars[0])), equation.params
     return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
 

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 
 from policy.optim.delivery import Delivery
+from policy.optim.storage import PACKED
 
 
-def step_by_platform(finite: jax.Array, apply_step: Any, skip_step: Any, operands: Any) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """A step that is applied, and one that changes nothing.
+
+    Attributes:
+      deliveries: one for each param.
+      as_updates: whether the results are what to add to params.
+      apply_step, skip_step: functions of `operands`. They return each param's result, to be taken by its delivery, and
+        the inner state.
+      operands: params, gradients, the inner state, masters.
+    """
+
+    deliveries: list[Delivery]
+    as_updates: bool
+    apply_step: Callable[[Any], Any]
+    skip_step: Callable[[Any], Any]
+    operands: tuple[Any, Any, Any, Any]
+
+    @property
+    def is_packed(self) -> bool:
+        """True where XLA computes a pair of results in one pass only inside of a branch."""
+        return any(delivery.kind in PACKED for delivery in self.deliveries)
+
+    def applied(self) -> Any:
+        """Applies the step."""
+        return self.apply_step(self.operands)
+
+    def applied_where(self, flag: jax.Array) -> Any:
+        """Applies the step where a () bool is true, which is computed from the gradients."""
+        if self.as_updates:
+            return _step_by_platform(flag, self.apply_step, self.skip_step, self.operands)
+        return self._unpacked(flag)
+
+    def applied_mostly(self, flag: jax.Array) -> Any:
+        """Applies the step where a () bool is true, which is a scalar of the state: then a select costs no pass."""
+        if self.is_packed or any(delivery.kind == "full" for delivery in self.deliveries):
+            return self._unpacked(flag)
+        return selected(flag, self.applied(), self.skip_step(self.operands))
+
+    def _unpacked(self, flag: jax.Array) -> Any:
+        return _unpacked_by_platform(self.deliveries, flag, self.apply_step, self.skip_step, self.operands)
+
+
+def _step_by_platform(finite: jax.Array, apply_step: Any, skip_step: Any, operands: Any) -> Any:
     """`lax.cond`, or on TPUs a select of the two results.
 
     A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step itself. The results
@@ -29,7 +75,7 @@ def step_by_platform(finite: jax.Array, apply_step: Any, skip_step: Any, operand
     )
 
 
-def unpacked_by_platform(
+def _unpacked_by_platform(
     deliveries: list[Delivery], condition: jax.Array, apply_step: Any, skip_step: Any, operands: Any
 ) -> Any:
     """`lax.cond`, after which packed pairs are taken apart; on TPUs in the branches.

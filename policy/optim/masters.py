@@ -49,7 +49,7 @@ def make_masters(params: Any, master_weights: MasterWeights) -> Any:
 
 
 def widen(params: Any, masters: Any, master_weights: MasterWeights) -> Any:
-    """What the inner transform sees as params: float32, or what is wider."""
+    """Returns the params that the inner transform sees: float32, or wider."""
     return jax.tree.map(lambda p, kept: widen_leaf(p, kept, kind_of(p.dtype, master_weights)), params, masters)
 
 

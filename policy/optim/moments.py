@@ -154,7 +154,7 @@ def _check_field(tx: Any, params: Any, name: str, is_first: bool, stochastic: bo
 
 
 def _probe(tx: Any, params: Any, name: str) -> tuple[bool, float]:
-    """Whether a field starts as the params, and the largest share of itself that it keeps."""
+    """Returns whether a field starts as the params, and the largest share of itself that it keeps."""
     small = jax.tree.map(lambda p: jnp.full((1,) * p.ndim, _PROBE_PARAM, jnp.float32), params)
     zero = jax.tree.map(jnp.zeros_like, small)
     suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(small)}

@@ -30,7 +30,7 @@ from policy.loss_scale import (
     require_positive,
     unscale_by_reciprocal,
 )
-from policy.optim.branches import selected, step_by_platform, unpacked_by_platform
+from policy.optim.branches import Branches, selected
 from policy.optim.checks import check_gradients, check_params, check_stepped, differentiated, per_example
 from policy.optim.clip import clip_to_norm, global_norm, mapped_axes
 from policy.optim.delivery import Delivery
@@ -170,19 +170,12 @@ class Recipe:
         belongs: jax.Array | Literal[True],
         as_updates: bool,
     ) -> tuple[Any, MixedPrecisionState]:
-        """`step`, after its checks.
+        """Steps params and state that were checked.
 
         Args:
           belongs: True, or a () bool: the step is left out where it is False.
         """
-        if self.clip_global_norm is not None and per_example(gradients, params):
-            raise ValueError(
-                "clip_global_norm clips one gradient, but gradients are per example, and what takes them clips each: "
-                "leave it out."
-            )
-        norm = None
-        if self.clip_global_norm is not None:
-            norm = global_norm(_true_gradients(gradients, scale, params), self.axis_name)
+        norm = self._norm(gradients, scale, params)
         leaves, tree = jax.tree.flatten(params)
         deliveries = [Delivery.of(leaf, self.master_weights, as_updates) for leaf in leaves]
 
@@ -210,6 +203,7 @@ class Recipe:
             return [d.skipped(p, kept) for d, p, kept in zip(*each, strict=True)], inner
 
         operands = (params, gradients, state.inner, state.masters)
+        branches = Branches(deliveries, as_updates, apply_step, skip_step, operands)
         if belongs is not True and varying_axes(belongs):
             belongs = self.agreed(belongs, gradients)
         if self.skip_nonfinite:
@@ -217,30 +211,16 @@ class Recipe:
             look = functools.partial(self.agreed_finite, gradients, scale, params)
             finite = look() if norm is None else fusion_barrier(jnp.isfinite(norm))
             finite = finite if belongs is True else finite & belongs
-            if as_updates:
-                held, inner = step_by_platform(finite, apply_step, skip_step, operands)
-            else:
-                held, inner = unpacked_by_platform(deliveries, finite, apply_step, skip_step, operands)
+            held, inner = branches.applied_where(finite)
+        elif belongs is not True or branches.is_packed:
+            finite = state.count >= 0 if belongs is True else belongs  # always true, which XLA can't know
+            held, inner = branches.applied_mostly(finite)
         else:
-            finite = jnp.array(True) if belongs is True else belongs
-            if any(d.kind in PACKED for d in deliveries) or (
-                belongs is not True and any(d.kind == "full" for d in deliveries)
-            ):
-                # XLA can't know that the flag is true: a branch is what it computes a packed pair in one pass for
-                held, inner = unpacked_by_platform(deliveries, finite, apply_step, skip_step, operands)
-            else:
-                held, inner = apply_step(operands)
-                if belongs is not True:
-                    held, inner = selected(finite, (held, inner), skip_step(operands))
+            finite = jnp.array(True)
+            held, inner = branches.applied()
         new = [d.result(h, p) for d, h, p in zip(deliveries, held, leaves, strict=True)]
         if self.check_results:
-            held, same_inner = skip_step(operands)
-            same = [d.result(d.unpacked(h), p) for d, h, p in zip(deliveries, held, leaves, strict=True)]
-            before = [*zip(leaves, tree.flatten_up_to(state.masters), strict=True)], state.inner
-            each = zip(deliveries, leaves, new, strict=True)
-            moved = [(p + r if as_updates and d.is_wide else r, kept) for d, p, (r, kept) in each]
-            sound = self.agreed(_stays_finite(before, (moved, inner)), gradients)
-            new, inner = selected(sound, (new, inner), (same, same_inner))
+            sound, new, inner = self._sound(branches, state, (new, inner))
             finite = finite & sound
         return jax.tree.unflatten(tree, [result for result, _ in new]), state._replace(
             inner=inner,
@@ -250,6 +230,36 @@ class Recipe:
             count=_incremented(state.count, finite),
             masters=jax.tree.unflatten(tree, [kept for _, kept in new]),
         )
+
+    def _norm(self, gradients: Any, scale: ArrayLike | None, params: Any) -> jax.Array | None:
+        """The global norm of the true gradients, () float32; None where nothing is clipped."""
+        if self.clip_global_norm is None:
+            return None
+        if per_example(gradients, params):
+            raise ValueError(
+                "clip_global_norm clips one gradient, but gradients are per example, and what takes them clips each: "
+                "leave it out."
+            )
+        return global_norm(_true_gradients(gradients, scale, params), self.axis_name)
+
+    def _sound(
+        self, branches: Branches, state: MixedPrecisionState, results: tuple[list[Any], Any]
+    ) -> tuple[jax.Array, list[Any], Any]:
+        """Returns whether finite leaves stay finite, () bool, and the results of the step, or of none where they don't.
+
+        Args:
+          results: each param's result with what is kept beside it, and the inner state.
+        """
+        params, gradients, _, masters = branches.operands
+        leaves, tree = jax.tree.flatten(params)
+        held, same_inner = branches.skip_step(branches.operands)
+        skipped = zip(branches.deliveries, held, leaves, strict=True)
+        same = [d.result(d.unpacked(h), p) for d, h, p in skipped], same_inner
+        each = zip(branches.deliveries, leaves, results[0], strict=True)
+        moved = [(p + r if branches.as_updates and d.is_wide else r, kept) for d, p, (r, kept) in each]
+        before = [*zip(leaves, tree.flatten_up_to(masters), strict=True)], state.inner
+        sound = self.agreed(_stays_finite(before, (moved, results[1])), gradients)
+        return sound, *selected(sound, results, same)
 
     def agreed_finite(self, gradients: Any, scale: ArrayLike | None, params: Any) -> jax.Array:
         """() bool, the same on every device: whether the squares of all true gradients are finite.

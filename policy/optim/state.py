@@ -1,4 +1,4 @@
-"""What `mixed_precision` keeps between steps, and how to find it."""
+"""The state of `mixed_precision` between steps, and functions that find it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from policy.trees import unboxed
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """How each param was stored when the state was made. It has no leaves: it lives in the tree's structure.
+    """The storage of each param when the state was made. It has no leaves: it lives in the tree's structure.
 
     Attributes:
       master_weights: the mode.

@@ -130,7 +130,7 @@ def _shown(x: Any) -> str:
 
 
 class MixedPrecision(optax.GradientTransformationExtraArgs):
-    """What `mixed_precision` returns: an optax transform whose parts can be read."""
+    """The result of `mixed_precision`: an optax transform whose parts can be read."""
 
     init: Callable[[Any], MixedPrecisionState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[Any, MixedPrecisionState]]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -160,7 +160,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     @property
     def master_weights(self) -> MasterWeights:
-        """How masters are kept."""
+        """The mode in which masters are kept."""
         return self.recipe.master_weights
 
     @property
@@ -180,15 +180,15 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     @property
     def key(self) -> jax.Array | None:
-        """What stochastic rounding draws from, or None."""
+        """The key of stochastic rounding, or None."""
         return self.recipe.key
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether a step with non-finite gradients is left out."""
+        """True where a step with non-finite gradients is skipped."""
         return self.recipe.skip_nonfinite
 
     @property
     def check_results(self) -> bool:
-        """Whether a step with non-finite results is left out."""
+        """True where a step with non-finite results is skipped."""
         return self.recipe.check_results

@@ -1,4 +1,4 @@
-"""What loops hand on in half precision."""
+"""Finds carries of loops that lose digits in half precision."""
 
 from __future__ import annotations
 

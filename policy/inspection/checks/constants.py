@@ -107,7 +107,7 @@ def _is_8_bit_factor(node: Node, value: Value) -> bool:
 
 
 def _is_shift_of_divisor(node: Node) -> bool:
-    """Whether a node adds something to what is divided by, as an epsilon is."""
+    """Returns whether a node adds something to what is divided by, as an epsilon is."""
     return node.name == "add" and any(_divides_by(user, node.out) for user in users(node.out))
 
 

@@ -101,7 +101,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
 
 
 def _is_normalised(value: Value) -> bool:
-    """Whether a wide value was made by arithmetic with an inverse root, as a normalisation's result is."""
+    """Returns whether a wide value was made by arithmetic with an inverse root, as a normalisation's result is."""
     waiting, seen = [value], {id(value)}
     while waiting and len(seen) < _FAR:
         maker = waiting.pop().maker
@@ -129,7 +129,7 @@ def _flops(node: Node) -> int:
 
 
 def _is_no_work(node: Node, is_of_half: bool) -> bool:
-    """Whether a float32 product is no work for matrix units: an outer product, or what is stored times one vector.
+    """Returns whether a float32 product is no work for matrix units: outer, or of a stored array and a vector.
 
     The power iteration of a spectral norm is the second, positions times frequencies is the first.
 
@@ -149,7 +149,7 @@ def _is_no_work(node: Node, is_of_half: bool) -> bool:
 
 
 def _has_leaked(node: Node, origin: Node) -> bool:
-    """Whether anything was computed between where a value was widened and a matmul, or it was in another module."""
+    """Returns whether a value was widened in another module than its matmul, or computed with on the way."""
     if is_cotangent(origin) or is_matmul(origin):
         return False
     if origin.site.path != node.site.path:
@@ -166,6 +166,6 @@ def _views(value: Value) -> Iterator[Value]:
 
 
 def _was_computed(origin: Node) -> bool:
-    """Whether what was widened was the result of arithmetic in half, and no argument of the program."""
+    """Returns whether what was widened was the result of arithmetic in half, and no argument of the program."""
     maker = made_of(origin.inputs[0]).maker
     return maker is not None and not is_joint(maker)

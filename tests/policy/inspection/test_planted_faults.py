@@ -40,7 +40,7 @@ def test_found_by_kind_path_and_operation(fault, place):
 
 
 def test_the_kinds_that_are_planted_here_are_all_but_two():
-    """Which depend on the rest of the program: see test_matmuls.py and test_residuals.py."""
+    """The other two depend on the rest of the program: see test_matmuls.py and test_residuals.py."""
     assert set(KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, RESIDUAL}
 
 

@@ -1,4 +1,4 @@
-"""What half precision is measured against: the function traced in float32, with its constants before rounding."""
+"""The reference of half precision: the function traced in float32, with its constants before rounding."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_constant_between_layers_leaves_rules_to_be_found() -> None:
 
 
 class Block(nn.Module):
-    """What half precision computes in other ways: normalisations, attention, gradients of biases."""
+    """Operations that half precision computes in other ways: normalisations, attention, gradients of biases."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an audit finds in Flax's own layers in bfloat16, and in functions of JAX and Optax."""
+"""Findings of an audit in Flax's own layers in bfloat16, and in functions of JAX and Optax."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def checkpoints(tmp_path_factory):
 
 
 def restored(folder, target):
-    """What Orbax restores into a target's tree, or None where it refuses."""
+    """Restores with Orbax into a target's tree; returns the tree, or None where it refuses."""
     import orbax.checkpoint
 
     like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, target)

@@ -40,7 +40,7 @@ FAULTS = (np.nan, np.inf, -np.inf, 1e20, -3e38)
 
 @strategies.composite
 def trainings(draw: Any) -> dict[str, Any]:
-    """What is trained: the dtypes of two params, and the options of `mixed_precision` for their mode."""
+    """Draws a training: the dtypes of two params, and the options of `mixed_precision` for their mode."""
     dtype = draw(strategies.sampled_from(sorted(MODES)))
     return {
         "dtypes": [dtype, draw(strategies.sampled_from(["float32", dtype]))],

@@ -59,7 +59,7 @@ def test_a_spike_in_any_leaf_is_skipped_and_adam_goes_on(dtype, scale, options):
 
 
 def test_a_spike_does_kill_adam_where_nobody_looks():
-    """What the look is for: with skip_nonfinite=False, as in plain optax, nu is infinite for good."""
+    """The reason for the look: with skip_nonfinite=False, as in plain optax, nu is infinite for good."""
     tx = mixed_precision(optax.adam(0.1), "float32", skip_nonfinite=False)
     start, state, _ = apply_gradients(tx, PARAMS, tx.init(PARAMS), gradients(0, 1e20))
     params = start
