@@ -65,7 +65,7 @@ def mixed_precision(
         memory traffic. `finite` stays True, unless masters were restored from another storage mode, or `check_results`
         finds something.
       check_results: also skips a step that makes a finite leaf of the params, masters or inner state infinite or NaN.
-        For debugging: about twice the memory traffic.
+        For debugging: it moves 2.6 times the bytes of an AdamW step, by XLA:CPU's count.
 
     Returns:
       A `MixedPrecision`. Step with `apply_gradients`, or through optax's own contract.

@@ -193,3 +193,18 @@ def test_check_results_sees_float32_params_that_the_update_makes_infinite():
     updates, state = tx.update(gradients, tx.init(params), params)
     assert not state.finite
     assert_same(updates, {"w": np.zeros(3)})
+
+
+def test_check_results_moves_the_bytes_that_the_docs_say():
+    params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+    gradients = {"w": jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)}
+
+    def moved(check):
+        tx = mixed_precision(optax.adamw(1e-3), "mixed_bfloat16", check_results=check)
+        step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g), donate_argnums=(0, 1))
+        compiled = step.lower(params, jax.eval_shape(tx.init, params), gradients).compile()
+        cost: Any = compiled.cost_analysis()
+        return cost["bytes accessed"] / (512 * 256)
+
+    assert abs(moved(False) - 38) < 1
+    assert moved(True) < 100
