@@ -28,12 +28,14 @@ class Scope:
       rules: the rules in force, or None.
       boundary_open: whether a module's call is under way whose inputs were cast to the policy already.
       in_float32: whether half dtypes are traced as float32, for a reference; every scope inside of it says so too.
+      hands_on_float32: whether layers return float32 to the code around them, which autocast then runs in half.
     """
 
     policy: Policy | None = None
     rules: PolicyRules | None = None
     boundary_open: bool = False
     in_float32: bool = False
+    hands_on_float32: bool = False
 
 
 # Made once, at import: a second user context would retrace everything that was cached before it.

@@ -13,6 +13,7 @@ import flax.linen as flax_nn
 
 from mpmodules import _carries as carries
 from mpmodules.linen._calls import call_under_way, calls
+from mpmodules.linen._own_code import run_inside, run_layer
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
 from policy import boundary
 from policy.policy import Policy
@@ -130,6 +131,8 @@ def run_method(
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
+        if scope.hands_on_float32:
+            return _run_for_autocast(module, method, args, kwargs, scope, lifted=lifted, own_body=own_body)
         is_layer = getattr(type(module), "_is_layer", False)
         if is_layer:
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
@@ -153,6 +156,22 @@ def run_method(
             return outputs
         has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
         return carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
+
+
+def _run_for_autocast(
+    module: Any, method: Callable[..., Any], args: Any, kwargs: Any, scope: Scope, *, lifted: bool, own_body: bool
+) -> Any:
+    """Calls a module inside of a port whose own code autocast runs."""
+    if not hasattr(type(module), "_is_layer"):
+        return run_inside(module, lambda: method(module, *args, **kwargs), scope)
+    has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+
+    def call() -> Any:
+        policy = effective_policy(module, scope).policy
+        cast = (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
+
+    return run_layer(call, scope, carries.given_carry(args, kwargs) if has_carry else None)
 
 
 def _cast_inputs(

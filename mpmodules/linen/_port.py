@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
+from mpmodules._own_code import OwnCode, is_half_anywhere, require_own_code
 from mpmodules.functional import is_half
 from mpmodules.linen._boundary import NOT_BOUNDARIES, is_upstream, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
 from mpmodules.linen._module import LAYER_OF, obeys_policies
+from mpmodules.linen._own_code import call_port
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
@@ -142,7 +144,7 @@ def _adopting(adopter: _Adopter) -> Iterator[None]:
         _entered.adopters -= 1
 
 
-def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False) -> M:
+def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False, own_code: OwnCode = None) -> M:
     """Returns the same linen model under a policy and rules, without an edit.
 
     Every Flax layer in the model, at whatever depth, obeys the policy: in compact and setup style, shared, scanned,
@@ -167,6 +169,7 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
         raise TypeError(f"apply_policy takes a linen module here, but got {model!r} of type {type(model).__name__}.")
     if model.scope is not None:
         raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
+    require_own_code(own_code, keep_explicit)
     policy = require_usable(get_policy(policy))
     rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
     for _, rule_policy in rules or ():
@@ -175,7 +178,7 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
     fields = _fields_of(model)
     if "dtype_policy" in fields:
         fields["dtype_policy"] = policy
-    return _instance(_ported_class(base, policy, rules, keep_explicit), fields)
+    return _instance(_ported_class(base, policy, rules, keep_explicit, own_code), fields)
 
 
 def _fields_of(model: flax_nn.Module) -> dict[str, Any]:
@@ -186,8 +189,15 @@ def _instance(cls: Any, fields: dict[str, Any]) -> Any:
     return cls(**fields, parent=None)
 
 
-def _rebuild(base: type, policy: Policy, rules: PolicyRules | None, keep_explicit: bool, fields: dict) -> Any:
-    return _instance(_ported_class(base, policy, rules, keep_explicit), fields)
+def _rebuild(
+    base: type, policy: Policy, rules: PolicyRules | None, keep_explicit: bool, own_code: OwnCode, fields: dict
+) -> Any:
+    return _instance(_ported_class(base, policy, rules, keep_explicit, own_code), fields)
+
+
+def _inside_of(scope: Scope) -> Scope:
+    """Returns a port's scope inside of the one in force, whose modules may hand on float32."""
+    return dataclasses.replace(scope, hands_on_float32=current_scope().hands_on_float32)
 
 
 def _is_lifted(cls: type, method: Callable[..., Any]) -> bool:
@@ -197,12 +207,20 @@ def _is_lifted(cls: type, method: Callable[..., Any]) -> bool:
 
 
 @functools.cache
-def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_explicit: bool) -> Any:
+def _ported_class(
+    base: Any, policy: Policy, rules: PolicyRules | None, keep_explicit: bool, own_code: OwnCode
+) -> Any:
     """Makes the subclass of `base` whose public methods enter the scope and the adopter."""
     # An explicit param_dtype can't be told from Flax's default.
     interceptor = _Adopter(keep=["dtype"] if keep_explicit else [], composites=True)
     layer = base if hasattr(base, "_is_layer") else adopting_class(base)
     is_layer = getattr(layer, "_is_layer", False) and not _is_lifted(base, inspect.getattr_static(base, "__call__"))
+    autocasts = (
+        not keep_explicit
+        and own_code != "keep"
+        and not hasattr(layer, "_is_layer")
+        and is_half_anywhere(policy, rules)
+    )
     scope = Scope(None if is_layer else policy, rules)  # a layer is a boundary only by a policy of its own
     flax_methods = frozenset(dir(flax_nn.Module)) - {"__call__"}
     fields = {field.name for field in dataclasses.fields(base)}
@@ -217,9 +235,11 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
                 return method(self, *args, **kwargs)
             _entered.classes.append(cls)
             try:
-                with enter(scope, Source("argument", "apply_policy")), _adopting(interceptor):
+                with enter(_inside_of(scope), Source("argument", "apply_policy")), _adopting(interceptor):
                     if lifted and self.scope is not None:  # no interceptor sees it: the boundary is outside of it
                         return run_method(self, method, args, kwargs, lifted=True)
+                    if autocasts and self.scope is not None and not current_scope().hands_on_float32:
+                        return call_port(self, method, args, kwargs, policy, forced=own_code == "autocast")
                     return method(self, *args, **kwargs)
             finally:
                 _entered.classes.pop()
@@ -242,7 +262,7 @@ def _ported_class(base: Any, policy: Policy, rules: PolicyRules | None, keep_exp
 
     @flax_nn.nowrap
     def __reduce__(self: Any) -> Any:
-        return _rebuild, (base, policy, rules, keep_explicit, _fields_of(self))
+        return _rebuild, (base, policy, rules, keep_explicit, own_code, _fields_of(self))
 
     names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)} - flax_methods - fields
     namespace: dict[str, Any] = {

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from policy.amp import regions
 from policy.amp.categories import MATMULS
 from policy.amp.report import OPAQUE_MATMUL, Report
 from policy.amp.settings import Place, Places, Settings
@@ -124,11 +125,12 @@ class Evaluator:
         return "fp32" if names and (names == reads_wide or names == {"exp", "sub"}) else category
 
     def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
-        name = equation.primitive.name
+        name, path = equation.primitive.name, self.path_of(equation)
+        place = self.places[path]
+        if place.is_layer:
+            return _of_layer(equation, values)
         if category == "control" and name in HANDLERS:
             return HANDLERS[name](self, equation, values)
-        path = self.path_of(equation)
-        place = self.places[path]
         if not place.normalises and name != "add_any":
             values = [self._narrowed(value, category, place) for value in values]
         traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
@@ -261,6 +263,19 @@ def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
 
 def _as_traced(equation: Any, values: Sequence[Value]) -> list[Value]:
     return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+
+
+def _of_layer(equation: Any, values: Sequence[Value]) -> list[Value]:
+    """An equation of a layer that obeys a policy itself, as it was traced.
+
+    Its casts at either end are none where the code around it computes in the layer's dtype already.
+    """
+    if equation.primitive.name == "convert_element_type":
+        target = np.dtype(equation.params["new_dtype"])
+        is_handed_on = regions.HANDED_ON in str(equation.source_info.name_stack) and target == F32
+        if is_handed_on or values[0].dtype == target:
+            return [Value(values[0].array)]
+    return _as_traced(equation, values)
 
 
 def _bound_or_traced(equation: Any, values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:

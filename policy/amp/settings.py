@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from policy.amp import regions
 from policy.amp.categories import MATMULS, category_of
 from policy.amp.values import F32
 from policy.paths import Path
@@ -72,10 +73,12 @@ class Place:
     Attributes:
       compute: the dtype of matmuls there; float32 keeps everything there in float32.
       normalises: whether it is a normalisation, which runs in float32 and hands on half.
+      is_layer: whether it is inside of a layer that obeys a policy itself: its dtypes stay as they were traced.
     """
 
     compute: np.dtype
     normalises: bool = False
+    is_layer: bool = False
 
 
 class Places:
@@ -99,8 +102,10 @@ class Places:
 
     def _find(self, path: Path) -> Place:
         settings = self.settings
+        if regions.LAYER in path:
+            return Place(F32, is_layer=True)
         policy = _rule_policy(settings.rules, _named(path))
-        compute = (policy or settings.policy).compute_dtype
+        compute = regions.compute_dtype(path) or (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
         normalises = settings.narrows and policy is None and any(_NORMALISES.fullmatch(name) for name in path)
@@ -125,8 +130,8 @@ class Places:
 
 
 def _named(path: Path) -> Path:
-    """The path without the scope of `full_precision`, which rules know nothing of."""
-    return tuple(name for name in path if name != ISLAND)
+    """The path without scopes that this library opens, which rules know nothing of."""
+    return tuple(name for name in path if name != ISLAND and not regions.is_mark(name))
 
 
 def _names(path: Path) -> list[str]:

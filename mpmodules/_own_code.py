@@ -1,0 +1,123 @@
+"""A port's own code, in modules that know of no policy: where it multiplies, autocast runs it.
+
+Such a port is traced with its own code in float32 and its layers in their policies' dtypes, each handing on float32;
+autocast then runs what is between the layers. A port whose layers do all the multiplying is called as it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal
+
+import jax
+
+from mpmodules._references import is_reference
+from policy.amp import regions
+from policy.amp.ported import Ported
+from policy.policy import Policy
+from policy.rules import PolicyRules
+
+OwnCode = Literal["autocast", "keep"] | None
+_MOST_DECISIONS = 1024
+_MOST_CLASSES = 4  # listed in a warning
+
+
+def require_own_code(own_code: Any, keep_explicit: bool) -> None:
+    """Refuses values of `own_code` that mean nothing.
+
+    Raises:
+      ValueError: it is neither None, "autocast" nor "keep"; or it is "autocast" beside ``keep_explicit=True``.
+    """
+    if own_code not in (None, "autocast", "keep"):
+        raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
+    if own_code == "autocast" and keep_explicit:
+        raise ValueError(
+            "own_code='autocast' traces a model's own code in float32, where explicit dtypes can't be told from the "
+            "rest: leave out keep_explicit=True, or pass own_code='keep'."
+        )
+
+
+def is_half_anywhere(policy: Policy, rules: PolicyRules | None) -> bool:
+    """Returns whether a policy, or one of the rules, computes in less than float32."""
+    return any(each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ())))
+
+
+class Decisions:
+    """What the first call of each ported model showed: the text of its warning; "" where its layers do the work."""
+
+    def __init__(self) -> None:
+        self._known: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> str | None:
+        """Returns what is known of a call, or None."""
+        try:
+            return self._known.get(key)
+        except TypeError:  # a field without a hash
+            return None
+
+    def put(self, key: Hashable, text: str) -> None:
+        """Notes what a call showed; a key without a hash is not noted."""
+        try:
+            with self._lock:
+                self._known[key] = text
+                if len(self._known) > _MOST_DECISIONS:
+                    self._known.popitem(last=False)
+        except TypeError:
+            return
+
+
+def handed_on(outputs: Any, carry: Any = None) -> Any:
+    """Returns a layer's outputs in float32, marked for autocast; a carry keeps the dtypes of the one given."""
+    if carry is not None and isinstance(outputs, tuple) and len(outputs) == 2:
+        return _carry_handed_on(outputs[0], carry), handed_on(outputs[1])
+    return jax.tree.map(lambda x: x if is_reference(x) else regions.handed_on(x), outputs, is_leaf=is_reference)
+
+
+def _carry_handed_on(new: Any, given: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(given):
+        return handed_on(new)
+    return jax.tree.map(lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x), new, given)
+
+
+def described(
+    name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]
+) -> str:
+    """Returns how much of a model is code of its own, by class, and what can be done; "" where none of it multiplies.
+
+    Args:
+      name: of the model's class.
+      call: a call of the model.
+      classes: the name of the class of the module at each path of the call's program.
+      held: the share of the parameters that foreign modules hold themselves, by class.
+    """
+    by_class: collections.Counter[str] = collections.Counter()
+    for path, flops in call.own_matmuls().items():
+        by_class[_class_at(path, classes) or name] += flops
+    if not by_class:
+        return ""
+    total = call.matmuls()
+    flops = {cls: count / total for cls, count in by_class.items()}
+    text = f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes ({_listed(flops)})"
+    if sum(held.values()) >= 0.005:
+        text += f", whose modules hold {_shares(held)} of its parameters ({_listed(held)})"
+    return (
+        f"{text}: apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is meant, or "
+        "own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the dtype attributes of such "
+        "modules, and functions of `policy` (einsum, reductions) obey the policy in force."
+    )
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return f"{sum(shares.values()):.0%}"
+
+
+def _listed(shares: Mapping[str, float]) -> str:
+    most = sorted(shares.items(), key=lambda item: -item[1])[:_MOST_CLASSES]
+    return ", ".join(f"{name} {share:.0%}" for name, share in most)
+
+
+def _class_at(path: tuple[str, ...], classes: Mapping[tuple[str, ...], str]) -> str | None:
+    return next((classes[path[:n]] for n in range(len(path), -1, -1) if path[:n] in classes), None)

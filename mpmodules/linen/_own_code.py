@@ -1,0 +1,188 @@
+"""Calls of linen ports whose own code multiplies: traced as pure functions, and run under autocast."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+from flax.core import lift
+from flax.linen.transforms import decorator_lift_transform
+
+from mpmodules import _carries as carries
+from mpmodules._own_code import Decisions, described, handed_on
+from mpmodules.linen._resolution import effective_policy
+from policy.amp import regions
+from policy.amp.ported import Ported, traced
+from policy.policy import Policy
+from policy.precedence import warn_once
+from policy.scope import Scope, current_scope, enter
+
+Method = Callable[..., Any]
+_decisions = Decisions()
+
+
+class _Decided(Exception):  # noqa: N818: no error: it ends a trace that has shown what it was made for
+    """Ends a trace before its results are put into the module's scope."""
+
+
+def call_port(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy, *, forced: bool
+) -> Any:
+    """Calls the outermost method of a port in force, its own code under autocast where it multiplies.
+
+    Args:
+      module: the port, bound; its scope and its adopter are in force.
+      method: the function that Flax wraps.
+      policy: the port's.
+      forced: whether autocast was asked for by name.
+    """
+    key = _key(module, method)
+    text = "" if forced else _decisions.get(key)
+    if text is None:
+        text = _shown(module, method, args, kwargs)
+        _decisions.put(key, text)
+    if not forced:
+        if not text:
+            return method(module, *args, **kwargs)
+        warn_once(text)
+    if module.is_initializing():  # dtypes and shapes as in a call; initialisers are none of autocast's business
+        with enter(_tracing(current_scope())):
+            outputs = method(module, *args, **kwargs)
+    else:
+        outputs = _lifted(method, lambda call: call.run(policy))(module, *args, **kwargs)
+    return carries.cast_outputs(policy, outputs, has_carry=False)
+
+
+def _key(module: Any, method: Method) -> Hashable:
+    fields = [(f.name, getattr(module, f.name, None)) for f in dataclasses.fields(module) if f.name != "parent"]
+    return type(module), getattr(method, "__name__", ""), tuple(fields)
+
+
+def _tracing(scope: Scope) -> Scope:
+    return dataclasses.replace(scope, hands_on_float32=True)
+
+
+def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns what a call shows of the code that no layer makes; nothing of the trace remains."""
+    found: list[str] = []
+    seen: dict[tuple[str, ...], type] = {}
+
+    def look(call: Ported) -> Any:
+        name = type(module).__name__
+        classes = {(name, *path): cls.__name__ for path, cls in seen.items()}
+        found.append(described(name, call, classes, _held(module, seen)))
+        raise _Decided
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        seen.setdefault(context.module.path, type(context.module))
+        return next_fun(*args, **kwargs)
+
+    try:
+        with flax_nn.intercept_methods(note):
+            _lifted(method, look)(module, *args, **kwargs)
+    except _Decided:
+        return found[0]
+    raise RuntimeError("The trace of a port ended before it was looked at.")  # pragma: no cover
+
+
+def _lifted(method: Method, then: Callable[[Ported], Any]) -> Method:
+    """Returns `method` as a pure function of variables and arguments, traced and handed to `then`."""
+
+    def transform(core: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            params, others = _params_and_others(variables)
+
+            def call(params: Any, others: Any, inputs: Any) -> Any:
+                variables, rngs = others
+                args, kwargs = inputs
+                with enter(_tracing(current_scope())):
+                    scopes = scope_fn(_joined(params, variables), rngs)
+                    outputs = core(scopes, *args, **kwargs)
+                    return outputs, repack(scopes)
+
+            return then(traced(call, params, (others, rngs), (args, kwargs)))
+
+        packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
+
+        def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
+            counters = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
+            before = copy.deepcopy(counters)
+            try:
+                return packed(scopes, *args, **kwargs)
+            except _Decided:
+                for counts, old in zip(counters, before, strict=True):
+                    _put_back(counts, old)
+                raise
+
+        return lifted
+
+    return decorator_lift_transform(transform, method)
+
+
+def _put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Sets the counters of a scope's random streams, and those of scopes inside of it, to what they were."""
+    for key in list(counters):
+        if key not in before:
+            del counters[key]
+        elif isinstance(counters[key], dict):
+            _put_back(counters[key], before[key])
+        else:
+            counters[key] = before[key]
+
+
+def _params_and_others(groups: Any) -> tuple[Any, Any]:
+    """Divides the variables of each scope in each group into `params` and the rest."""
+    params = [[_only(scope, lambda name: name == "params") for scope in group] for group in groups]
+    others = [[_only(scope, lambda name: name != "params") for scope in group] for group in groups]
+    return params, others
+
+
+def _only(collections_: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, Any]:
+    return {name: tree for name, tree in collections_.items() if keeps(name)}
+
+
+def _joined(params: Any, others: Any) -> Any:
+    return tuple(
+        tuple({**of_params, **of_others} for of_params, of_others in zip(*pair, strict=True))
+        for pair in zip(params, others, strict=True)
+    )
+
+
+def _held(module: Any, seen: Mapping[tuple[str, ...], type]) -> dict[str, float]:
+    """Returns the shares of the parameters that foreign modules hold themselves, by class."""
+    sizes: collections.Counter[str] = collections.Counter()
+    total = 0
+    leaves = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
+    for path, leaf in leaves:
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        owner = next((seen[names[:n]] for n in range(len(names), -1, -1) if names[:n] in seen), None)
+        total += leaf.size
+        if owner is not None and not hasattr(owner, "_is_layer"):
+            sizes[owner.__name__] += leaf.size
+    return {name: size / total for name, size in sizes.items()} if total else {}
+
+
+def run_inside(module: Any, call: Callable[[], Any], scope: Scope) -> Any:
+    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no boundary."""
+    policy = effective_policy(module, scope).policy
+    if policy is None:
+        return call()
+    with enter(dataclasses.replace(scope, policy=policy, boundary_open=True)), regions.computes_in(policy.compute_dtype):
+        return call()
+
+
+def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
+    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves it as it is.
+
+    Args:
+      call: calls it, its inputs cast.
+      scope: the one in force.
+      given_carry: the carry that it is called with, or None.
+    """
+    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
+        return handed_on(call(), given_carry)

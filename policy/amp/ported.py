@@ -1,0 +1,134 @@
+"""A model's own code under autocast, around layers that obey policies themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from policy.amp import calls as calls  # fills the handlers
+from policy.amp import regions
+from policy.amp.categories import MATMULS
+from policy.amp.evaluator import Evaluator
+from policy.amp.settings import Places, Settings
+from policy.amp.sharing import repeated
+from policy.amp.values import F32, Value, cast, float_dtype
+from policy.inspection.costs import flops_of
+from policy.inspection.walk import Site, walk
+from policy.paths import Path
+from policy.policy import Policy
+from policy.programs import opened
+from policy.tracing import Arguments, is_array
+
+_CONVOLUTIONS = frozenset(("conv_general_dilated",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ported:
+    """A call of a ported model, traced with its own code in float32 and its layers in their policies' dtypes.
+
+    Attributes:
+      jaxpr: the program.
+      arrays: its operands, in the dtypes that they are stored in.
+      is_param: which of them are parameters.
+      restored: puts the program's results back into what the call returned.
+    """
+
+    jaxpr: Any
+    arrays: Sequence[Any]
+    is_param: Sequence[bool]
+    restored: Callable[[Sequence[Any]], Any]
+
+    def own_matmuls(self) -> Counter[Path]:
+        """Returns the FLOPs of the matmuls and convolutions of the model's own code, by module path.
+
+        Products without a sum, as those of positions and frequencies, and what is to run in float32 are left out.
+        """
+        found: Counter[Path] = Counter()
+        for site in walk(self.jaxpr):
+            if site.name in MATMULS and _sums(site.equation) and _is_wide(site.equation):
+                names = _marks(site)
+                dtype = regions.compute_dtype(names)
+                if regions.LAYER not in names and not site.in_island and dtype is not None and dtype != F32:
+                    found[site.path] += site.count * flops_of(site.equation)
+        return found
+
+    def matmuls(self) -> int:
+        """Returns the FLOPs of all matmuls and convolutions."""
+        return sum(site.count * flops_of(site.equation) for site in walk(self.jaxpr) if site.name in MATMULS)
+
+    def run(self, policy: Policy) -> Any:
+        """Runs the call, its own code under autocast."""
+        body, consts = opened(self.jaxpr)
+        settings = Settings(policy)
+        places = Places(settings, repeated(body))
+        values = [Value(a, is_param) for a, is_param in zip(self.arrays, self.is_param, strict=True)]
+        outputs = Evaluator(settings, places).run(body, [Value(const) for const in consts], values)
+        return self.restored([output.array for output in outputs])
+
+
+def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> Ported:
+    """Traces ``call(params, others, inputs)``; half parameters and inputs are float32 to it."""
+    arguments = Arguments.of((params, others, inputs), {})
+    counts = [sum(map(is_array, jax.tree.leaves(tree))) for tree in (params, others, inputs)]
+    is_param = [kind == 0 for kind, count in enumerate(counts) for _ in range(count)]
+    is_state = [kind == 1 for kind, count in enumerate(counts) for _ in range(count)]
+    arrays = [
+        array if stays or not _is_half(array) else cast(array, F32)
+        for array, stays in zip(arguments.arrays, is_state, strict=True)
+    ]
+    returned: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        (params, others, inputs), _ = arguments.filled(arrays)
+        leaves, treedef = jax.tree.flatten(call(params, others, inputs))
+        returned[:] = leaves, treedef
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    dtypes = [float_dtype(atom.aval) for atom in opened(jaxpr)[0].outvars]
+    leaves, treedef = returned
+    static = [None if is_array(leaf) else leaf for leaf in leaves]
+    is_dynamic = [is_array(leaf) for leaf in leaves]
+    returned.clear()  # tracers of a trace that has ended
+
+    def restored(results: Sequence[Any]) -> Any:
+        arrays = iter(
+            array if dtype is None else cast(array, dtype) for array, dtype in zip(results, dtypes, strict=True)
+        )
+        found = [next(arrays) if dynamic else leaf for dynamic, leaf in zip(is_dynamic, static, strict=True)]
+        return jax.tree.unflatten(treedef, found)
+
+    return Ported(jaxpr, arguments.arrays, is_param, restored)
+
+
+def _is_half(array: Any) -> bool:
+    dtype = float_dtype(array)
+    return dtype is not None and dtype.itemsize < F32.itemsize
+
+
+def _is_wide(equation: Any) -> bool:
+    return all(float_dtype(atom.aval) == F32 for atom in equation.invars[:2])
+
+
+def _sums(equation: Any) -> bool:
+    """Returns whether a matmul contracts anything."""
+    numbers = equation.params.get("dimension_numbers")
+    if equation.primitive.name in _CONVOLUTIONS or numbers is None:
+        return True
+    (contracted, _), _ = getattr(numbers, "dot_dimension_numbers", numbers)
+    return bool(contracted)
+
+
+def _marks(site: Site | None) -> Path:
+    """Returns the marks around an equation, the innermost last."""
+    found: list[str] = []
+    while site is not None:
+        names = str(site.equation.source_info.name_stack).replace("(", "/").replace(")", "/").split("/")
+        found = [*filter(regions.is_mark, names), *found]
+        site = site.around
+    return tuple(found)
