@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
@@ -68,6 +68,26 @@ def recording() -> Iterator[Recorded]:
 
 
 calls = _Calls()
+
+
+@contextlib.contextmanager
+def roots_unchecked() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Makes no call in a block a root's, as those by which Flax validates a setup; yields a context that undoes it."""
+    outer = calls.seen
+    calls.seen = {} if outer is None else outer
+    try:
+        yield lambda: _seen(outer)
+    finally:
+        calls.seen = outer
+
+
+@contextlib.contextmanager
+def _seen(seen: dict[str, set[type]] | None) -> Iterator[None]:
+    before, calls.seen = calls.seen, seen
+    try:
+        yield
+    finally:
+        calls.seen = before
 
 
 def is_innermost(module: flax_nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
 from mpmodules._own_code import Decisions, described, handed_on
+from mpmodules.linen._calls import roots_unchecked
 from mpmodules.linen._resolution import effective_policy
 from policy.amp import regions
 from policy.amp.ported import Ported, traced
@@ -93,35 +95,42 @@ def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str,
 def _lifted(method: Method, then: Callable[[Ported], Any]) -> Method:
     """Returns `method` as a pure function of variables and arguments, traced and handed to `then`."""
 
-    def transform(core: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            params, others = _params_and_others(variables)
+    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with roots_unchecked() as checked:
+            transform = functools.partial(_transform, then=then, checked=checked)
+            return decorator_lift_transform(transform, method)(module, *args, **kwargs)
 
-            def call(params: Any, others: Any, inputs: Any) -> Any:
-                variables, rngs = others
-                args, kwargs = inputs
-                with enter(_tracing(current_scope())):
-                    scopes = scope_fn(_joined(params, variables), rngs)
-                    outputs = core(scopes, *args, **kwargs)
-                    return outputs, repack(scopes)
+    return called
 
-            return then(traced(call, params, (others, rngs), (args, kwargs)))
 
-        packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
+def _transform(core: Callable[..., Any], *, then: Callable[[Ported], Any], checked: Callable[[], Any]) -> Any:
+    """Lifts a function of scopes: its variables and random keys become arguments of a traced function."""
 
-        def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
-            counters = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
-            before = copy.deepcopy(counters)
-            try:
-                return packed(scopes, *args, **kwargs)
-            except _Decided:
-                for counts, old in zip(counters, before, strict=True):
-                    _put_back(counts, old)
-                raise
+    def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        params, others = _params_and_others(variables)
 
-        return lifted
+        def call(params: Any, others: Any, inputs: Any) -> Any:
+            (variables, rngs), (args, kwargs) = others, inputs
+            with enter(_tracing(current_scope())), checked():
+                scopes = scope_fn(_joined(params, variables), rngs)
+                outputs = core(scopes, *args, **kwargs)
+                return outputs, repack(scopes)
 
-    return decorator_lift_transform(transform, method)
+        return then(traced(call, params, (others, rngs), (args, kwargs)))
+
+    packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
+
+    def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        counters = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
+        before = copy.deepcopy(counters)
+        try:
+            return packed(scopes, *args, **kwargs)
+        except _Decided:
+            for counts, old in zip(counters, before, strict=True):
+                _put_back(counts, old)
+            raise
+
+    return lifted
 
 
 def _put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
