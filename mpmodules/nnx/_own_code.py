@@ -1,0 +1,157 @@
+"""Calls of nnx ports whose own code multiplies: traced as pure functions, and run under autocast."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx as flax_nnx
+
+from mpmodules import _carries as carries
+from mpmodules._own_code import OwnCode, described, handed_on
+from mpmodules._references import is_reference
+from policy.amp import regions
+from policy.amp.ported import Ported, traced
+from policy.policy import Policy
+from policy.precedence import warn_once
+from policy.scope import Scope, current_scope, enter
+
+
+class OwnCodeOf:
+    """How a foreign module's own code runs in a port, and what the first call of each method showed of it.
+
+    It is static metadata of the module: copies share it, and two are equal where the code runs alike.
+
+    Attributes:
+      asked: "autocast", "keep", or None: under autocast where the code multiplies.
+    """
+
+    def __init__(self, asked: OwnCode):
+        self.asked: OwnCode = asked
+        self.known: dict[str, str] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnCodeOf) and other.asked == self.asked
+
+    def __hash__(self) -> int:
+        return hash((OwnCodeOf, self.asked))
+
+    def __repr__(self) -> str:
+        return f"OwnCodeOf({self.asked!r})"
+
+    def __reduce__(self) -> Any:
+        return OwnCodeOf, (self.asked,)
+
+
+def own_code_of(module: Any) -> OwnCodeOf | None:
+    """Returns the note on a foreign module of a port; None of other modules."""
+    return vars(module).get("_own_code")
+
+
+def call_port(
+    module: Any, note: OwnCodeOf, name: str, plainly: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls the outermost method of a port, its own code under autocast where it multiplies.
+
+    Args:
+      module: a foreign module of the port.
+      note: the module's.
+      name: the method's.
+      plainly: calls the method as it is.
+      args, kwargs: its arguments.
+    """
+    if note.asked == "keep":
+        return plainly()
+    policy: Policy = module.dtype_policy
+    text = "" if note.asked else note.known.get(name)
+    if text == "" and not note.asked:
+        return plainly()
+    call = _Call(module, name, args, kwargs)
+    if text is None:
+        text = note.known[name] = described(type(module).__name__, call.ported, *_classes_and_shares(module))
+        if not text:
+            return plainly()
+    if text:
+        warn_once(text)
+    return carries.cast_outputs(policy, call.run(policy), has_carry=False)
+
+
+class _Call:
+    """A call of a module as one of a pure function: state goes in and out.
+
+    Attributes:
+      ported: the call, traced.
+    """
+
+    def __init__(self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        from mpmodules.nnx._tracing import named_modules
+
+        leaves, treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_reference)
+        is_node = [isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable)) for leaf in leaves]
+        self.nodes = tuple(leaf for leaf, is_one in zip(leaves, is_node, strict=True) if is_one)
+        inputs = [leaf for leaf, is_one in zip(leaves, is_node, strict=True) if not is_one]
+        graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
+
+        def pure(params: Any, rest: Any, inputs: Any) -> Any:
+            nodes = flax_nnx.merge(graph, params, rest, copy=True)
+            merged, given = iter(nodes), iter(inputs)
+            filled = [next(merged) if is_one else next(given) for is_one in is_node]
+            root, args, kwargs = jax.tree.unflatten(treedef, filled)
+            with named_modules(nodes), enter(dataclasses.replace(current_scope(), hands_on_float32=True)):
+                out = getattr(root, name)(*args, **kwargs)
+            return out, flax_nnx.state(nodes, flax_nnx.Variable)
+
+        self.ported: Ported = traced(pure, params, rest, inputs)
+
+    def run(self, policy: Policy) -> Any:
+        """Runs the call, and puts what it changed of the state in place."""
+        out, state = self.ported.run(policy)
+        before = dict(flax_nnx.to_flat_state(flax_nnx.state(self.nodes, flax_nnx.Variable)))
+        changed = [
+            (path, new)
+            for path, new in flax_nnx.to_flat_state(state)
+            if path not in before or jax.tree.leaves(new)[0] is not jax.tree.leaves(before[path])[0]
+        ]
+        if changed:
+            flax_nnx.update(self.nodes, flax_nnx.from_flat_state(changed))
+        return out
+
+
+def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[str, float]]:
+    """Returns the class of the module at each path, and the shares of the parameters that foreign ones hold."""
+    name, total = type(module).__name__, 0
+    classes: dict[tuple[str, ...], str] = {}
+    sizes: collections.Counter[str] = collections.Counter()
+    for path, child in flax_nnx.iter_modules(module):
+        classes[(name, *map(str, path))] = type(child).__name__
+        for _, value in flax_nnx.iter_children(child):
+            if isinstance(value, flax_nnx.Param):
+                size = sum(leaf.size for leaf in jax.tree.leaves(value))
+                total += size
+                if own_code_of(child) is not None:
+                    sizes[type(child).__name__] += size
+    return classes, {cls: size / total for cls, size in sizes.items()} if total else {}
+
+
+def run_inside(module: Any, call: Callable[[], Any], scope: Scope) -> Any:
+    """Calls a foreign module inside of a port that is traced for autocast: it is no boundary."""
+    policy: Policy | None = module.dtype_policy
+    if policy is None:
+        return call()
+    with enter(dataclasses.replace(scope, policy=policy, boundary_open=True)), regions.computes_in(policy.compute_dtype):
+        return call()
+
+
+def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
+    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves it as it is.
+
+    Args:
+      call: calls it, its inputs cast.
+      scope: the one in force.
+      given_carry: the carry that it is called with, or None.
+    """
+    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
+        return handed_on(call(), given_carry)
