@@ -29,13 +29,17 @@ _FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
 # Our layer for each of Flax's; filled as the layers are defined.
 LAYER_OF: dict[type, type] = {}
 
+# The attribute that marks a ported module of a class that is not ours (`mpmodules.nnx._entries.Port`).
+PORT = "_policy_port"
+
 
 @dataclasses.dataclass
 class _Frame:
-    """One construction: the source of its policy, and whether it is captured yet."""
+    """One construction: the source of its policy, whether it is captured yet, and the module."""
 
     source: Source
     captured: bool = False
+    module: Any = None
 
 
 class _Building(threading.local):
@@ -84,6 +88,11 @@ class ModuleMeta(type(flax_nnx.Module)):
         if policy is not None and source.own and source.kind == "argument":
             _refuse_children_from_outside(module, policy, (args, kwargs))
         return module
+
+    def _pytree_meta_construct(cls, self: Any, *args: Any, **kwargs: Any) -> None:
+        if _building.frames:
+            _building.frames[-1].module = self
+        super()._pytree_meta_construct(self, *args, **kwargs)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -186,9 +195,20 @@ def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., Non
     return __init__
 
 
+def is_ours(cls: type) -> bool:
+    """Returns whether a class is one of ours, rather than one of Flax's that only passes ``issubclass(_, Module)``."""
+    return hasattr(cls, "_policy_source")
+
+
 def obeys_policies(module: Any) -> bool:
-    """Returns whether `module` is one of ours, rather than a Flax Module that only passes ``isinstance(_, Module)``."""
-    return hasattr(type(module), "_policy_source")
+    """Returns whether `module` carries a policy, or could: it is one of ours, or `apply_policy` ported it."""
+    return is_ours(type(module)) or PORT in getattr(module, "__dict__", ())
+
+
+def as_ours(module: Any) -> Any:
+    """Returns a view of our class on a ported module of Flax's: both have the same attributes. Others are returned."""
+    port = None if is_ours(type(module)) else vars(module).get(PORT)
+    return module if port is None else port.view(module)
 
 
 def _refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
@@ -224,9 +244,9 @@ def _captured_from(module: Any, policy: Policy) -> bool:
     if captured is None:
         return False
     same: dict[str, Any] = {}
-    if module._explicit_dtype is not None:
+    if getattr(module, "_explicit_dtype", None) is not None:
         same |= {"compute_dtype": policy.compute_dtype, "output_dtype": policy.output_dtype, "reduction_dtype": None}
-    if module._explicit_param_dtype is not None:
+    if getattr(module, "_explicit_param_dtype", None) is not None:
         same["param_dtype"] = policy.param_dtype
     return captured.replace(**same) == policy.replace(**{name: value for name, value in same.items() if value is None})
 
@@ -237,10 +257,11 @@ def _captured_from(module: Any, policy: Policy) -> bool:
 
 
 class _Calls(threading.local):
-    """The number of module calls under way in this thread, and the boundaries below the outermost, by class."""
+    """The module calls under way in this thread: how many, the innermost module, the boundaries below the outermost."""
 
     def __init__(self) -> None:
         self.depth = 0
+        self.module: Any = None
         self.crossed: dict[str, Policy] = {}
 
 
@@ -250,15 +271,21 @@ _calls = _Calls()
 def install_boundaries(cls: Any) -> None:
     """Puts the boundary around each public method that `cls` adds, transformed ones (nnx.jit, nnx.remat) included."""
     for name in {name for base in cls.__mro__ if base is not object for name in vars(base)}:
-        if (name.startswith("_") and name != "__call__") or name in _FLAX_METHODS or name in NOT_BOUNDARIES:
+        if not is_boundary_name(name):
             continue
         method = inspect.getattr_static(cls, name)
-        if not _is_method(method) or method.__dict__.get("_policy_boundary") is method:
+        if not is_method(method) or method.__dict__.get("_policy_boundary") is method:
             continue
         setattr(cls, name, _with_boundary(method, name))
 
 
-def _is_method(attribute: Any) -> bool:
+def is_boundary_name(name: str) -> bool:
+    """Returns whether a method of that name is public, and no method of every module."""
+    return (name == "__call__" or not name.startswith("_")) and name not in _FLAX_METHODS and name not in NOT_BOUNDARIES
+
+
+def is_method(attribute: Any) -> bool:
+    """Returns whether an attribute of a class is a method of instances, transformed ones included."""
     if inspect.isfunction(attribute):
         return True
     if isinstance(attribute, staticmethod | classmethod | property | type | functools.partial):
@@ -292,24 +319,35 @@ def run_method(
     is_upstream: bool,
     signature_of: Any,
 ) -> Any:
-    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` captured."""
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` carries.
+
+    Every call of a public method of a module that obeys policies comes through here, ours or ported.
+
+    Args:
+      module: the module, of its own class.
+      method: the method without a boundary; Flax's own and ours are called with a module of our class.
+      name: the name that the method has in its class.
+      is_upstream: whether the method is Flax's own, or ours in its place.
+      signature_of: the function whose signature names the arguments, `self` first.
+    """
     scope = current_scope()
     policy, cls = module.dtype_policy, type(module)
+    kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if _calls.depth == 0:
         _warn_of_scope(module, scope)
-    if cls._is_layer:
+    if kind._is_layer:
         crosses = boundary.layer_crosses(scope, policy, module._policy_source.own)
     else:
         crosses = boundary.module_crosses(scope, policy)
     is_step, is_loop = _is_step(module, name), _is_loop(module, name)
-    if crosses and not (cls._is_layer and cls._takes_inputs_as_they_come):
+    if crosses and not (kind._is_layer and kind._takes_inputs_as_they_come):
         args, kwargs = carries.cast_inputs(
             policy,
             args,
             kwargs,
             is_step=is_step,
             is_loop=is_loop,
-            keep=cls.keep_inputs,
+            keep=getattr(cls, "keep_inputs", ()),
             signature=lambda: _without_self(signature_of),
         )
     explained = contextlib.nullcontext()
@@ -318,24 +356,35 @@ def run_method(
             _calls.crossed[cls.__name__] = policy
         else:
             explained = carries.scan_explained(_calls.crossed)
+    caller, _calls.module = _calls.module, module
     _calls.depth += 1
     try:
         inner = boundary.inside(scope, policy) if crosses else scope
         with explained, enter(inner, module._policy_source.for_those_inside(cls.__name__) if crosses else None):
-            if is_upstream and cls._is_layer:
-                outputs = module._call_layer(crosses, method, name, args, kwargs)
+            if is_upstream and kind._is_layer:
+                outputs = as_ours(module)._call_layer(crosses, method, name, args, kwargs)
             else:
-                outputs = method(module, *args, **kwargs)
+                outputs = method(as_ours(module) if is_upstream else module, *args, **kwargs)
     finally:
+        _calls.module = caller
         _calls.depth -= 1
         if not _calls.depth:
             _calls.crossed.clear()
     if is_step and policy is not None:
         outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
-    if not crosses or policy is None:
-        return outputs
     has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
-    return carries.cast_outputs(policy, outputs, has_carry=has_carry)
+    if crosses and policy is not None:
+        outputs = carries.cast_outputs(policy, outputs, has_carry=has_carry)
+    if caller is None or caller is module or is_upstream or scope.policy is None or not _casts_outputs(module):
+        return outputs
+    handed_on = scope.policy.replace(output_dtype=scope.policy.compute_dtype)
+    return carries.cast_outputs(handed_on, outputs, has_carry=has_carry)
+
+
+def _casts_outputs(module: Any) -> bool:
+    """Returns whether a module was ported with `cast_submodules`."""
+    port = vars(module).get(PORT)
+    return port is not None and port.casts_outputs
 
 
 def _is_step(module: Any, name: str) -> bool:
@@ -354,6 +403,8 @@ def _without_self(method: Any) -> inspect.Signature:
 
 
 def _warn_of_scope(module: Any, scope: Scope) -> None:
+    if any(frame.module is module for frame in _building.frames):  # its policy is captured when it is built
+        return
     if scope.policy is not None and not scope.boundary_open and not _captured_from(module, scope.policy):
         captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
         warn_once(

@@ -1,15 +1,18 @@
-"""Policies for built nnx models, ours or not: attributes are set, parameters cast, and Flax's classes made ours."""
+"""Policies for built nnx models, ours or not: attributes are set, parameters cast, and methods made boundaries."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules.nnx._module import LAYER_OF, Module, obeys_policies
+from mpmodules.nnx._entries import is_container, layer_class, port_of
+from mpmodules.nnx._module import LAYER_OF, is_ours, obeys_policies
 from policy.casting import cast_floating
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
@@ -20,87 +23,114 @@ from policy.sources import NO_SOURCE, Source
 M = TypeVar("M", bound=flax_nnx.Module)
 
 
-@functools.cache
-def adopting_class(cls: type, *, composites: bool) -> type | None:
-    """Returns our class for instances of a Flax class, or of a user's derived from it; None of other classes."""
-    if issubclass(cls, Module) and hasattr(cls, "_policy_source"):
-        return None
-    for base in cls.__mro__:
-        ours = LAYER_OF.get(base)
-        if ours is not None:
-            return ours if base is cls else _combined(cls, ours)
-    return _combined(cls, Module) if composites and issubclass(cls, flax_nnx.Module) else None
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of `apply_policy`."""
+
+    keep_explicit: bool = False
+    dtype_fields: bool = False
+    cast_submodules: bool = False
 
 
-@functools.cache
-def _combined(cls: type, ours: type) -> type:
-    """Makes a class with the name of `cls` that derives from it and from ours."""
-    meta, own = type(ours), type(cls)
-    if not issubclass(meta, own):
-        meta = own if issubclass(own, meta) else type(own.__name__, (own, meta), {})
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-
-    def __reduce__(self: Any) -> Any:
-        return _unpickled, (cls, ours), self.__getstate__()  # the class can't be found by its name: that is cls's
-
-    return meta(cls.__name__, (cls, ours), {**names, "__reduce__": __reduce__})
-
-
-def _unpickled(cls: type, ours: type) -> Any:
-    return object.__new__(_combined(cls, ours))
-
-
-def _effective(module: Any, policy: Policy | None, source: Source, *, keep_explicit: bool, where: str) -> Effective:
+def _effective(module: Any, policy: Policy | None, source: Source, options: _Options, *, where: str) -> Effective:
     """Returns the policy that a module is to obey, with its own dtype where that is kept."""
-    if policy is None or not _has_dtypes(module):
+    if policy is None or not (_has_dtypes(module) or (options.dtype_fields and hasattr(module, "dtype"))):
         return Effective(policy, policy, source)
     return with_explicit_dtypes(
         policy,
         source=source,
-        dtype=_explicit_dtype(module) if keep_explicit else None,
+        dtype=_explicit_dtype(module) if options.keep_explicit else None,
         what=type(module).__name__,
         where=where,
     )
 
 
-def _adopt(module: Any, policy: Policy | None, source: Source, *, composites: bool) -> None:
-    """Makes one built module obey `policy`: its class, its dtype attributes and its own variables."""
-    ours = adopting_class(type(module), composites=composites)
-    if ours is not None:
-        explicit = _explicit_dtype(module)
-        object.__setattr__(module, "__class__", ours)
-        if explicit is not None:
-            module._explicit_dtype = explicit
-        _replace_attention(module)
-    if not obeys_policies(module):
+def _adopt(module: Any, policy: Policy, source: Source, options: _Options, *, is_root: bool) -> None:
+    """Makes one built module obey `policy`: its methods, its dtype attributes and its own variables."""
+    if is_container(module):
+        _cast_variables(module, policy)
         return
+    if not is_ours(type(module)):
+        _put_port(module, casts_outputs=options.cast_submodules and not is_root)
+    _obey(module, policy, source)
+    if options.dtype_fields and not _takes_dtypes(type(module)):
+        _set_dtype_fields(module, policy)
+
+
+def _put_port(module: Any, *, casts_outputs: bool = False) -> None:
+    """Makes a module of a class that is not ours one that carries a policy; its class stays."""
+    port = port_of(type(module), casts_outputs and not _is_flaxs(type(module)))
+    explicit = _explicit_dtype(module)
+    module._policy_port = port
+    if explicit is not None:
+        module._explicit_dtype = explicit
+    _replace_attention(module)
+
+
+def _obey(module: Any, policy: Policy | None, source: Source) -> None:
+    """Puts a policy on a module that can carry one."""
     if policy is not None:
-        if _has_dtypes(module) and not any(_is_complex(dtype) for dtype in (module.dtype, module.param_dtype)):
+        is_layer = _takes_dtypes(type(module)) and _has_dtypes(module)
+        if is_layer and not any(_is_complex(dtype) for dtype in (module.dtype, module.param_dtype)):
             module.dtype = policy.compute_dtype
             module.param_dtype = policy.param_dtype
-        for _, variable in _children(module):
-            if isinstance(variable, flax_nnx.Param):
-                variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
-            elif isinstance(variable, flax_nnx.Cache):  # keys and values are written into it as they are computed
-                variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
-    if policy is not None or module.dtype_policy is not None:
+        _cast_variables(module, policy)
+    if policy is not None or not hasattr(module, "dtype_policy") or module.dtype_policy is not None:
         module.dtype_policy = policy
         module._policy_source = NO_SOURCE if policy is None else source
+
+
+def _cast_variables(module: Any, policy: Policy) -> None:
+    for _, variable in _children(module):
+        if isinstance(variable, flax_nnx.Param):
+            variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
+        elif isinstance(variable, flax_nnx.Cache):  # keys and values are written into it as they are computed
+            variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
+
+
+def _set_dtype_fields(module: Any, policy: Policy) -> None:
+    """Sets the dtype attributes of a module that is no layer to what the policy says."""
+    for name, dtype in (("dtype", policy.compute_dtype), ("param_dtype", policy.param_dtype)):
+        value = inspect.getattr_static(module, name, NotImplemented)
+        found = None if value is None else _dtype_of(value)
+        if value is None or (found is not None and jnp.issubdtype(found, jnp.floating)):
+            setattr(module, name, dtype.name if isinstance(value, str) else dtype)
 
 
 def _has_dtypes(module: Any) -> bool:
     return hasattr(module, "dtype") and hasattr(module, "param_dtype")
 
 
+@functools.cache
+def _takes_dtypes(cls: type) -> bool:
+    """Returns whether a class is, or derives from, a layer of Flax's that is built with `dtype` and `param_dtype`."""
+    names = {"dtype", "param_dtype"}
+    return any(names <= set(inspect.signature(base.__init__).parameters) for base in cls.__mro__ if base in LAYER_OF)
+
+
+def _is_flaxs(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "flax"
+
+
 def _is_complex(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _dtype_of(value: Any) -> Any:
+    """Returns the dtype that an attribute holds, or None where it holds another thing."""
+    try:
+        return None if value is None else jnp.dtype(value)
+    except TypeError:
+        return None
 
 
 def _explicit_dtype(module: Any) -> Any:
     """Returns the dtype that a layer was given, or None; Flax's Embed fills in its table's where it was given none."""
     if obeys_policies(module):
-        return module._explicit_dtype
+        return getattr(module, "_explicit_dtype", None)
     dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
+    if _dtype_of(dtype) is None:
+        return None
     return None if embedding is not None and dtype == embedding.dtype else dtype
 
 
@@ -115,27 +145,34 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
     """Makes the Flax layers that a layer of ours has just built obey its policy, and the class rules in force."""
     rules = current_scope().rules
     for path, child in flax_nnx.iter_modules(module):
-        if path and not obeys_policies(child):
-            rule = rules.rule_for(None, type(child)) if rules else None
-            inherited = policy, module._policy_source.for_those_inside(type(module).__name__)
-            _adopt(child, *(inherited if rule is None else _of_rule(rule)), composites=False)
-            cast(Any, child)._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
+        if not path or obeys_policies(child) or layer_class(type(child)) is None:
+            continue
+        rule = rules.rule_for(None, type(child)) if rules else None
+        inherited = policy, module._policy_source.for_those_inside(type(module).__name__)
+        if type(child) in LAYER_OF:  # nobody has seen it yet: it can become ours
+            object.__setattr__(child, "__class__", LAYER_OF[type(child)])
+            _replace_attention(child)
+        else:
+            _put_port(child)
+        _obey(child, *(inherited if rule is None else _of_rule(rule)))
+        cast(Any, child)._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
 
 
 def _children(node: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Yields the modules and variables that a module holds, itself or in lists and dicts, and the keys to each."""
+    """Returns the modules and variables that a node holds, itself or in lists, tuples and dicts, and the keys to each."""
+    held = vars(node)
+    if getattr(node, "_pytree__is_pytree", False):
+        held = {name: held[name] for name, is_data in node._pytree__nodes.items() if is_data and name in held}
+    leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=_is_child)
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)
+        for path, leaf in leaves
+        if _is_child(leaf)
+    ]
 
-    entered: list[Any] = []
 
-    def is_child(x: Any) -> bool:
-        entered.append(x)
-        return len(entered) > 1 and isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)  # the first one is node itself
-
-    leaves = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_child)
-    if [path for path, _ in leaves] == [()]:  # made with pytree=False: JAX can't look inside
-        return [((str(key),), child) for key, child in flax_nnx.iter_children(node)]
-    names = [(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf) for path, leaf in leaves]
-    return [(path, leaf) for path, leaf in names if is_child(leaf)]
+def _is_child(x: Any) -> bool:
+    return isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)
 
 
 def _paths(module: flax_nnx.Module) -> dict[tuple[str, ...], flax_nnx.Module]:
@@ -153,22 +190,35 @@ def _paths(module: flax_nnx.Module) -> dict[tuple[str, ...], flax_nnx.Module]:
     return {path: found[path] for path in sorted(found, key=len)}
 
 
-def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None, *, keep_explicit: bool = False) -> M:
+def apply_policy(
+    model: M,
+    policy: Policy | str,
+    rules: RulesLike | None = None,
+    *,
+    keep_explicit: bool = False,
+    dtype_fields: bool = False,
+    cast_submodules: bool = False,
+) -> M:
     """Puts a built nnx model under a policy and rules, in place, and returns it.
 
     Every layer obeys the policy, or the first rule that matches its path or class, or a rule that holds above it; a
     submodule that was built with its own `dtype_policy=` keeps that. A module that is shared obeys the first rule that
     matches one of its paths. Floating parameters are cast to param_dtype and decoding caches to compute_dtype,
-    statistics are not. Modules of Flax's own classes, and of classes derived from them, become boundaries
-    and layers of ours: their class is replaced by one of the same name that derives from theirs.
+    statistics are not. Public methods of Flax's modules, and of classes derived from them, become boundaries; Flax's
+    layers run as ours do. Modules keep their classes: methods are wrapped in the class that defines them, once, and
+    behave as before for other instances.
 
     Args:
       model: an nnx module, Flax's own or ours.
       policy: a Policy or its text form.
       rules: `PolicyRules` or an argument for them. A module's path is the names of the attributes and the indices
         that lead to it, joined by ``/``.
-      keep_explicit: whether a dtype that a Flax layer was built with holds against the policy. A param_dtype can't be
-        told from the default and never does.
+      keep_explicit: whether a dtype that a module was built with holds against the policy. A param_dtype can't be told
+        from the default and never does.
+      dtype_fields: whether to set the attributes `dtype` and `param_dtype` of modules that are not layers, to
+        compute_dtype and param_dtype, where they hold a floating dtype or None.
+      cast_submodules: whether methods of modules below the root that are neither Flax's nor ours return their floating
+        outputs in the compute_dtype of the module that calls them, so that branches of two dtypes can be added.
 
     Raises:
       TypeError: `model` is no nnx module.
@@ -183,6 +233,7 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
         require_usable(rule_policy)
     paths = _paths(model)
     rules.check({"/".join(path): type(module) for path, module in paths.items()})
+    options = _Options(keep_explicit, dtype_fields, cast_submodules)
     holding: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # what the modules below each inherit
     plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
@@ -195,9 +246,9 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
         holding[path] = held, source.for_those_inside(where)
         planned = plan.get(id(module))
         if planned is None or (source.own and source.kind == "rule" and not planned[1].own):
-            plan[id(module)] = module, _effective(module, held, source, keep_explicit=keep_explicit, where=where)
+            plan[id(module)] = module, _effective(module, held, source, options, where=where)
     for module, effective in plan.values():
-        _adopt(module, effective.policy, effective.source, composites=True)
+        _adopt(module, cast(Policy, effective.policy), effective.source, options, is_root=module is model)
     return model
 
 

@@ -15,7 +15,7 @@ from flax import nnx as flax_nnx
 from mpmodules._carries import indexing_lengths, step_in
 from mpmodules.functional import HalfSafe, is_half, widen
 from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
-from mpmodules.nnx._module import Module
+from mpmodules.nnx._module import Module, as_ours
 from mpmodules.nnx._port import adopt_children
 from policy.casting import cast_floating
 from policy.policy import Policy
@@ -159,8 +159,9 @@ class RNN(Module, flax_nnx.RNN):
         Returns:
           The outputs of all steps, or a pair of the last carry and the outputs where `return_carry`.
         """
-        if initial_carry is not None and isinstance(self.cell, Cell):
-            initial_carry = self.cell._cast_carry(initial_carry)
+        cell = as_ours(self.cell)
+        if initial_carry is not None and isinstance(cell, Cell):
+            initial_carry = cell._cast_carry(initial_carry)
         loop: Any = self
         policy: Any = self.dtype_policy
         if policy is not None:
@@ -189,7 +190,7 @@ class RNN(Module, flax_nnx.RNN):
         and the gradient of each is summed over the steps in float32: JAX sums that of a loop's carry in
         the carry's dtype.
         """
-        cell: Any = self.cell
+        cell: Any = as_ours(self.cell)
         if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
             return False
         if inspect.unwrap(type(cell).__call__).__module__.split(".")[0] not in ("flax", "mpmodules"):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx as flax_nnx
@@ -86,7 +86,7 @@ class _Naming(threading.local):
 _naming = _Naming()
 _PATH = "_policy_path"
 _patched: dict[type, list[Any]] = {}  # the class's own `__call__`, or None, and how many namings want it wrapped
-_lock = threading.Lock()
+classes_lock = threading.RLock()  # held by whoever replaces methods of classes
 
 
 @contextlib.contextmanager
@@ -137,38 +137,57 @@ def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _wrap(cls: type) -> None:
-    with _lock:
+    with classes_lock:
         if cls in _patched:
             _patched[cls][1] += 1
             return
-        _patched[cls] = [cls.__dict__.get("__call__"), 1]
-        call: Any = cls.__call__
+        patch = _patched[cls] = [cls.__dict__.get("__call__"), 1]
 
-        @functools.wraps(call)
+        @functools.wraps(cast(Any, cls).__call__)
         def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Looked up now: a port may have replaced it since. And in `cls`: that of a subclass may be what called this.
+            own = _inherited(cls) if patch[0] is None else patch[0]
+            call = own.__get__(self, type(self))
             path = _path_of(self)
             if path is None or path == _naming.here:
-                return call(self, *args, **kwargs)
+                return call(*args, **kwargs)
             here = _naming.here
             relative = path[len(here) :] if path[: len(here)] == here else path
             _naming.here = path
             try:
                 with jax.named_scope("/".join(relative)):
-                    return call(self, *args, **kwargs)
+                    return call(*args, **kwargs)
             finally:
                 _naming.here = here
 
-        cls.__call__ = named  # type: ignore[method-assign]
+        cast(Any, cls).__call__ = named
+
+
+def _inherited(cls: type) -> Any:
+    return next(vars(base)["__call__"] for base in cls.__mro__[1:] if "__call__" in vars(base))
 
 
 def _unwrap(cls: type) -> None:
-    with _lock:
+    with classes_lock:
         own, count = _patched[cls]
         if count > 1:
             _patched[cls][1] = count - 1
             return
         del _patched[cls]
         if own is None:
-            del cls.__call__
+            del cast(Any, cls).__call__
         else:
-            cls.__call__ = own  # type: ignore[method-assign]
+            cast(Any, cls).__call__ = own
+
+
+def defined(cls: type, name: str) -> Any:
+    """Returns a method as a class defines it, without the naming that may be around it; None where it defines none."""
+    return _patched[cls][0] if name == "__call__" and cls in _patched else vars(cls).get(name)
+
+
+def redefine(cls: type, name: str, method: Any) -> None:
+    """Replaces a method that a class defines, inside of the naming that may be around it. Call under `classes_lock`."""
+    if name == "__call__" and cls in _patched:
+        _patched[cls][0] = method
+    else:
+        type.__setattr__(cls, name, method)

@@ -1,0 +1,171 @@
+"""Entries: the boundary around methods of classes that know nothing of policies, put where a method is defined.
+
+A ported module keeps its class. The public methods of that class, and of its bases, are wrapped once, in the class that
+defines each; a wrapper asks the instance whether it is ported, and otherwise calls straight through. Thus the methods of
+two classes are the same object, or differ, as they did before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import nnx as flax_nnx
+
+from mpmodules.nnx._module import (
+    LAYER_OF,
+    NOT_BOUNDARIES,
+    PORT,
+    Module,
+    as_ours,
+    is_boundary_name,
+    is_method,
+    is_ours,
+    run_method,
+)
+from mpmodules.nnx._tracing import classes_lock, defined, redefine
+
+_ENTRY = "_policy_entry"
+
+
+@dataclasses.dataclass(frozen=True)
+class Port:
+    """Static metadata that marks a ported module of a class that is not ours. Unpickling it wraps the class's methods.
+
+    Attributes:
+      cls: the module's class.
+      casts_outputs: whether floating outputs of the class's own methods are cast to the compute_dtype of their caller.
+    """
+
+    cls: type
+    casts_outputs: bool = False
+
+    @property
+    def kind(self) -> type:
+        """The class of ours whose rules hold for the module: that of its Flax layer, or else `Module`."""
+        return layer_class(self.cls) or Module
+
+    def view(self, module: Any) -> Any:
+        """Returns a module of ours that shares all attributes with a ported one; other modules as they are."""
+        if layer_class(self.cls) is None:
+            return module
+        view = object.__new__(_view_class(self.cls))
+        object.__setattr__(view, "__dict__", vars(module))
+        return view
+
+    def __reduce__(self) -> Any:
+        return port_of, (self.cls, self.casts_outputs)
+
+
+def port_of(cls: type, casts_outputs: bool = False) -> Port:
+    """Wraps the methods of a class, and returns the metadata of a ported instance."""
+    wrap_methods(cls)
+    return Port(cls, casts_outputs)
+
+
+@functools.cache
+def layer_class(cls: type) -> Any:
+    """Returns our class for a Flax class, or for a user's that derives from it; None for other classes."""
+    return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
+
+
+@functools.cache
+def _view_class(cls: Any) -> type:
+    """Returns our class, or for a user's class that derives from Flax's one that derives from both."""
+    ours = layer_class(cls)
+    if cls in LAYER_OF:
+        return ours
+    meta, own = type(ours), type(cls)
+    if not issubclass(meta, own):
+        meta = own if issubclass(own, meta) else type(own.__name__, (own, meta), {})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return meta(cls.__name__, (cls, ours), names, pytree=cls._pytree__is_pytree)
+
+
+def wrap_methods(cls: type) -> None:
+    """Puts an entry around each public method that `cls` and its bases define; those that have one keep it."""
+    with classes_lock:
+        for base in reversed(cls.__mro__):
+            for name, method in _methods(base):
+                redefine(base, name, _entry(base, name, method))
+
+
+def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yields the methods of a class that get an entry, ``__call__`` before its aliases."""
+    if is_ours(cls) or cls.__module__.split(".")[0] in sys.stdlib_module_names:
+        return
+    is_upstream, ours = _is_upstream(cls), LAYER_OF.get(cls)
+    for name in sorted(vars(cls), key=lambda name: name != "__call__"):
+        method = defined(cls, name)
+        if not is_method(method) or vars(method).get(_ENTRY) is method:
+            continue
+        if name in NOT_BOUNDARIES and ours is not None:
+            if inspect.getattr_static(ours, name) is not method:
+                yield name, method
+        elif is_boundary_name(name) and (ours is not None or name == "__call__" or not is_upstream):
+            yield name, method
+
+
+def _is_upstream(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "flax"
+
+
+class _TransformedEntry:
+    """The entry around a transformed method, such as nnx.jit makes; it has the attributes of that method."""
+
+    def __init__(self, method: Any, call: Callable[..., Any]):
+        self.__wrapped__, self.__doc__ = method, method.__doc__
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self._call, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["__wrapped__"], name)
+
+
+def _entry(owner: type, name: str, method: Any) -> Any:
+    """Returns the entry of a method; one function under two names, or in two classes, has one entry."""
+    made = vars(method).get(_ENTRY)
+    if made is not None and made.__wrapped__ is method:
+        return made
+    straight = method if inspect.isfunction(method) else _calling(method)
+    body, is_upstream = _body(owner, name, straight), _is_upstream(owner)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if PORT not in getattr(self, "__dict__", ()) or is_ours(type(self)):
+            return straight(self, *args, **kwargs)
+        if name in NOT_BOUNDARIES:
+            return body(as_ours(self), *args, **kwargs)
+        return run_method(self, body, args, kwargs, name=name, is_upstream=is_upstream, signature_of=method)
+
+    entry = call if inspect.isfunction(method) else _TransformedEntry(method, call)
+    vars(entry)[_ENTRY] = vars(method)[_ENTRY] = entry
+    return entry
+
+
+def _calling(method: Any) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: method.__get__(self, type(self))(*args, **kwargs)
+
+
+def _body(owner: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what a ported module runs: our method in place of a Flax layer's, without the boundary around it."""
+    ours = LAYER_OF.get(owner)
+    if ours is None:
+        return method
+    found = inspect.getattr_static(ours, name)
+    return found.__wrapped__ if vars(found).get("_policy_boundary") is found else found
+
+
+def is_container(module: Any) -> bool:
+    """Returns whether a module is nothing but what it holds: an attribute of a Dict would be an item of it."""
+    return isinstance(module, flax_nnx.Dict) or type(module) is flax_nnx.List
