@@ -7,8 +7,10 @@ autocast then runs what is between the layers. A port whose layers do all the mu
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -18,30 +20,32 @@ from policy.amp import regions
 from policy.amp.ported import Ported
 from policy.policy import Policy
 from policy.rules import PolicyRules
+from policy.scope import Scope, current_scope, enter
 
 OwnCode = Literal["autocast", "keep"] | None
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
 
 
-def require_own_code(own_code: Any, keep_explicit: bool) -> None:
-    """Refuses values of `own_code` that mean nothing.
+def resolved(
+    own_code: OwnCode, policy: Policy, rules: PolicyRules | None, *, keep_explicit: bool, dtype_fields: bool
+) -> OwnCode:
+    """Returns `own_code`, or "keep" where there is nothing for autocast to do.
 
     Raises:
-      ValueError: it is neither None, "autocast" nor "keep"; or it is "autocast" beside ``keep_explicit=True``.
+      ValueError: it is neither None, "autocast" nor "keep"; or it is "autocast" beside an option that needs the code's
+        own dtypes.
     """
     if own_code not in (None, "autocast", "keep"):
         raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
-    if own_code == "autocast" and keep_explicit:
+    beside = [name for name, given in (("keep_explicit", keep_explicit), ("dtype_fields", dtype_fields)) if given]
+    if own_code == "autocast" and beside:
         raise ValueError(
-            "own_code='autocast' traces a model's own code in float32, where explicit dtypes can't be told from the "
-            "rest: leave out keep_explicit=True, or pass own_code='keep'."
+            f"own_code='autocast' runs a model's own code in the policy's dtypes, whatever the code names: leave out "
+            f"{beside[0]}=True, or pass own_code='keep'."
         )
-
-
-def is_half_anywhere(policy: Policy, rules: PolicyRules | None) -> bool:
-    """Returns whether a policy, or one of the rules, computes in less than float32."""
-    return any(each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ())))
+    is_half = any(each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ())))
+    return own_code if is_half and not beside else "keep"
 
 
 class Decisions:
@@ -67,6 +71,37 @@ class Decisions:
                     self._known.popitem(last=False)
         except TypeError:
             return
+
+
+def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None) -> Any:
+    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no boundary.
+
+    Args:
+      call: calls it.
+      scope: the one in force.
+      policy: what the module obeys.
+    """
+    if policy is None:
+        return call()
+    with enter(dataclasses.replace(scope, policy=policy, boundary_open=True)), regions.computes_in(policy.compute_dtype):
+        return call()
+
+
+def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
+    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves it as it is.
+
+    Args:
+      call: calls it, its inputs cast.
+      scope: the one in force.
+      given_carry: the carry that it is called with, or None.
+    """
+    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
+        return handed_on(call(), given_carry)
+
+
+def tracing() -> contextlib.AbstractContextManager[Any]:
+    """Puts a scope in force in which layers hand on float32."""
+    return enter(dataclasses.replace(current_scope(), hands_on_float32=True))
 
 
 def handed_on(outputs: Any, carry: Any = None) -> Any:

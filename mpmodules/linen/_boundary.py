@@ -12,8 +12,8 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules import _carries as carries
+from mpmodules._own_code import run_inside, run_layer
 from mpmodules.linen._calls import call_under_way, calls
-from mpmodules.linen._own_code import run_inside, run_layer
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
 from policy import boundary
 from policy.policy import Policy
@@ -163,7 +163,7 @@ def _run_for_autocast(
 ) -> Any:
     """Calls a module inside of a port whose own code autocast runs."""
     if not hasattr(type(module), "_is_layer"):
-        return run_inside(module, lambda: method(module, *args, **kwargs), scope)
+        return run_inside(lambda: method(module, *args, **kwargs), scope, effective_policy(module, scope).policy)
     has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
 
     def call() -> Any:

@@ -15,14 +15,11 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import Decisions, described, handed_on
+from mpmodules._own_code import Decisions, described, tracing
 from mpmodules.linen._calls import roots_unchecked
-from mpmodules.linen._resolution import effective_policy
-from policy.amp import regions
 from policy.amp.ported import Ported, traced
 from policy.policy import Policy
 from policy.precedence import warn_once
-from policy.scope import Scope, current_scope, enter
 
 Method = Callable[..., Any]
 _decisions = Decisions()
@@ -53,7 +50,7 @@ def call_port(
             return method(module, *args, **kwargs)
         warn_once(text)
     if module.is_initializing():  # dtypes and shapes as in a call; initialisers are none of autocast's business
-        with enter(_tracing(current_scope())):
+        with tracing():
             outputs = method(module, *args, **kwargs)
     else:
         outputs = _lifted(method, lambda call: call.run(policy))(module, *args, **kwargs)
@@ -63,10 +60,6 @@ def call_port(
 def _key(module: Any, method: Method) -> Hashable:
     fields = [(f.name, getattr(module, f.name, None)) for f in dataclasses.fields(module) if f.name != "parent"]
     return type(module), getattr(method, "__name__", ""), tuple(fields)
-
-
-def _tracing(scope: Scope) -> Scope:
-    return dataclasses.replace(scope, hands_on_float32=True)
 
 
 def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -111,7 +104,7 @@ def _transform(core: Callable[..., Any], *, then: Callable[[Ported], Any], check
 
         def call(params: Any, others: Any, inputs: Any) -> Any:
             (variables, rngs), (args, kwargs) = others, inputs
-            with enter(_tracing(current_scope())), checked():
+            with tracing(), checked():
                 scopes = scope_fn(_joined(params, variables), rngs)
                 outputs = core(scopes, *args, **kwargs)
                 return outputs, repack(scopes)
@@ -174,24 +167,3 @@ def _held(module: Any, seen: Mapping[tuple[str, ...], type]) -> dict[str, float]
         if owner is not None and not hasattr(owner, "_is_layer"):
             sizes[owner.__name__] += leaf.size
     return {name: size / total for name, size in sizes.items()} if total else {}
-
-
-def run_inside(module: Any, call: Callable[[], Any], scope: Scope) -> Any:
-    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no boundary."""
-    policy = effective_policy(module, scope).policy
-    if policy is None:
-        return call()
-    with enter(dataclasses.replace(scope, policy=policy, boundary_open=True)), regions.computes_in(policy.compute_dtype):
-        return call()
-
-
-def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
-    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves it as it is.
-
-    Args:
-      call: calls it, its inputs cast.
-      scope: the one in force.
-      given_carry: the carry that it is called with, or None.
-    """
-    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
-        return handed_on(call(), given_carry)

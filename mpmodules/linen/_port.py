@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules._own_code import OwnCode, is_half_anywhere, require_own_code
+from mpmodules._own_code import OwnCode, resolved
 from mpmodules.functional import is_half
 from mpmodules.linen._boundary import NOT_BOUNDARIES, is_upstream, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
@@ -169,11 +169,11 @@ def apply_policy(model: M, policy: Policy | str, rules: RulesLike | None = None,
         raise TypeError(f"apply_policy takes a linen module here, but got {model!r} of type {type(model).__name__}.")
     if model.scope is not None:
         raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
-    require_own_code(own_code, keep_explicit)
     policy = require_usable(get_policy(policy))
     rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
     for _, rule_policy in rules or ():
         require_usable(rule_policy)
+    own_code = resolved(own_code, policy, rules, keep_explicit=keep_explicit, dtype_fields=False)
     base = getattr(type(model), "_ported_from", type(model))
     fields = _fields_of(model)
     if "dtype_policy" in fields:
@@ -215,12 +215,7 @@ def _ported_class(
     interceptor = _Adopter(keep=["dtype"] if keep_explicit else [], composites=True)
     layer = base if hasattr(base, "_is_layer") else adopting_class(base)
     is_layer = getattr(layer, "_is_layer", False) and not _is_lifted(base, inspect.getattr_static(base, "__call__"))
-    autocasts = (
-        not keep_explicit
-        and own_code != "keep"
-        and not hasattr(layer, "_is_layer")
-        and is_half_anywhere(policy, rules)
-    )
+    autocasts = own_code != "keep" and not hasattr(layer, "_is_layer")
     scope = Scope(None if is_layer else policy, rules)  # a layer is a boundary only by a policy of its own
     flax_methods = frozenset(dir(flax_nn.Module)) - {"__call__"}
     fields = {field.name for field in dataclasses.fields(base)}

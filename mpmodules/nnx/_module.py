@@ -7,14 +7,16 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
+from mpmodules._own_code import run_inside, run_layer
 from mpmodules._references import is_reference
+from mpmodules.nnx._own_code import call_port, own_code_of
 from policy import boundary
 from policy.policy import Policy, get_policy
 from policy.precedence import warn_once
@@ -330,6 +332,68 @@ def run_method(
       is_upstream: whether the method is Flax's own, or ours in its place.
       signature_of: the function whose signature names the arguments, `self` first.
     """
+    scope, note = current_scope(), own_code_of(module)
+    plainly = functools.partial(
+        _run_method, module, method, name=name, is_upstream=is_upstream, signature_of=signature_of
+    )
+    if scope.hands_on_float32:
+        if note is None:
+            return _run_layer_for_autocast(module, plainly, args, kwargs, name=name, signature_of=signature_of)
+        own = as_ours(module) if is_upstream else module
+        return run_inside(lambda: method(own, *args, **kwargs), scope, module.dtype_policy)
+    if note is None or _calls.depth:
+        return plainly(args, kwargs)
+    return call_port(module, note, name, lambda: plainly(args, kwargs), args, kwargs, _call_under_way)
+
+
+@contextlib.contextmanager
+def _call_under_way() -> Iterator[None]:
+    _calls.depth += 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def _run_layer_for_autocast(
+    module: Any, plainly: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, signature_of: Any
+) -> Any:
+    """Calls a module that obeys policies inside of a port whose own code autocast runs."""
+    is_step, is_loop = _is_step(module, name), _is_loop(module, name)
+    has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
+
+    def call() -> Any:
+        if module.dtype_policy is None:
+            return plainly(args, kwargs)
+        return plainly(*_cast_inputs(module, module.dtype_policy, args, kwargs, name, signature_of))
+
+    return run_layer(call, current_scope(), carries.given_carry(args, kwargs) if has_carry else None)
+
+
+def _cast_inputs(
+    module: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, signature_of: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return carries.cast_inputs(
+        policy,
+        args,
+        kwargs,
+        is_step=_is_step(module, name),
+        is_loop=_is_loop(module, name),
+        keep=getattr(type(module), "keep_inputs", ()),
+        signature=lambda: _without_self(signature_of),
+    )
+
+
+def _run_method(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    is_upstream: bool,
+    signature_of: Any,
+) -> Any:
     scope = current_scope()
     policy, cls = module.dtype_policy, type(module)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
@@ -341,15 +405,7 @@ def run_method(
         crosses = boundary.module_crosses(scope, policy)
     is_step, is_loop = _is_step(module, name), _is_loop(module, name)
     if crosses and not (kind._is_layer and kind._takes_inputs_as_they_come):
-        args, kwargs = carries.cast_inputs(
-            policy,
-            args,
-            kwargs,
-            is_step=is_step,
-            is_loop=is_loop,
-            keep=getattr(cls, "keep_inputs", ()),
-            signature=lambda: _without_self(signature_of),
-        )
+        args, kwargs = _cast_inputs(module, policy, args, kwargs, name, signature_of)
     explained = contextlib.nullcontext()
     if crosses and policy is not None:
         if _calls.depth:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import OwnCode, described, handed_on
+from mpmodules._own_code import OwnCode, described, tracing
 from mpmodules._references import is_reference
-from policy.amp import regions
 from policy.amp.ported import Ported, traced
 from policy.policy import Policy
 from policy.precedence import warn_once
-from policy.scope import Scope, current_scope, enter
 
 
 class OwnCodeOf:
@@ -52,7 +50,13 @@ def own_code_of(module: Any) -> OwnCodeOf | None:
 
 
 def call_port(
-    module: Any, note: OwnCodeOf, name: str, plainly: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any,
+    note: OwnCodeOf,
+    name: str,
+    plainly: Callable[[], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inside: Callable[[], AbstractContextManager[None]],
 ) -> Any:
     """Calls the outermost method of a port, its own code under autocast where it multiplies.
 
@@ -62,6 +66,7 @@ def call_port(
       name: the method's.
       plainly: calls the method as it is.
       args, kwargs: its arguments.
+      inside: a context in which calls are no outermost ones.
     """
     if note.asked == "keep":
         return plainly()
@@ -69,7 +74,8 @@ def call_port(
     text = "" if note.asked else note.known.get(name)
     if text == "" and not note.asked:
         return plainly()
-    call = _Call(module, name, args, kwargs)
+    with inside():
+        call = _Call(module, name, args, kwargs)
     if text is None:
         text = note.known[name] = described(type(module).__name__, call.ported, *_classes_and_shares(module))
         if not text:
@@ -100,7 +106,7 @@ class _Call:
             merged, given = iter(nodes), iter(inputs)
             filled = [next(merged) if is_one else next(given) for is_one in is_node]
             root, args, kwargs = jax.tree.unflatten(treedef, filled)
-            with named_modules(nodes), enter(dataclasses.replace(current_scope(), hands_on_float32=True)):
+            with named_modules(nodes), tracing():
                 out = getattr(root, name)(*args, **kwargs)
             return out, flax_nnx.state(nodes, flax_nnx.Variable)
 
@@ -134,24 +140,3 @@ def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[s
                 if own_code_of(child) is not None:
                     sizes[type(child).__name__] += size
     return classes, {cls: size / total for cls, size in sizes.items()} if total else {}
-
-
-def run_inside(module: Any, call: Callable[[], Any], scope: Scope) -> Any:
-    """Calls a foreign module inside of a port that is traced for autocast: it is no boundary."""
-    policy: Policy | None = module.dtype_policy
-    if policy is None:
-        return call()
-    with enter(dataclasses.replace(scope, policy=policy, boundary_open=True)), regions.computes_in(policy.compute_dtype):
-        return call()
-
-
-def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
-    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves it as it is.
-
-    Args:
-      call: calls it, its inputs cast.
-      scope: the one in force.
-      given_carry: the carry that it is called with, or None.
-    """
-    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
-        return handed_on(call(), given_carry)

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
+from mpmodules._own_code import OwnCode, resolved
 from mpmodules.nnx._entries import is_container, layer_class, port_of
 from mpmodules.nnx._module import LAYER_OF, is_ours, obeys_policies
+from mpmodules.nnx._own_code import OwnCodeOf
 from policy.casting import cast_floating
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
@@ -30,6 +32,7 @@ class _Options:
     keep_explicit: bool = False
     dtype_fields: bool = False
     cast_submodules: bool = False
+    own_code: OwnCode = None
 
 
 def _effective(module: Any, policy: Policy | None, source: Source, options: _Options, *, where: str) -> Effective:
@@ -52,9 +55,17 @@ def _adopt(module: Any, policy: Policy, source: Source, options: _Options, *, is
         return
     if not is_ours(type(module)):
         _put_port(module, casts_outputs=options.cast_submodules and not is_root)
+        if _runs_own_code(type(module)):
+            module._own_code = OwnCodeOf(options.own_code)
     _obey(module, policy, source)
     if options.dtype_fields and not _takes_dtypes(type(module)):
         _set_dtype_fields(module, policy)
+
+
+@functools.cache
+def _runs_own_code(cls: type) -> bool:
+    """Returns whether a class is no layer of Flax's, or one that only calls what it holds."""
+    return layer_class(cls) is None or issubclass(cls, flax_nnx.Sequential)
 
 
 def _put_port(module: Any, *, casts_outputs: bool = False) -> None:
@@ -198,6 +209,7 @@ def apply_policy(
     keep_explicit: bool = False,
     dtype_fields: bool = False,
     cast_submodules: bool = False,
+    own_code: OwnCode = None,
 ) -> M:
     """Puts a built nnx model under a policy and rules, in place, and returns it.
 
@@ -233,7 +245,8 @@ def apply_policy(
         require_usable(rule_policy)
     paths = _paths(model)
     rules.check({"/".join(path): type(module) for path, module in paths.items()})
-    options = _Options(keep_explicit, dtype_fields, cast_submodules)
+    own_code = resolved(own_code, policy, rules, keep_explicit=keep_explicit, dtype_fields=dtype_fields)
+    options = _Options(keep_explicit, dtype_fields, cast_submodules, own_code)
     holding: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # what the modules below each inherit
     plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
