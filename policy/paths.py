@@ -24,9 +24,11 @@ _NUMBERED = re.compile(r"[A-Z]\w*_\d+")
 # Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not what is folded already, `0..29`.
 _NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
 AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
+REGION = "policy_region_"  # how the marks of `policy.amp.regions` begin
+_MARK = re.compile(rf"{REGION}\w+/?")
 
 
-def path_of(name_stack: str, above: Path = ()) -> Path:
+def path_of(name_stack: str, above: Path = (), *, marks: bool = False) -> Path:
     """The module path in a name stack, as flax.linen and `jax.named_scope` write it: names, and places in lists.
 
     A name may hold any characters; a slash in one divides it as it divides names.
@@ -34,7 +36,10 @@ def path_of(name_stack: str, above: Path = ()) -> Path:
     Args:
       name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
       above: the path of the equation whose body this one stands in: name stacks inside of it are relative to it.
+      marks: whether the marks of `policy.amp.regions` are in the path.
     """
+    if REGION in name_stack and not marks:
+        name_stack = _MARK.sub("", name_stack)
     return _path_of(name_stack, above, noted())
 
 

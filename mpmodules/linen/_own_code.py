@@ -30,7 +30,14 @@ class _Decided(Exception):  # noqa: N818: no error: it ends a trace that has sho
 
 
 def call_port(
-    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy, *, forced: bool
+    module: Any,
+    method: Method,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy,
+    *,
+    plainly: Callable[[Any, Method, tuple[Any, ...], dict[str, Any]], Any],
+    forced: bool,
 ) -> Any:
     """Calls the outermost method of a port in force, its own code under autocast where it multiplies.
 
@@ -38,6 +45,7 @@ def call_port(
       module: the port, bound; its scope and its adopter are in force.
       method: the function that Flax wraps.
       policy: the port's.
+      plainly: calls the method as it is.
       forced: whether autocast was asked for by name.
     """
     key = _key(module, method)
@@ -47,7 +55,7 @@ def call_port(
         _decisions.put(key, text)
     if not forced:
         if not text:
-            return method(module, *args, **kwargs)
+            return plainly(module, method, args, kwargs)
         warn_once(text)
     if module.is_initializing():  # dtypes and shapes as in a call; initialisers are none of autocast's business
         with tracing():

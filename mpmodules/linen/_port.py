@@ -200,6 +200,10 @@ def _inside_of(scope: Scope) -> Scope:
     return dataclasses.replace(scope, hands_on_float32=current_scope().hands_on_float32)
 
 
+def _called(module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return method(module, *args, **kwargs)
+
+
 def _is_lifted(cls: type, method: Callable[..., Any]) -> bool:
     """Returns whether a Flax class's method is transformed, as in nn.scan(Block): it wraps one that Flax wrapped."""
     wrapped = getattr(method, "__wrapped__", None)
@@ -231,11 +235,12 @@ def _ported_class(
             _entered.classes.append(cls)
             try:
                 with enter(_inside_of(scope), Source("argument", "apply_policy")), _adopting(interceptor):
-                    if lifted and self.scope is not None:  # no interceptor sees it: the boundary is outside of it
-                        return run_method(self, method, args, kwargs, lifted=True)
-                    if autocasts and self.scope is not None and not current_scope().hands_on_float32:
-                        return call_port(self, method, args, kwargs, policy, forced=own_code == "autocast")
-                    return method(self, *args, **kwargs)
+                    # No interceptor sees a lifted method: the boundary is outside of it.
+                    plainly = functools.partial(run_method, lifted=True) if lifted else _called
+                    if self.scope is None or not autocasts or current_scope().hands_on_float32:
+                        return (_called if self.scope is None else plainly)(self, method, args, kwargs)
+                    forced = own_code == "autocast"
+                    return call_port(self, method, args, kwargs, policy, plainly=plainly, forced=forced)
             finally:
                 _entered.classes.pop()
 

@@ -55,7 +55,8 @@ class Body:
                 for array, dtype in zip(arrays_out, self.out, strict=True)
             ]
         self.like = [
-            Value(array, o.yields, o.constant, o.narrows) for array, o in zip(arrays_out, outputs, strict=True)
+            Value(jax.typeof(array), o.yields, o.constant, o.narrows)  # no array: it is a tracer of this call's
+            for array, o in zip(arrays_out, outputs, strict=True)
         ]
         return arrays_out
 
@@ -144,6 +145,9 @@ def _handed_on(evaluator: Evaluator, equation: Any, fixed: list[Value], init: li
     above = evaluator.path_of(equation)
     layer = scanned_path(body, above)
     half = evaluator.places.output_of(layer) if layer != above else None
+    if evaluator.settings.narrows_scans and any(x.yields and np.ndim(x.array) for x in xs):
+        compute = evaluator.places[above].compute
+        half = compute if compute.itemsize < F32.itemsize else half
     if half is None or not equation.params["length"]:
         return traced
     inside = evaluator.inside(equation, reports=False)
@@ -280,6 +284,8 @@ def _custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> lis
         run = Body(inside, rule, [*values, *[Value(t) for t in moved]])
         outputs = run(*primals, *moved)
         half = len(outputs) // 2
+        if not body.like:  # an eager derivative asks for the rule alone
+            jax.eval_shape(body, *primals)
         primals_out = [cast(o, known.dtype) for o, known in zip(outputs[:half], body.like, strict=True)]
         tangents_out = [
             cast(o, known.dtype) if jax.numpy.issubdtype(known.dtype, np.inexact) else o

@@ -107,7 +107,7 @@ class Evaluator:
         return {atom for equation in differences for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
 
     def path_of(self, equation: Any) -> Path:
-        return path_of(str(equation.source_info.name_stack), self.path)
+        return path_of(str(equation.source_info.name_stack), self.path, marks=True)
 
     def _category(self, equation: Any, readers: dict[Any, set[str]]) -> str:
         """Returns the category of an equation; a sum or difference that only float32 operations read runs in float32.

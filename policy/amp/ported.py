@@ -64,7 +64,7 @@ class Ported:
     def run(self, policy: Policy) -> Any:
         """Runs the call, its own code under autocast."""
         body, consts = opened(self.jaxpr)
-        settings = Settings(policy)
+        settings = Settings(policy, narrows_scans=True)
         places = Places(settings, repeated(body))
         values = [Value(a, is_param) for a, is_param in zip(self.arrays, self.is_param, strict=True)]
         outputs = Evaluator(settings, places).run(body, [Value(const) for const in consts], values)

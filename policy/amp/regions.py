@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.amp.values import F32, cast, is_floating
-from policy.paths import Path
+from policy.paths import REGION, Path
 
-PREFIX = "policy_region_"
-LAYER = f"{PREFIX}layer"  # a layer that obeys a policy itself
-HANDED_ON = f"{PREFIX}handed_on"  # the cast of its result, for the code around it
-_COMPUTE = f"{PREFIX}computes_in_"
+LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
+HANDED_ON = f"{REGION}handed_on"  # the cast of its result, for the code around it
+_COMPUTE = f"{REGION}computes_in_"
 
 
 def is_mark(name: str) -> bool:
     """Returns whether a name on the stack is one of these marks, and no module's."""
-    return name.startswith(PREFIX)
+    return name.startswith(REGION)
 
 
 def layer() -> contextlib.AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from policy.amp.categories import MATMULS
-from policy.amp.settings import ISLAND
+from policy.amp.settings import without_marks
 from policy.paths import Path
 
 OPAQUE_MATMUL = "opaque, holds a matmul"
@@ -45,7 +45,7 @@ class Report:
 
     def note(self, path: Path, primitive: str, done: str, arrays: Sequence[Any]) -> None:
         dtypes = tuple(str(array.dtype) for array in arrays if hasattr(array, "dtype"))
-        self.records[Record("/".join(part for part in path if part != ISLAND), primitive, done, dtypes)] += 1
+        self.records[Record("/".join(without_marks(path)), primitive, done, dtypes)] += 1
 
     def note_parameters(self, names: Sequence[str], marks: Sequence[bool]) -> None:
         self.parameters = [name for name, mark in zip(names, marks, strict=True) if mark]

@@ -35,6 +35,7 @@ class Settings:
       narrows: whether params yield to half activations, and normalisations return half ("memory").
       allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
       strict: whether a primitive without a category is an error.
+      narrows_scans: whether layers that are scanned over, with parameters of their own each, hand on half.
     """
 
     policy: Policy
@@ -44,6 +45,7 @@ class Settings:
     deny: frozenset[str] = frozenset()
     opaque: frozenset[str] = frozenset()
     strict: bool = False
+    narrows_scans: bool = False
 
     def category(self, name: str) -> str:
         """Returns the category of a primitive.
@@ -104,7 +106,7 @@ class Places:
         settings = self.settings
         if regions.LAYER in path:
             return Place(F32, is_layer=True)
-        policy = _rule_policy(settings.rules, _named(path))
+        policy = _rule_policy(settings.rules, without_marks(path))
         compute = regions.compute_dtype(path) or (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
@@ -115,7 +117,7 @@ class Places:
         """The half dtype in which the module of this very path hands on its result, where a rule says so."""
         self[path]  # known, for the check of the rules
         rules = self.settings.rules
-        for name in _names(_named(path)) if path else ():
+        for name in _names(without_marks(path)) if path else ():
             policy = rules.match(name) if rules is not None else None
             if policy is not None:
                 return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
@@ -124,13 +126,13 @@ class Places:
     def check_rules(self) -> None:
         """Refuses rules that matched no path."""
         if self.settings.rules:
-            paths = map(_named, self._known)
+            paths = map(without_marks, self._known)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
             self.settings.rules.check(sorted({name for path in prefixes for name in _names(path)}))
 
 
-def _named(path: Path) -> Path:
-    """The path without scopes that this library opens, which rules know nothing of."""
+def without_marks(path: Path) -> Path:
+    """Returns the path without scopes that this library opens, which rules know nothing of."""
     return tuple(name for name in path if name != ISLAND and not regions.is_mark(name))
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
 
-from policy.amp import regions
 from policy.amp.categories import kernels
 from policy.amp.settings import ISLAND
 from policy.boundary import SCOPE_NAME as BOUNDARY
@@ -155,8 +154,8 @@ class _Place(NamedTuple):
 def _place(stack: str, above: Path, _noted: int) -> _Place:
     path = path_of(stack, above) if stack else above
     marks = ("rematted_computation" in stack, BOUNDARY in stack or AUTOCAST in stack, ISLAND in stack)
-    if BOUNDARY in stack or ISLAND in stack or regions.PREFIX in stack:
-        path = tuple(name for name in path if name not in (BOUNDARY, ISLAND) and not regions.is_mark(name))
+    if BOUNDARY in stack or ISLAND in stack:
+        path = tuple(name for name in path if name not in (BOUNDARY, ISLAND))
     return _Place(path, "transpose(" in stack, marks)
 
 
