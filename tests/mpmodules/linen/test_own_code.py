@@ -1,0 +1,267 @@
+"""linen ports whose own code multiplies run it under autocast, and layers as layers."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpmodules.linen import apply_policy
+from policy import DtypePolicyWarning, audit, autocast, compare
+from policy.testing import assert_same_program
+from tests.mpmodules.own_code_models import Block, Layers, Net, Projection, error
+
+KEY = jax.random.key(0)
+TOKENS = jnp.arange(16).reshape(2, 8)
+X = jax.random.normal(jax.random.key(1), (2, 8, 16))
+MIXED = "mixed_bfloat16"
+
+
+def ported(model, policy=MIXED, rules=None):
+    return apply_policy(model, policy, rules, own_code="autocast")
+
+
+def loss_of(model, variables, x, **options):
+    rest = {name: tree for name, tree in variables.items() if name != "params"}
+
+    def loss(params):
+        out = model.apply({"params": params, **rest}, x, **options)
+        return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+    return loss
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return jax.jit(Net().init)(KEY, TOKENS)
+
+
+def share(model, variables, x=TOKENS):
+    return audit(loss_of(model, variables, x), variables["params"], backward=True).f32_matmul_share
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(policy, variables):
+    model = ported(Net(), policy)
+    assert share(model, variables) == 0
+    assert share(apply_policy(Net(), policy, own_code="keep", cast_submodules=False), variables) > 0.5
+
+    truth, half = loss_of(Net(), variables, TOKENS), loss_of(model, variables, TOKENS)
+    alone = autocast(truth, policy)
+    gradient = jax.jit(jax.grad(truth))(variables["params"])
+    errors = [error(jax.jit(jax.grad(fn))(variables["params"]), gradient) for fn in (half, alone)]
+    assert errors[0] <= 1.1 * errors[1] and errors[0] > 0
+    out, wide = (jax.jit(m.apply)(variables, TOKENS) for m in (model, Net()))
+    assert out.dtype == jnp.float32 and error(out, wide) < 0.02
+
+
+def test_the_audit_of_a_port_finds_nothing_and_names_no_marks(variables):
+    found = audit(loss_of(ported(Net()), variables, TOKENS), variables["params"], backward=True)
+    assert not found.findings
+    assert not [path for path in found.paths if "policy_" in path]
+    assert {"Net/block/qkv", "Net/block/norm"} <= set(found.paths)
+
+
+def test_compare_names_no_marks(variables):
+    found = compare(lambda v: ported(Net()).apply(v, TOKENS), variables)
+    assert found.rows and "policy_" not in str(found)
+
+
+def test_parameters_are_those_of_the_model_and_stored_in_param_dtype(variables):
+    model = ported(Net())
+    same = jax.tree.map(np.array_equal, jax.jit(model.init)(KEY, TOKENS), variables)
+    assert jax.tree.all(same)
+
+
+def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do(variables):
+    text = (
+        r"^\d\d% of the FLOPs of Net's matmuls are in code that no layer makes \(Projection \d\d%, Block \d\d%\), "
+        r"whose modules hold \d\d% of its parameters \(Projection \d\d%\): apply_policy runs that code under "
+        r"autocast\. Pass own_code='autocast' .* own_code='keep' .* dtype_fields=True"
+    )
+    model = apply_policy(Net(), MIXED)
+    with pytest.warns(DtypePolicyWarning, match=text) as told:
+        jax.eval_shape(model.apply, variables, TOKENS)
+        jax.eval_shape(model.apply, variables, TOKENS)
+    assert len(told) == 1
+
+
+def test_what_was_asked_for_is_silent(variables):
+    for own_code in ("autocast", "keep"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = apply_policy(Block(), MIXED, own_code=own_code)
+            if own_code == "autocast":  # lax.add refuses the dtypes of the two branches otherwise
+                jax.eval_shape(model.init, KEY, X)
+
+
+def test_values_and_options_that_contradict_are_refused():
+    with pytest.raises(ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"):
+        apply_policy(Net(), MIXED, own_code="auto")  # pyright: ignore[reportArgumentType]
+    for option in ("keep_explicit", "dtype_fields"):
+        with pytest.raises(ValueError, match=f"whatever the code names: leave out {option}=True, or pass own_code="):
+            apply_policy(Net(), MIXED, own_code="autocast", **{option: True})
+
+
+def test_a_model_whose_layers_multiply_is_the_program_that_it_was():
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(jax.nn.relu(nn.LayerNorm()(nn.Dense(8)(x))))
+
+    variables = jax.eval_shape(Plain().init, KEY, X)
+    programs = [apply_policy(Plain(), MIXED, own_code=own).apply for own in (None, "keep")]
+    assert_same_program(*programs, (variables, X))
+    wide = [apply_policy(Net(), "float32", own_code=own).apply for own in (None, "keep")]
+    assert_same_program(*wide, (jax.eval_shape(Net().init, KEY, TOKENS), TOKENS))
+
+
+def test_rules_hold_for_own_code_and_for_layers(variables):
+    model = ported(Net(), rules={"block/qkv": "float32", "head": "float32"})
+    jaxpr = audit(lambda v: model.apply(v, TOKENS), variables)
+    wide = {op.path for op in jaxpr.operations if op.primitive == "dot_general" and "float32" in op.operands}
+    assert wide == {"Net/block/qkv", "Net/head"}
+    with pytest.raises(ValueError, match=r"Rule 'block/quv' matched no module\. Modules seen: .*block/qkv"):
+        jax.eval_shape(ported(Net(), rules={"block/quv": "float32"}).apply, variables, TOKENS)
+
+
+def test_state_and_random_streams_are_the_models_own(variables):
+    rngs = {"dropout": jax.random.key(2)}
+    results = [
+        jax.jit(lambda v, m=m: m.apply(v, TOKENS, mutable=["batch_stats"], rngs=rngs))(variables)
+        for m in (ported(Net(train=True)), Net(train=True))
+    ]
+    (out, state), (wide, truth) = results
+    assert error(out, wide) < 0.05  # another mask would give 0.5
+    assert error(state, truth) < 0.01 and all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
+
+
+def test_a_scan_of_layers_hands_on_half():
+    model, variables = ported(Layers()), jax.eval_shape(Layers().init, KEY, X)
+    assert audit(model.apply, variables, X).f32_matmul_share == 0
+    scan = next(e for e in jax.make_jaxpr(model.apply)(variables, X).eqns if e.primitive.name == "scan")
+    assert scan.outvars[0].aval.dtype == jnp.bfloat16
+    values = jax.jit(Layers().init)(KEY, X)
+    gradients = [jax.jit(jax.grad(loss_of(m, values, X)))(values["params"]) for m in (model, Layers())]
+    assert error(*gradients) < 0.03
+
+
+def lifted(transform):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return transform(Block)(name="block")(x)[0]
+
+    return Model()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        nn.jit,
+        nn.remat,
+        lambda block: nn.vmap(block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0),
+    ],
+    ids=["jit", "remat", "vmap"],
+)
+def test_lifted_modules(transform):
+    model = lifted(transform)
+    variables = jax.eval_shape(model.init, KEY, X)
+    assert share(ported(model), variables, X) == 0
+
+
+def test_a_method_that_is_jitted_itself():
+    class Model(nn.Module):
+        @nn.jit
+        @nn.compact
+        def __call__(self, x):
+            return Projection(8)(nn.Dense(8)(x))
+
+    variables = jax.eval_shape(Model().init, KEY, X)
+    assert share(ported(Model()), variables, X) == 0
+
+
+def test_cells_keep_their_carry():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(nn.GRUCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+            cell = scan(16)
+            carry, y = cell(cell.initialize_carry(KEY, x[:, 0].shape), x)
+            return Projection(4)(y + carry[:, None])
+
+    variables = jax.jit(Model().init)(KEY, X)
+    jaxpr = jax.make_jaxpr(ported(Model()).apply)(variables, X)
+    scan = next(e for e in jaxpr.eqns if e.primitive.name == "scan")
+    assert scan.outvars[0].aval.dtype == jnp.float32
+    assert share(ported(Model()), variables, X) == 0
+
+
+def test_other_entries_bound_and_inside_of_another_model(variables):
+    model = ported(Net())
+    hidden = jax.eval_shape(lambda: Net().init(KEY, X, method="hidden"))
+    for method in ("hidden", Net.hidden):
+        run = lambda v, method=method: model.apply(v, X, method=method)  # noqa: E731
+        assert audit(run, hidden).f32_matmul_share == 0
+    assert audit(lambda v: model.bind(v)(TOKENS), variables).f32_matmul_share == 0
+
+    class Around(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, tokens):
+            return self.inner(tokens)
+
+    around = Around(model)
+    inside = jax.eval_shape(around.init, KEY, TOKENS)
+    assert audit(around.apply, inside, TOKENS).f32_matmul_share == 0
+
+
+def test_eager_derivatives_and_transformations():
+    model = ported(Block())
+    variables = Block().init(KEY, X)
+
+    def loss(params, x):
+        return jnp.sum(model.apply({"params": params}, x)[0])
+
+    eager, compiled = jax.grad(loss)(variables["params"], X), jax.jit(jax.grad(loss))(variables["params"], X)
+    assert error(eager, compiled) < 0.01
+    rows = jax.vmap(lambda x: model.apply(variables, x[None])[0][0])(X)
+    assert error(rows, model.apply(variables, X)[0]) < 0.01
+    again = pickle.loads(pickle.dumps(model))
+    assert_same_program(again.apply, model.apply, (variables, X))
+
+
+def test_half_parameters_and_inputs_are_taken_as_they_come():
+    model = ported(Net(), "bfloat16")
+    variables = jax.jit(model.init)(KEY, TOKENS)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(variables["params"])} == {"bfloat16"}
+    out = jax.eval_shape(model.apply, variables, TOKENS)
+    assert out.dtype == jnp.bfloat16 and share(model, variables) == 0
+    gradients = jax.eval_shape(jax.grad(loss_of(model, variables, TOKENS)), variables["params"])
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
+    block = ported(Block())
+    out, _ = jax.eval_shape(block.apply, jax.eval_shape(Block().init, KEY, X), X.astype(jnp.bfloat16))
+    assert out.dtype == jnp.float32
+
+
+def test_variables_of_own_code_keep_their_dtype():
+    class Cached(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            key = Projection(16)(x)
+            seen = self.variable("cache", "seen", jnp.zeros, key.shape, key.dtype)
+            seen.value = seen.value + key
+            self.sow("intermediates", "key", key)
+            return nn.Dense(4)(seen.value)
+
+    model = ported(Cached())
+    variables = jax.eval_shape(model.init, KEY, X)
+    _, state = jax.eval_shape(lambda v: model.apply(v, X, mutable=["cache", "intermediates"]), variables)
+    assert state["cache"]["seen"].dtype == variables["cache"]["seen"].dtype == jnp.float32
+    assert state["intermediates"]["key"][0].dtype == jnp.float32

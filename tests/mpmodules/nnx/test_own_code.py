@@ -1,0 +1,155 @@
+"""nnx ports whose own code multiplies run it under autocast, and layers as layers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from mpmodules.nnx import apply_policy
+from policy import DtypePolicyWarning, audit, autocast
+from policy.testing import assert_same_program
+from tests.mpmodules.own_code_models import NnxBlock, NnxNet, NnxProjection, error
+
+TOKENS = jnp.arange(16).reshape(2, 8)
+X = jax.random.normal(jax.random.key(1), (2, 8, 16))
+MIXED = "mixed_bfloat16"
+
+
+def ported(model, policy=MIXED, rules=None):
+    return apply_policy(model, policy, rules, own_code="autocast")
+
+
+def loss(model, x):
+    return jnp.mean(jnp.square(model(x).astype(jnp.float32)))
+
+
+def share(model, x=TOKENS):
+    return audit(loss, model, x, backward=True).f32_matmul_share
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(policy):
+    half, wide = ported(NnxNet(nnx.Rngs(0)), policy), NnxNet(nnx.Rngs(0))
+    found = audit(loss, half, TOKENS, backward=True)
+    assert found.f32_matmul_share == 0 and not found.findings
+    assert not [path for path in found.paths if "policy_" in path] and "NnxNet/block/qkv" in found.paths
+
+    truth = nnx.jit(nnx.grad(loss))(wide, TOKENS)
+    ours = error(nnx.jit(nnx.grad(loss))(half, TOKENS), truth)
+    graph, params, rest = nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)
+    alone = jax.jit(jax.grad(autocast(lambda p: loss(nnx.merge(graph, p, rest, copy=True), TOKENS), policy, params=0)))
+    assert 0 < ours <= 1.1 * error(alone(params), truth)
+
+
+def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do():
+    model = apply_policy(NnxNet(nnx.Rngs(0)), MIXED)
+    text = (
+        r"^\d\d% of the FLOPs of NnxNet's matmuls are in code that no layer makes \(NnxProjection \d\d%, NnxBlock "
+        r"\d\d%\), whose modules hold \d\d% of its parameters \(NnxProjection \d\d%\): apply_policy runs that code"
+    )
+    with pytest.warns(DtypePolicyWarning, match=text) as told:
+        nnx.eval_shape(lambda: model(TOKENS))
+        model(TOKENS)
+    assert len(told) == 1
+
+
+def test_what_was_asked_for_is_silent_and_contradictions_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ported(NnxNet(nnx.Rngs(0)))(TOKENS)
+        keeps = apply_policy(NnxProjection(16, 4, nnx.Rngs(0)), MIXED, own_code="keep")
+        with jax.numpy_dtype_promotion("standard"):
+            assert share(keeps, X) == 1
+    with pytest.raises(ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"):
+        apply_policy(NnxNet(nnx.Rngs(0)), MIXED, own_code="auto")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="leave out dtype_fields=True"):
+        apply_policy(NnxNet(nnx.Rngs(0)), MIXED, own_code="autocast", dtype_fields=True)
+
+
+def test_a_model_whose_layers_multiply_is_the_program_that_it_was():
+    def build(own_code):
+        layers = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), jax.nn.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+        model = apply_policy(layers, MIXED, own_code=own_code)
+        return lambda x: model(x)
+
+    assert_same_program(build(None), build("keep"), (X,))
+
+
+def test_a_sequential_of_foreign_modules():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(NnxProjection(16, 8, rngs), nnx.Linear(8, 8, rngs=rngs), NnxProjection(8, 4, rngs))
+    assert share(ported(model), X) == 0
+
+
+def test_state_is_updated_in_place_and_other_state_is_not_touched():
+    half, wide = ported(NnxNet(nnx.Rngs(0))), NnxNet(nnx.Rngs(0))
+    before = nnx.state(half, nnx.Param)
+    out, truth = half(TOKENS), wide(TOKENS)
+    assert error(out, truth) < 0.05  # another dropout mask would give 0.5
+    mean, var = half.bn.mean[...], half.bn.var[...]
+    assert mean.dtype == jnp.float32 and error((mean, var), (wide.bn.mean[...], wide.bn.var[...])) < 0.01
+    assert half.block.dropout.rngs is not None
+    assert half.block.dropout.rngs.count[...] == wide.block.dropout.rngs.count[...] == 1  # pyright: ignore
+    assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(nnx.state(half, nnx.Param)), strict=True))
+
+
+def test_derivatives_over_a_model_that_is_closed_over():
+    model = ported(NnxProjection(16, 4, nnx.Rngs(0)))
+    gradient = jax.grad(lambda x: jnp.sum(model(x)))(X)
+    assert error(gradient, jnp.broadcast_to(model.w[...].sum(axis=1), X.shape)) < 0.01
+
+
+def test_transformations_of_nnx():
+    model = ported(NnxNet(nnx.Rngs(0)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    pure = jax.jit(jax.grad(lambda p: loss(nnx.merge(graph, p, rest, copy=True), TOKENS)))
+    assert error(pure(params), nnx.jit(nnx.grad(loss))(model, TOKENS)) < 0.01
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs):
+        return NnxBlock(rngs)
+
+    layers = ported(build(nnx.Rngs(0)))
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer, x):
+        return layer(x)
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert audit(run, layers, X).f32_matmul_share == 0
+
+
+def test_rules_hold_for_own_code_and_for_layers():
+    model = ported(NnxNet(nnx.Rngs(0)), rules={"block/qkv": "float32", "head": "float32"})
+    found = audit(lambda m, x: m(x), model, TOKENS)
+    wide = {op.path for op in found.operations if op.primitive == "dot_general" and "float32" in op.operands}
+    assert wide == {"NnxNet/block/qkv", "NnxNet/head"}
+
+
+def test_other_methods_and_parts_of_a_model():
+    model = ported(NnxNet(nnx.Rngs(0)))
+    assert audit(lambda m, x: m.hidden(x), model, X).f32_matmul_share == 0
+    assert audit(lambda m, x: m(x), model.block, X).f32_matmul_share == 0
+
+
+def test_copies_are_equal_and_run_alike():
+    model, again = ported(NnxBlock(nnx.Rngs(0))), ported(NnxBlock(nnx.Rngs(0)))
+    assert nnx.graphdef(model) == nnx.graphdef(again)
+    assert nnx.graphdef(model) != nnx.graphdef(apply_policy(NnxBlock(nnx.Rngs(0)), MIXED, own_code="keep"))
+    for other in (copy.deepcopy(model), nnx.clone(model), pickle.loads(pickle.dumps(model))):
+        assert_same_program(lambda x, m=other: nnx.clone(m)(x), lambda x: nnx.clone(model)(x), (X,))
+
+
+def test_half_parameters():
+    model = ported(NnxNet(nnx.Rngs(0)), "bfloat16")
+    gradients = nnx.eval_shape(lambda: nnx.grad(loss)(model, TOKENS))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
+    assert share(model) == 0 and model(TOKENS).dtype == jnp.bfloat16
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
