@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ def layer_crosses(scope: Scope, policy: Policy | None, own: bool) -> bool:
 
 def inside(scope: Scope, policy: Policy | None) -> Scope:
     """The scope in which the body of a call that crossed into `policy` runs."""
-    return Scope(policy, scope.rules, boundary_open=policy is not None)
+    return dataclasses.replace(scope, policy=policy, boundary_open=policy is not None)
 
 
 def cast_inputs(

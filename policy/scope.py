@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,12 +28,14 @@ class Scope:
       rules: the rules in force, or None.
       boundary_open: whether a module's call is under way whose inputs were cast to the policy already.
       in_float32: whether half dtypes are traced as float32, for a reference; every scope inside of it says so too.
+      options: what else changes the traces of a model that was put under the policy, for the key alone.
     """
 
     policy: Policy | None = None
     rules: PolicyRules | None = None
     boundary_open: bool = False
     in_float32: bool = False
+    options: Hashable = None
 
 
 # Made once, at import: a second user context would retrace everything that was cached before it.

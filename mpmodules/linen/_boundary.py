@@ -13,6 +13,7 @@ import flax.linen as flax_nn
 
 from mpmodules import _carries as carries
 from mpmodules.linen._calls import call_under_way, calls
+from mpmodules.linen._foreign import in_compute_dtype
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
 from policy import boundary
 from policy.policy import Policy
@@ -117,6 +118,7 @@ def run_method(
     *,
     lifted: bool = False,
     own_body: bool = True,
+    cast_result: bool = False,
 ) -> Any:
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
 
@@ -125,6 +127,7 @@ def run_method(
         only the casts and the scope are applied here.
       own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
         inputs are the user's business, and the layer's own method is a call inside.
+      cast_result: whether outputs are cast to compute_dtype where the call is no boundary.
     """
     scope = current_scope()
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
@@ -149,9 +152,11 @@ def run_method(
                     outputs = method(module, *args, **kwargs)
         if effective.policy is not None and _is_step(module, method):
             outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
-        if not crosses or effective.policy is None:
+        if effective.policy is None or not (crosses or cast_result):
             return outputs
         has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+        if not crosses:
+            return in_compute_dtype(module, effective.policy, outputs, args, has_carry=has_carry)
         return carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
 
 
