@@ -77,7 +77,7 @@ class Adopter:
       keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
       composites: whether modules that are no layers are boundaries too, and their parameters follow the policy.
       dtype_fields: whether the dtype fields of modules that are no layers hold the policy's dtypes in their calls.
-      cast_submodules: whether what such a submodule hands on is cast to compute_dtype.
+      cast_submodules: whether what such a submodule hands on is cast to its caller's compute_dtype.
     """
 
     def __init__(

@@ -127,9 +127,9 @@ def run_method(
         only the casts and the scope are applied here.
       own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
         inputs are the user's business, and the layer's own method is a call inside.
-      cast_result: whether outputs are cast to compute_dtype where the call is no boundary.
+      cast_result: whether outputs are cast to the compute_dtype in force where the method is called.
     """
-    scope = current_scope()
+    scope, given = current_scope(), args
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
@@ -152,12 +152,14 @@ def run_method(
                     outputs = method(module, *args, **kwargs)
         if effective.policy is not None and _is_step(module, method):
             outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
-        if effective.policy is None or not (crosses or cast_result):
+        if not (crosses or cast_result):
             return outputs
         has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
-        if not crosses:
-            return in_compute_dtype(module, effective.policy, outputs, args, has_carry=has_carry)
-        return carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
+        if crosses and effective.policy is not None:
+            outputs = carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
+        if cast_result and scope.policy is not None:
+            outputs = in_compute_dtype(module, scope.policy, outputs, given, has_carry=has_carry)
+        return outputs
 
 
 def _cast_inputs(

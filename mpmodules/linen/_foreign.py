@@ -113,6 +113,7 @@ def in_compute_dtype(module: Any, policy: Policy, outputs: Any, args: tuple[Any,
 
     Args:
       module: the submodule. Inside of a lifted class (nn.scan(Block)) its parent is no module.
+      policy: the policy in force where it is called.
       args: the arguments of its call; the first may be a carry.
       has_carry: whether the first of a pair of outputs is a recurrent cell's carry.
     """

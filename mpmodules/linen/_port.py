@@ -21,7 +21,6 @@ from policy.scope import RulesLike, Scope, enter, require_usable
 from policy.sources import Source
 
 M = TypeVar("M", bound=flax_nn.Module)
-T = TypeVar("T")
 
 
 def apply_policy(
@@ -48,9 +47,9 @@ def apply_policy(
       dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are no layers of Flax's or ours hold
         the policy's compute_dtype and param_dtype during their setup and calls, for models that hand ``self.dtype`` on
         to functions and casts. Complex and integer dtypes are left alone.
-      cast_submodules: whether the floating outputs of submodules that are no layers are cast to compute_dtype, so that
-        branches in float32 and in half meet in one dtype. A scan's or a cell's carry keeps the dtype that it was given
-        in.
+      cast_submodules: whether the floating outputs of submodules that are no layers are cast to the compute_dtype of
+        the module that calls them, so that branches in float32 and in half meet in one dtype. A scan's or a cell's
+        carry keeps the dtype that it was given in.
 
     Returns:
       An instance of a subclass of the model's class with the same name, constructor, fields, state, variables and
@@ -140,6 +139,9 @@ class _Entered(threading.local):
 
 _entered = _Entered()
 
+# Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
+_NOT_ENTERED = NOT_BOUNDARIES - {"setup"}
+
 
 class _Port:
     """How the calls of one ported class run."""
@@ -159,29 +161,33 @@ class _Port:
             cast_submodules=options.cast_submodules,
         )
 
-    def outermost(self, call: Callable[[], T]) -> T:
-        """Runs a call of a bound model: the outermost method that is entered brings scope and adopter in force."""
-        if self in _entered.ports:  # a method of the same model called by another
-            return call()
+    @property
+    def under_way(self) -> bool:
+        """Whether a method of the model was entered in this thread: one that it calls is not entered again."""
+        return self in _entered.ports
+
+    def outermost(self, module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls ``method(module, *args, **kwargs)``, the outermost method of a bound model, under scope and adopter."""
         _entered.ports.append(self)
         try:
             with enter(self.scope, Source("argument", "apply_policy")), adopting(self.adopter):
-                return call()
+                return method(module, *args, **kwargs)
         finally:
             _entered.ports.pop()
 
     def entering(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a method that does not run through Flax's `_call_wrapped_method`, entered all the same."""
-        is_ours = hasattr(self.base, "_is_layer")  # its boundary is around the method already
+        def bounded(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return run_method(module, method, args, kwargs, lifted=True)
+
+        # No interceptor sees it: the boundary is outside of it, as it is around a method of ours already.
+        inner = method if hasattr(self.base, "_is_layer") else bounded
 
         @functools.wraps(method)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module.scope is None or self in _entered.ports:
+            if module.scope is None or self.under_way:
                 return method(module, *args, **kwargs)
-            if is_ours:
-                return self.outermost(lambda: method(module, *args, **kwargs))
-            # No interceptor sees it: the boundary is outside of it.
-            return self.outermost(lambda: run_method(module, method, args, kwargs, lifted=True))
+            return self.outermost(module, inner, args, kwargs)
 
         call._policy_boundary = call  # type: ignore[attr-defined]
         return call
@@ -200,9 +206,9 @@ def _ported_class(base: Any, options: _Options) -> Any:
 
     @flax_nn.nowrap
     def _call_wrapped_method(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = functools.partial(call_wrapped_method, self, fun, args, kwargs)
-        makes_carry = getattr(fun, "__name__", "") in NOT_BOUNDARIES - {"setup"}
-        return call() if self.scope is None or makes_carry else port.outermost(call)
+        if self.scope is None or port.under_way or getattr(fun, "__name__", "") in _NOT_ENTERED:
+            return call_wrapped_method(self, fun, args, kwargs)
+        return port.outermost(self, flax_nn.module.wrap_method_once(fun), args, kwargs)
 
     @flax_nn.nowrap
     def __reduce__(self: Any) -> Any:
@@ -232,7 +238,8 @@ def _ported_class(base: Any, options: _Options) -> Any:
 def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
     """Returns the public methods that Flax does not wrap, or wraps inside of a transform only.
 
-    Those are the methods that nn.scan, nn.remat, ... transformed, and those of bases that are no modules.
+    Those are the methods that nn.scan, nn.remat, ... transformed, those of bases that are no modules, and those with a
+    compact name scope.
     """
     fields = {field.name for field in dataclasses.fields(base)}
     names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)}
@@ -242,7 +249,7 @@ def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
         name: method
         for name, method in methods.items()
         if inspect.isfunction(method)
-        and not hasattr(method, "nowrap")
+        and (hasattr(method, "compact_name_scope") or not hasattr(method, "nowrap"))
         and (_is_transformed(method) or not hasattr(method, "method_handler_wrapped"))
     }
 

@@ -156,6 +156,10 @@ class Base(nn.Module, Encodes):
     def message(self, x):
         raise NotImplementedError
 
+    @nn.compact_name_scope
+    def named(self, x):
+        return nn.Dense(4)(x)
+
     @nn.remat
     def saved(self, x):
         return self.layer(x)
@@ -178,7 +182,7 @@ class Overriding(Base):
 
 
 LIFTED = nn.remat(Base)
-METHODS = ("__call__", "setup", "encode", "message", "saved", "_private", "apply", "init", "bind", "tabulate")
+METHODS = ("__call__", "setup", "encode", "message", "named", "saved", "_private", "apply", "init", "bind", "tabulate")
 
 
 OF_A_LAYER = ("__call__", "setup", "apply", "init", "bind", "tabulate")
@@ -207,6 +211,7 @@ ENTRIES = {
     "by name": "encode",
     "a mixin's function": Encodes.encode,
     "a base's function": Base.encode,
+    "a compact name scope": "named",
     "a transformed method": "saved",
     "a transformed function": Base.saved,
 }
@@ -216,7 +221,7 @@ ENTRIES = {
 def test_methods_that_flax_does_not_wrap_are_boundaries_too(method):
     ported = apply_policy(Plain(), MIXED)
     assert matmul_dtypes(ported, X, method=method) == {"bfloat16"}
-    variables = jax.eval_shape(ported.init, KEY, X)
+    variables = jax.eval_shape(functools.partial(ported.init, method=method), KEY, X)
     ops = operations(lambda v, x: apply(ported, v, x, method=method), variables, X)
     casts = boundary_casts(ops)
     assert [(op.outputs, op.within) for op in casts] == [(("bfloat16",), ()), (("float32",), ())]
