@@ -163,7 +163,7 @@ class _Port:
 
     @property
     def under_way(self) -> bool:
-        """Whether a method of the model was entered in this thread: one that it calls is not entered again."""
+        """Returns whether a method of the model was entered in this thread: one that it calls is not entered again."""
         return self in _entered.ports
 
     def outermost(self, module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,6 +177,7 @@ class _Port:
 
     def entering(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a method that does not run through Flax's `_call_wrapped_method`, entered all the same."""
+
         def bounded(module: Any, *args: Any, **kwargs: Any) -> Any:
             return run_method(module, method, args, kwargs, lifted=True)
 
@@ -189,7 +190,6 @@ class _Port:
                 return method(module, *args, **kwargs)
             return self.outermost(module, inner, args, kwargs)
 
-        call._policy_boundary = call  # type: ignore[attr-defined]
         return call
 
 
@@ -215,8 +215,11 @@ def _ported_class(base: Any, options: _Options) -> Any:
         return _rebuild, (base, options, _fields_of(self), _state_of(self))
 
     others = {name: InstanceMethod(method, port.entering(method)) for name, method in _not_wrapped(base).items()}
-    entries = {"apply", "init_with_output"} if others else set()
-    others |= {name: InstanceMethod(entry := getattr(base, name), _taking_names(entry, others)) for name in entries}
+    taking_methods = {
+        name: InstanceMethod(getattr(base, name), _taking_names(getattr(base, name), others))
+        for name in ("apply", "init_with_output")
+        if others
+    }
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -226,6 +229,7 @@ def _ported_class(base: Any, options: _Options) -> Any:
         "_ported_policy": options.policy,
         "tabulate": InstanceMethod(base.tabulate, tabulate_method),
         **others,
+        **taking_methods,
     }
     ported: Any = type(base)(base.__name__, (base,), namespace)
     for name in ("__init__", "__eq__", "__hash__"):
@@ -255,7 +259,7 @@ def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _taking_names(entry: Callable[..., Any], others: dict[str, Any]) -> Callable[..., Any]:
-    """Wraps `apply` and its like: one of the other methods given as the base class's function is looked up by name."""
+    """Wraps `apply` and its like: one of `others` that is given as the base class's function is looked up by name."""
     named = {method.__get__(None): name for name, method in others.items()}
 
     @functools.wraps(entry)
