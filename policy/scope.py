@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ class Scope:
       boundary_open: whether a module's call is under way whose inputs were cast to the policy already.
       in_float32: whether half dtypes are traced as float32, for a reference; every scope inside of it says so too.
       hands_on_float32: whether layers return float32 to the code around them, which autocast then runs in half.
+      options: what else changes the traces of a model that was put under the policy, for the key alone.
     """
 
     policy: Policy | None = None
@@ -36,6 +37,7 @@ class Scope:
     boundary_open: bool = False
     in_float32: bool = False
     hands_on_float32: bool = False
+    options: Hashable = None
 
 
 # Made once, at import: a second user context would retrace everything that was cached before it.

@@ -14,9 +14,9 @@ from flax.linen.dtypes import promote_dtype
 from mpmodules import attention
 from mpmodules.functional import is_half
 from mpmodules.fused_attention import fused_kernel
+from mpmodules.linen._adoption import layers_inside
 from mpmodules.linen._layer import declared_field
 from mpmodules.linen._module import Module
-from mpmodules.linen._port import layers_inside
 from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective

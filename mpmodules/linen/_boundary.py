@@ -14,6 +14,7 @@ import flax.linen as flax_nn
 from mpmodules import _carries as carries
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules.linen._calls import call_under_way, calls
+from mpmodules.linen._foreign import in_compute_dtype
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
 from policy import boundary
 from policy.policy import Policy
@@ -118,6 +119,7 @@ def run_method(
     *,
     lifted: bool = False,
     own_body: bool = True,
+    cast_result: bool = False,
 ) -> Any:
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
 
@@ -126,8 +128,9 @@ def run_method(
         only the casts and the scope are applied here.
       own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
         inputs are the user's business, and the layer's own method is a call inside.
+      cast_result: whether outputs are cast to the compute_dtype in force where the method is called.
     """
-    scope = current_scope()
+    scope, given = current_scope(), args
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
@@ -152,10 +155,14 @@ def run_method(
                     outputs = method(module, *args, **kwargs)
         if effective.policy is not None and _is_step(module, method):
             outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
-        if not crosses or effective.policy is None:
+        if not (crosses or cast_result):
             return outputs
         has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
-        return carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
+        if crosses and effective.policy is not None:
+            outputs = carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
+        if cast_result and scope.policy is not None:
+            outputs = in_compute_dtype(module, scope.policy, outputs, given, has_carry=has_carry)
+        return outputs
 
 
 def _run_for_autocast(

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as flax_nn
 import jax
@@ -15,7 +15,7 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import Decisions, described, tracing
+from mpmodules._own_code import Decisions, OwnCode, described, tracing
 from mpmodules.linen._calls import roots_unchecked
 from policy.amp.ported import Ported, traced
 from policy.policy import Policy
@@ -29,40 +29,48 @@ class _Decided(Exception):  # noqa: N818: no error: it ends a trace that has sho
     """Ends a trace before its results are put into the module's scope."""
 
 
+class Options(Protocol):
+    """The options of `apply_policy` that matter here."""
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def own_code(self) -> OwnCode: ...
+
+
 def call_port(
     module: Any,
     method: Method,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Policy,
+    options: Options,
     *,
-    plainly: Callable[[Any, Method, tuple[Any, ...], dict[str, Any]], Any],
-    forced: bool,
+    plainly: Callable[[], Any],
 ) -> Any:
     """Calls the outermost method of a port in force, its own code under autocast where it multiplies.
 
     Args:
       module: the port, bound; its scope and its adopter are in force.
       method: the function that Flax wraps.
-      policy: the port's.
+      args, kwargs: its arguments.
+      options: the port's.
       plainly: calls the method as it is.
-      forced: whether autocast was asked for by name.
     """
     key = _key(module, method)
-    text = "" if forced else _decisions.get(key)
+    text = "" if options.own_code else _decisions.get(key)
     if text is None:
         text = _shown(module, method, args, kwargs)
         _decisions.put(key, text)
-    if not forced:
+    if not options.own_code:
         if not text:
-            return plainly(module, method, args, kwargs)
+            return plainly()
         warn_once(text)
     if module.is_initializing():  # dtypes and shapes as in a call; initialisers are none of autocast's business
         with tracing():
-            outputs = method(module, *args, **kwargs)
+            outputs = plainly()
     else:
-        outputs = _lifted(method, lambda call: call.run(policy))(module, *args, **kwargs)
-    return carries.cast_outputs(policy, outputs, has_carry=False)
+        outputs = _lifted(method, lambda call: call.run(options.policy))(module, *args, **kwargs)
+    return carries.cast_outputs(options.policy, outputs, has_carry=False)
 
 
 def _key(module: Any, method: Method) -> Hashable:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from mpmodules._carries import indexing_lengths, step_in
 from mpmodules.functional import is_half, widen
+from mpmodules.linen._adoption import layers_inside
 from mpmodules.linen._boundary import is_upstream
 from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
 from mpmodules.linen._lstm_gates import GateBiases, gates_of
 from mpmodules.linen._module import Module
-from mpmodules.linen._port import layers_inside
 from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
 from policy.casting import cast_floating
 from policy.policy import Policy

@@ -1,0 +1,442 @@
+"""Modules inside of a port that are no layers: their parameters, their dtype fields, and what they hand on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mpmodules import linen as our_nn
+from tests.programs import apply, named, operations
+
+apply_policy = our_nn.apply_policy
+KEY = jax.random.key(0)
+X = jnp.ones((2, 4))
+MIXED = "mixed_bfloat16"
+HALF = "p=f16,c=bf16,o=f32"
+
+
+def dtypes(variables: Any) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
+    }
+
+
+def initialised(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
+    """Dtypes of the variables that `model.init` makes, by path, collections included."""
+    return dtypes(jax.eval_shape(lambda: model.init(KEY, *(args or (X,)), **kwargs)))
+
+
+def matmuls(model: Any, *args: Any, gradient: bool = False) -> set[str]:
+    """Dtypes of the operands of the model's matmuls, and on request of those of its gradient."""
+    args = args or (X,)
+    variables = jax.eval_shape(model.init, KEY, *args)
+
+    def loss(variables, *args):
+        leaves = jax.tree.leaves(apply(model, variables, *args))
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
+
+    ops = operations(jax.grad(loss, allow_int=True) if gradient else loss, variables, *args)
+    dots = named(ops, "dot_general")
+    assert len(dots) >= (2 if gradient else 1)
+    return {dtype for op in dots for dtype in op.inputs}
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+class Kernel(nn.Module):
+    """A matmul with parameters of its own, and with some that no policy is for."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], 4))
+        self.param("steps", lambda key: jnp.zeros((), jnp.int32))
+        self.param("phase", lambda key: jnp.ones((2,), jnp.complex64))
+        self.variable("batch_stats", "mean", jnp.zeros, (4,))
+        return x @ kernel.astype(x.dtype)
+
+
+class InSetup(nn.Module):
+    def setup(self):
+        self.kernel = self.param("kernel", nn.initializers.orthogonal(), (4, 4))
+        self.bias = self.variable("params", "bias", lambda: jnp.zeros((4,)))
+
+    def __call__(self, x):
+        return x @ self.kernel.astype(x.dtype) + self.bias.value.astype(x.dtype)[None]
+
+
+class Boxed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.ones_init(), ("in", "out"))
+        kernel: Any = self.param(name="kernel", init_fn=init, shape=(4, 4))  # type: ignore[call-overload]
+        return x @ kernel.astype(x.dtype)
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, carry, _):
+        return Kernel()(carry), None
+
+
+def lifted(lift: str) -> Any:
+    shared: dict[str, Any] = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+    if lift == "scan":
+        return nn.scan(Step, length=3, **shared)
+    return {"remat": nn.remat, "jit": nn.jit, "vmap": lambda cls: nn.vmap(cls, **shared)}[lift](Kernel)
+
+
+class Lifts(nn.Module):
+    lift: str
+
+    @nn.compact
+    def __call__(self, x):
+        block = lifted(self.lift)()
+        return block(x, None)[0] if self.lift == "scan" else block(x)
+
+
+class Holds(nn.Module):
+    part: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(self.part(x))
+
+
+LIFTS = ("scan", "remat", "vmap", "jit")
+MODELS = {"compact": Kernel(), "setup": InSetup(), "boxed": Boxed(), "inside": Holds(InSetup())}
+MODELS |= {lift: Lifts(lift) for lift in LIFTS} | {f"root {lift}": lifted(lift)() for lift in LIFTS if lift != "scan"}
+
+
+def expected(name: str, dtype: str) -> str:
+    others = {"steps": "int32", "phase": "complex64"}
+    return next((kind for part, kind in others.items() if part in name), "float32" if "stats" in name else dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_that_a_module_creates_itself_come_in_param_dtype(name):
+    model = MODELS[name]
+    plain = initialised(model)
+    assert "float32" in plain.values()
+    for policy, dtype in ((HALF, "float16"), ("bfloat16", "bfloat16"), (MIXED, "float32")):
+        assert initialised(apply_policy(model, policy)) == {name: expected(name, dtype) for name in plain}
+
+
+@pytest.mark.parametrize("name", ["compact", "setup", "boxed", "scan", "vmap"])
+def test_their_values_are_those_of_the_initialisers_in_float32_rounded(name):
+    plain, half, mixed = (model.init(KEY, X) for model in (MODELS[name], *ported(MODELS[name], HALF, MIXED)))
+    assert jax.tree.structure(plain) == jax.tree.structure(half)
+    for written, rounded, same in zip(*map(jax.tree.leaves, (plain, half, mixed)), strict=True):
+        np.testing.assert_array_equal(np.asarray(rounded), np.asarray(written.astype(rounded.dtype)))
+        np.testing.assert_array_equal(same, written)
+
+
+def ported(model: Any, *policies: str) -> list[Any]:
+    return [apply_policy(model, policy) for policy in policies]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_parameters_are_computed_with_forward_and_backward(name):
+    model = apply_policy(MODELS[name], "bfloat16")
+    assert matmuls(model) == matmuls(model, gradient=True) == {"bfloat16"}
+    variables = jax.eval_shape(model.init, KEY, X)
+
+    def loss(params, rest):
+        return jnp.sum(apply(model, {"params": params, **rest}, X).astype(jnp.float32))
+
+    params = variables.pop("params")
+    assert set(dtypes(params).values()) <= {"bfloat16", "int32", "complex64"}
+    gradients = jax.eval_shape(jax.grad(loss, allow_int=True), params, variables)
+    kinds = {"void": "int32"}  # the gradient of an integer has no dtype
+    assert {path: kinds.get(dtype, dtype) for path, dtype in dtypes(gradients).items()} == dtypes(params)
+
+
+def test_a_rule_decides_for_the_parameters_of_a_module_and_its_setup():
+    class Two(nn.Module):
+        def setup(self):
+            self.first, self.second = InSetup(), Kernel()
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    found = initialised(apply_policy(Two(), "bf16", {"first": "p=f16,c=f16,o=bf16"}))
+    assert found["params/first/kernel"] == found["params/first/bias"] == "float16"
+    assert found["params/second/kernel"] == "bfloat16"
+
+
+def test_parameters_that_apply_is_given_stay_as_they_are():
+    variables = Kernel().init(KEY, X)
+    model = apply_policy(Kernel(), "bf16")
+    _, updated = model.apply(variables, X, mutable=["params"])
+    assert dtypes(updated["params"])["kernel"] == "float32"
+    given: Any = jax.tree.map(lambda leaf: leaf, updated)
+    np.testing.assert_array_equal(given["params"]["kernel"], variables["params"]["kernel"])
+    _, made = jax.eval_shape(lambda: model.apply({}, X, mutable=True, rngs={"params": KEY}))
+    assert dtypes(made["params"])["kernel"] == "bfloat16"
+
+
+def test_a_module_may_have_attributes_called_as_flaxs_methods():
+    class Named(nn.Module):
+        def setup(self):
+            self.variable: Any = nn.Dense(4)  # type: ignore[assignment]
+
+        def __call__(self, x):
+            return self.variable(x) + self.param_of(x)
+
+        @nn.compact
+        def param_of(self, x):
+            return self.param("bias", nn.initializers.zeros, (1, 4)).astype(x.dtype)
+
+    found = initialised(apply_policy(Named(), "bf16"))
+    assert found == {f"params/{name}": "bfloat16" for name in ("variable/kernel", "variable/bias", "bias")}
+
+
+def test_a_module_of_ours_and_a_subclass_of_a_layer_decide_for_their_parameters_themselves():
+    class Ours(our_nn.Module):
+        @our_nn.compact
+        def __call__(self, x):
+            return x * self.param("scale", nn.initializers.ones, ()).astype(x.dtype)
+
+    assert initialised(apply_policy(Holds(Ours()), "bf16"))["params/part/scale"] == "float32"
+
+
+# --- dtype fields ---------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """As published models do it: the field goes to functions, to casts and to parameters."""
+
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        self.query = nn.Dense(4, dtype=self.dtype)
+        self.table = jnp.eye(4, dtype=self.dtype)
+
+    def __call__(self, x):
+        assert jnp.finfo(self.dtype).bits  # a scalar type, a dtype or a name, as it came
+        weights = nn.dot_product_attention_weights(self.query(x)[:, None], x[:, None], dtype=self.dtype)
+        x = jnp.einsum("...hqk,...kh->...qh", weights, x[:, None, :1].astype(self.dtype))[:, 0]
+        return jnp.dot(jnp.tile(x, 4), self.table)
+
+
+class Stack(nn.Module):
+    dtype: Any = jnp.float32
+    lift: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        block: dict[str, Any] = {"": Attends, "remat": nn.remat(Attends), "jit": nn.jit(Attends)}
+        if self.lift == "vmap":
+            block["vmap"] = nn.vmap(Attends, variable_axes={"params": None}, split_rngs={"params": False})
+            return block["vmap"](name="block")(x[None])[0]
+        if self.lift == "scan":
+            block["scan"] = nn.scan(AttendsStep, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return block["scan"](name="block")(x, None)[0]
+        return block[self.lift](dtype=self.dtype, name="block")(x)
+
+
+class AttendsStep(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, _):
+        return Attends(dtype=self.dtype)(x), None
+
+
+@pytest.mark.parametrize("lift", ("", *LIFTS))
+@pytest.mark.parametrize("dtype", [jnp.float32, np.dtype("float32"), np.float32, "float32", None])
+def test_dtype_fields_hold_the_policys_dtypes_forward_and_backward(lift, dtype):
+    model = Stack(dtype=dtype, lift=lift)
+    port = apply_policy(model, MIXED, dtype_fields=True)
+    if dtype is None and lift != "":
+        return  # jnp.finfo(None) is refused where no policy reaches the class
+    assert matmuls(port) == matmuls(port, gradient=True) == {"bfloat16"}
+    assert port.dtype is model.dtype
+
+
+def test_without_the_keyword_the_fields_stay():
+    assert matmuls(apply_policy(Stack(), MIXED)) == {"bfloat16", "float32"}
+
+
+def test_a_dtype_field_is_spelled_as_it_was():
+    seen = []
+
+    class Notes(nn.Module):
+        dtype: Any
+
+        @nn.compact
+        def __call__(self, x):
+            seen.append(self.dtype)
+            return x
+
+    for given in ("float32", np.dtype("float32"), jnp.float32, np.float32, None, jnp.int32, jnp.complex64, "auto", 3):
+        jax.eval_shape(apply_policy(Notes(given), MIXED, dtype_fields=True).init, KEY, X)
+    half = np.dtype(jnp.bfloat16)
+    assert seen == ["bfloat16", half, jnp.bfloat16, jnp.bfloat16, half, jnp.int32, jnp.complex64, "auto", 3]
+    assert [type(value) for value in seen[:5]] == [str, type(half), type(jnp.bfloat16), type(jnp.bfloat16), type(half)]
+
+
+def test_param_dtype_fields_and_rules_by_path_hold_in_setup_and_call():
+    class Makes(nn.Module):
+        param_dtype: Any = jnp.float32
+        dtype: Any = jnp.float32
+
+        def setup(self):
+            self.scale = self.param("scale", nn.initializers.ones, (4,), self.param_dtype)
+            self.cast = self.dtype
+
+        def __call__(self, x):
+            assert self.cast == self.dtype
+            seen.append((jnp.dtype(self.dtype).name, jnp.dtype(self.param_dtype).name))
+            return x.astype(self.dtype)
+
+    class Two(nn.Module):
+        def setup(self):
+            self.first, self.second = Makes(), Makes()
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    seen: list[Any] = []
+    found = initialised(apply_policy(Two(), "bf16", {"second": "p=f16,c=f32,o=bf16"}, dtype_fields=True))
+    assert found == {"params/first/scale": "bfloat16", "params/second/scale": "float16"}
+    assert seen == [("bfloat16", "bfloat16"), ("float32", "float16")]
+
+
+def test_a_bound_port_shows_its_own_fields_outside_of_calls():
+    bound = apply_policy(Attends(), MIXED, dtype_fields=True).bind(Attends().init(KEY, X))
+    bound(X)
+    assert bound.dtype is jnp.float32 and "param" not in vars(bound)
+
+
+def test_dtype_fields_are_not_kept_and_replaced_at_once():
+    with pytest.raises(ValueError, match=r"keep_explicit=True keeps the dtypes .* and dtype_fields=True replaces them"):
+        apply_policy(Attends(), MIXED, keep_explicit=True, dtype_fields=True)
+
+
+def test_a_port_with_dtype_fields_may_be_ported_again_without():
+    port = apply_policy(Stack(), MIXED, dtype_fields=True)
+    assert apply_policy(port, MIXED) == apply_policy(Stack(), MIXED) != port
+
+
+# --- what submodules hand on ----------------------------------------------------------------------------------------
+
+
+class InFloat32(nn.Module):
+    """A branch that computes in float32 whatever it is given."""
+
+    @nn.compact
+    def __call__(self, x):
+        return self.scaled(x.astype(jnp.float32))
+
+    def scaled(self, x):
+        assert x.dtype == jnp.float32  # a method of its own hands on nothing
+        return jnp.sin(x)
+
+
+class Meets(nn.Module):
+    branch: type = InFloat32
+
+    @nn.compact
+    def __call__(self, x):
+        return lax.add(self.branch()(x), nn.Dense(4)(x))
+
+
+BRANCHES = {"plain": InFloat32, "remat": nn.remat(InFloat32), "jit": nn.jit(InFloat32)}
+BRANCHES["vmap"] = nn.vmap(InFloat32, variable_axes={"params": None}, split_rngs={"params": False})
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_float32_branch_and_a_half_one_meet_in_compute_dtype(name):
+    model = Meets(BRANCHES[name])
+    variables = jax.eval_shape(model.init, KEY, X)
+    with pytest.raises(TypeError, match=r"requires arguments to have .* dtypes, got float32, bfloat16"):
+        jax.eval_shape(apply_policy(model, MIXED).apply, variables, X)
+    port = apply_policy(model, MIXED, cast_submodules=True)
+    (*_, add) = named(operations(port.apply, variables, X), "add", "add_any")
+    assert add.inputs == ("bfloat16", "bfloat16")
+    assert matmuls(port, gradient=True) == {"bfloat16"}
+
+
+def test_a_branch_under_a_rule_hands_on_its_callers_dtype_and_the_root_its_result():
+    class Root(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = InFloat32(name="branch")(x)
+            seen.append(x.dtype.name)
+            return x.astype(jnp.float32) + 2.0**-12
+
+    seen: list[str] = []
+    port = apply_policy(Root(), MIXED, {"branch": "float32"}, cast_submodules=True)
+    out: Any = port.apply({}, X)
+    assert seen == ["bfloat16"] and out.dtype == jnp.float32
+    assert not np.array_equal(out, out.astype(jnp.bfloat16))  # what the root returns is rounded by nothing
+
+
+@pytest.mark.parametrize("carried", [jnp.float32, jnp.bfloat16])
+def test_a_scan_keeps_the_dtype_of_its_carry(carried):
+    class Adds(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            total, rows = carry
+            y = InFloat32()(x)
+            return (total + y.sum().astype(total.dtype), rows.astype(jnp.float32) + 1), y.astype(jnp.float32)
+
+    class Scans(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            carry = jnp.zeros((), jnp.float32), jnp.zeros((4,), carried)
+            body = nn.scan(Adds, variable_broadcast="params", split_rngs={"params": False})()
+            (total, rows), ys = body(carry, x)
+            seen.extend(leaf.dtype.name for leaf in (total, rows, ys))
+            return ys
+
+    seen: list[str] = []
+    port = apply_policy(Scans(), MIXED, cast_submodules=True)
+    jax.eval_shape(port.apply, {}, X)
+    assert seen == ["float32", np.dtype(carried).name, "bfloat16"]
+
+
+def test_a_cell_keeps_its_carry():
+    class Cell(nn.RNNCellBase):
+        @nn.compact
+        def __call__(self, carry, x):
+            carry = carry + nn.Dense(4)(x).astype(carry.dtype)
+            return carry, carry
+
+        @nn.nowrap
+        def initialize_carry(self, rng, input_shape):
+            return jnp.zeros((*input_shape[:-1], 4), jnp.float32)
+
+        @property
+        def num_feature_axes(self):
+            return 1
+
+    class Calls(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            carry, out = Cell()(jnp.zeros((2, 4), jnp.float32), x)
+            seen.extend((carry.dtype.name, out.dtype.name))
+            return out
+
+    seen: list[str] = []
+    jax.eval_shape(apply_policy(Calls(), MIXED, cast_submodules=True).init, KEY, X)
+    assert seen == ["float32", "bfloat16"]
+
+
+def test_without_the_keyword_nothing_is_cast():
+    class Returns(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return InFloat32()(x).dtype.name, nn.Dense(3)(x).dtype.name
+
+    port = apply_policy(Returns(), MIXED)
+    assert port.apply(port.init(KEY, X), X) == ("float32", "bfloat16")
