@@ -159,7 +159,7 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
 
 
 def _children(node: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns the modules and variables that a node holds, itself or in lists, tuples and dicts, and the keys to each."""
+    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the keys to each."""
     held = vars(node)
     if getattr(node, "_pytree__is_pytree", False):
         held = {name: held[name] for name, is_data in node._pytree__nodes.items() if is_data and name in held}
