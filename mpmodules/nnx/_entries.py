@@ -97,7 +97,8 @@ def wrap_methods(cls: type) -> None:
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
     """Yields the methods of a class that get an entry, ``__call__`` before its aliases."""
-    if is_ours(cls) or cls.__module__.split(".")[0] in sys.stdlib_module_names:
+    is_standard = cls.__module__.split(".")[0] in sys.stdlib_module_names  # as Generic is, and MutableMapping
+    if is_ours(cls) or (is_standard and not issubclass(cls, flax_nnx.Module)):
         return
     is_upstream, ours = _is_upstream(cls), LAYER_OF.get(cls)
     for name in sorted(vars(cls), key=lambda name: name != "__call__"):

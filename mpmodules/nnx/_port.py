@@ -129,7 +129,8 @@ def _explicit_dtype(module: Any) -> Any:
     if obeys_policies(module):
         return getattr(module, "_explicit_dtype", None)
     dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
-    if _dtype_of(dtype) is None:
+    found = _dtype_of(dtype)
+    if found is None or not (_takes_dtypes(type(module)) or jnp.issubdtype(found, jnp.inexact)):
         return None
     return None if embedding is not None and dtype == embedding.dtype else dtype
 

@@ -352,6 +352,36 @@ def test_a_class_of_ours_that_derives_from_a_wrapped_one_has_a_boundary_of_its_o
     assert Both(dtype_policy="bf16")(X).dtype == BF16
 
 
+def test_subclasses_of_flax_s_layers_reach_what_is_ours_by_super():
+    class Cell(flax_nnx.LSTMCell):
+        def initialize_carry(self, *args, **kwargs):
+            assert type(self) is Cell
+            return super().initialize_carry(*args, **kwargs)
+
+        def __call__(self, carry, inputs):
+            carry, y = super().__call__(carry, inputs)
+            assert carry[0].dtype == y.dtype == BF16
+            return carry, y * 2
+
+    class Norm(flax_nnx.BatchNorm):
+        def __call__(self, x, **options):
+            return super().__call__(x, **options) + 1
+
+    rngs = flax_nnx.Rngs(0)
+    model = apply_policy(flax_nnx.RNN(Cell(4, 3, rngs=rngs), return_carry=True, rngs=rngs), MIXED)
+    carry, y = model(X[None])
+    assert (carry[0].dtype, y.dtype, type(model.cell)) == (BF16, F32, Cell)
+    norm = apply_policy(Norm(4, rngs=rngs), MIXED)
+    x = (1000 + np.arange(256, dtype=np.float32) % 7).reshape(64, 4)  # bfloat16 holds 1000 to 4
+    np.testing.assert_allclose(norm(x).astype(F32), 1 + (x - x.mean(0)) / x.std(0), atol=0.05)
+    assert np.all(norm.mean[...] > 0)
+
+
+def test_a_module_of_a_file_that_is_named_like_one_of_the_standard_library_is_ported():
+    body = {"__module__": "code", "__call__": lambda self, x: x * 2}
+    assert apply_policy(type("Net", (flax_nnx.Module,), body)(), "bf16")(X).dtype == BF16
+
+
 def test_transformed_methods_keep_their_attributes_on_the_class():
     class Jitted(flax_nnx.Module):
         def __init__(self, *, rngs):

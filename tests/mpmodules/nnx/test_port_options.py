@@ -77,6 +77,8 @@ def test_fields_that_hold_no_floating_dtype_are_left():
 
     for left in (jnp.complex64, jnp.int32, "fp", 3):
         assert apply_policy(Odd(left), MIXED, dtype_fields=True).dtype == left
+        assert apply_policy(Odd(left), MIXED).dtype == left
+    assert apply_policy(Odd(jnp.int32), MIXED, dtype_fields=True, keep_explicit=True).dtype_policy == MIXED
     assert apply_policy(Odd("float32"), MIXED, dtype_fields=True).dtype == "bfloat16"
     assert apply_policy(Odd(np.float32), MIXED, dtype_fields=True).dtype == BF16
 
