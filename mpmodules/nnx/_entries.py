@@ -1,8 +1,8 @@
 """Entries: the boundary around methods of classes that know nothing of policies, put where a method is defined.
 
-A ported module keeps its class. The public methods of that class, and of its bases, are wrapped once, in the class that
-defines each; a wrapper asks the instance whether it is ported, and otherwise calls straight through. Thus the methods of
-two classes are the same object, or differ, as they did before.
+A ported module keeps its class. The public methods of that class and of its bases are wrapped once, in the class that
+defines them. A wrapper asks the instance whether it is ported, and otherwise calls straight through. Thus methods that
+two classes share stay the same object, and those that differ stay different.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpmodules.nnx._module import (
     is_ours,
     run_method,
 )
-from mpmodules.nnx._tracing import classes_lock, defined, redefine
+from mpmodules.nnx._tracing import classes_lock, defined, holds_items, redefine
 
 _ENTRY = "_policy_entry"
 
@@ -75,7 +75,7 @@ def layer_class(cls: type) -> Any:
 
 
 @functools.cache
-def _view_class(cls: Any) -> type:
+def _view_class(cls: Any) -> Any:
     """Returns our class, or for a user's class that derives from Flax's one that derives from both."""
     ours = layer_class(cls)
     if cls in LAYER_OF:
@@ -97,12 +97,13 @@ def wrap_methods(cls: type) -> None:
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
     """Yields the methods of a class that get an entry, ``__call__`` before its aliases."""
-    if is_ours(cls) or cls.__module__.split(".")[0] in sys.stdlib_module_names:
+    is_standard = cls.__module__.split(".")[0] in sys.stdlib_module_names  # as Generic is, and MutableMapping
+    if is_ours(cls) or (is_standard and not issubclass(cls, flax_nnx.Module)):
         return
     is_upstream, ours = _is_upstream(cls), LAYER_OF.get(cls)
     for name in sorted(vars(cls), key=lambda name: name != "__call__"):
         method = defined(cls, name)
-        if not is_method(method) or vars(method).get(_ENTRY) is method:
+        if not is_method(method) or _entry_of(method) is method:
             continue
         if name in NOT_BOUNDARIES and ours is not None:
             if inspect.getattr_static(ours, name) is not method:
@@ -129,12 +130,14 @@ class _TransformedEntry:
         return self if instance is None else types.MethodType(self._call, instance)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["__wrapped__"], name)
+        if "__wrapped__" not in vars(self):  # not yet initialised, as in a copy
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
 
 
 def _entry(owner: type, name: str, method: Any) -> Any:
     """Returns the entry of a method; one function under two names, or in two classes, has one entry."""
-    made = vars(method).get(_ENTRY)
+    made = _entry_of(method)
     if made is not None and made.__wrapped__ is method:
         return made
     straight = method if inspect.isfunction(method) else _calling(method)
@@ -149,8 +152,15 @@ def _entry(owner: type, name: str, method: Any) -> Any:
         return run_method(self, body, args, kwargs, name=name, is_upstream=is_upstream, signature_of=method)
 
     entry = call if inspect.isfunction(method) else _TransformedEntry(method, call)
-    vars(entry)[_ENTRY] = vars(method)[_ENTRY] = entry
+    for noted in (entry, method):
+        if hasattr(noted, "__dict__"):
+            vars(noted)[_ENTRY] = entry
     return entry
+
+
+def _entry_of(method: Any) -> Any:
+    """Returns the entry that was made of a method, or the method itself where it is one; None where there is none."""
+    return getattr(method, "__dict__", {}).get(_ENTRY)
 
 
 def _calling(method: Any) -> Callable[..., Any]:
@@ -167,5 +177,5 @@ def _body(owner: type, name: str, method: Callable[..., Any]) -> Callable[..., A
 
 
 def is_container(module: Any) -> bool:
-    """Returns whether a module is nothing but what it holds: an attribute of a Dict would be an item of it."""
-    return isinstance(module, flax_nnx.Dict) or type(module) is flax_nnx.List
+    """Returns whether a module can't carry a policy, or has no methods that would obey one."""
+    return holds_items(module) or type(module) is flax_nnx.List

@@ -140,7 +140,8 @@ def _explicit_dtype(module: Any) -> Any:
     if obeys_policies(module):
         return getattr(module, "_explicit_dtype", None)
     dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
-    if _dtype_of(dtype) is None:
+    found = _dtype_of(dtype)
+    if found is None or not (_takes_dtypes(type(module)) or jnp.issubdtype(found, jnp.inexact)):
         return None
     return None if embedding is not None and dtype == embedding.dtype else dtype
 
@@ -170,7 +171,7 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
 
 
 def _children(node: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns the modules and variables that a node holds, itself or in lists, tuples and dicts, and the keys to each."""
+    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the keys to each."""
     held = vars(node)
     if getattr(node, "_pytree__is_pytree", False):
         held = {name: held[name] for name, is_data in node._pytree__nodes.items() if is_data and name in held}

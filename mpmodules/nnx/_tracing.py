@@ -89,6 +89,11 @@ _patched: dict[type, list[Any]] = {}  # the class's own `__call__`, or None, and
 classes_lock = threading.RLock()  # held by whoever replaces methods of classes
 
 
+def holds_items(module: Any) -> bool:
+    """Returns whether a module reads every attribute as an item of it, or as a variable, so that none can be added."""
+    return isinstance(module, flax_nnx.Dict | flax_nnx.bridge.ToNNX)
+
+
 @contextlib.contextmanager
 def named_modules(node: Any) -> Iterator[None]:
     """Puts the paths of `node`'s modules on JAX's name stack, below the root's class, while this thread calls them.
@@ -101,7 +106,8 @@ def named_modules(node: Any) -> Iterator[None]:
     outer, outer_here = _naming.paths, _naming.here
     _naming.paths = outer | {id(module): path for path, module in modules}
     for path, module in modules:
-        object.__setattr__(module, _PATH, "/".join(path))
+        if callable(module) and not holds_items(module):  # others are not called, or not found in copies
+            object.__setattr__(module, _PATH, "/".join(path))
     for cls in classes:
         _wrap(cls)
     try:
@@ -145,7 +151,7 @@ def _wrap(cls: type) -> None:
 
         @functools.wraps(cast(Any, cls).__call__)
         def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Looked up now: a port may have replaced it since. And in `cls`: that of a subclass may be what called this.
+            # Looked up now, since a port may have replaced it, and in `cls`, since a subclass may have called this one.
             own = _inherited(cls) if patch[0] is None else patch[0]
             call = own.__get__(self, type(self))
             path = _path_of(self)

@@ -25,7 +25,8 @@ class Projection(nn.Module):
     @nn.compact
     def __call__(self, x):
         kernel = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
-        return jnp.dot(x, kernel) + self.param("b", nn.initializers.zeros, (1, 1, self.features))
+        bias = self.param("b", nn.initializers.zeros, (1,) * (x.ndim - 1) + (self.features,))
+        return jnp.dot(x, kernel) + bias
 
 
 class Block(nn.Module):
@@ -44,13 +45,15 @@ class Net(nn.Module):
 
     train: bool = False
 
-    @nn.compact
+    def setup(self):
+        self.embed, self.head = nn.Embed(32, 16), nn.Dense(32)
+        self.block, self.bn = Block(), nn.BatchNorm(use_running_average=not self.train)
+
     def __call__(self, tokens):
-        x, _ = Block(name="block")(nn.Embed(32, 16, name="embed")(tokens))
-        return nn.Dense(32, name="head")(nn.BatchNorm(use_running_average=not self.train, name="bn")(x))
+        return self.head(self.bn(self.block(self.embed(tokens))[0]))
 
     def hidden(self, x):
-        return Block(name="hidden")(x)[0]
+        return self.block(x)[0]
 
 
 class Layers(nn.Module):

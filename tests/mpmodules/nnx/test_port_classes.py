@@ -1,0 +1,422 @@
+"""A port leaves classes as they are: exact types, override checks, identities of methods, and instances not ported."""
+
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIncompatibleMethodOverride=false, reportFunctionMemberAccess=false
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as flax_linen
+from flax import nnx as flax_nnx
+
+from mpmodules import autocast, get_policy, nnx, use_policy
+from mpmodules.nnx import apply_policy
+from mpmodules.nnx._tracing import named_modules
+from tests.programs import named, operations
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+MIXED = get_policy("mixed_bfloat16")
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+
+
+class Mixin:
+    def described(self, x):
+        return x * 2
+
+
+class Convolved(Mixin, flax_nnx.Module):
+    """A base class that asks what its subclasses override, as graph nets do."""
+
+    def __init__(self, *, rngs):
+        self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+        self.seen = ""
+
+    def make(self, x):
+        raise NotImplementedError
+
+    def update(self, x):
+        return self.linear(x)
+
+    def __call__(self, x):
+        x = self.update(x)
+        return self.make(x) if type(self).make is not Convolved.make else x
+
+    alias = update
+
+    @staticmethod
+    def static(x):
+        return x
+
+    @classmethod
+    def of_class(cls, x):
+        return x
+
+    @property
+    def width(self):
+        return 4
+
+    def _private(self, x):
+        return x
+
+
+class Plain(Convolved):
+    pass
+
+
+class Other(Convolved):
+    def make(self, x):
+        self.seen = x.dtype.name
+        return super().update(x)
+
+
+class Gated(flax_nnx.Linear):
+    def __call__(self, x):
+        assert type(self) is Gated
+        return super().__call__(x) * jax.nn.sigmoid(x)
+
+
+class Net(flax_nnx.Module):
+    def __init__(self, *, rngs):
+        self.graph = Other(rngs=rngs)
+        self.gate = Gated(4, 4, rngs=rngs)
+        self.heads = flax_nnx.Dict(a=flax_nnx.Linear(4, 2, rngs=rngs), b=flax_nnx.Linear(4, 2, rngs=rngs))
+        self.norms = flax_nnx.List([flax_nnx.LayerNorm(4, rngs=rngs), flax_nnx.BatchNorm(4, rngs=rngs)])
+        self.attn = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.rnn = flax_nnx.RNN(flax_nnx.LSTMCell(4, 4, rngs=rngs))
+        self.block = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.relu)
+
+    def __call__(self, x):
+        x = self.block(self.gate(self.graph(x)))
+        for norm in self.norms:
+            x = norm(x)
+        x = self.rnn(self.attn(x[None]))[0]
+        return sum(head(x) for _, head in self.heads.items())
+
+
+_built = []
+
+
+def net():
+    if not _built:
+        _built.append(Net(rngs=flax_nnx.Rngs(0)))
+    return flax_nnx.clone(_built[0])
+
+
+def types_of(model):
+    return {path: type(node) for path, node in flax_nnx.iter_graph(model) if isinstance(node, flax_nnx.Pytree)}
+
+
+def pure(model):
+    """Calls a copy of `model` that is made inside, so that it can be traced."""
+    graph, state = flax_nnx.split(model)
+    return lambda *args: flax_nnx.merge(graph, state, copy=True)(*args)
+
+
+def program(model, *args):
+    return str(jax.make_jaxpr(pure(model))(*args))
+
+
+def test_the_type_of_every_module_stays():
+    model = net()
+    before = types_of(model)
+    apply_policy(model, MIXED)
+    assert types_of(model) == before
+    assert type(model) is Net and type(model.heads["a"]) is type(model.block.layers[0]) is flax_nnx.Linear
+    assert isinstance(model.gate, nnx.Linear) and isinstance(model.rnn.cell, nnx.LSTMCell)
+    assert model(X).dtype == F32
+
+
+def test_override_checks_and_the_identity_of_methods_stay():
+    def checks():
+        names = ("make", "update", "alias", "described", "__call__")
+        pairs = ((Plain, Convolved), (Other, Convolved), (Plain, Other), (Convolved, Mixin))
+        found = {
+            (a.__name__, b.__name__, name): getattr(a, name) is getattr(b, name, None)
+            for a, b in pairs
+            for name in names
+        }
+        found |= {("alias", cls.__name__): cls.alias is cls.update for cls in (Plain, Other, Convolved)}
+        return found | {
+            "layer": Gated.__call__ is flax_nnx.Linear.__call__,
+            "super": issubclass(Gated, flax_nnx.Linear),
+        }
+
+    before = checks()
+    statics = [vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")]
+    for cls in (Plain, Other):
+        apply_policy(cls(rngs=flax_nnx.Rngs(0)), "bf16")
+    apply_policy(net(), "bf16")
+    assert checks() == before
+    assert before["Plain", "Convolved", "make"] and not before["Other", "Convolved", "make"]
+    assert [vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")] == statics
+    assert apply_policy(Plain(rngs=flax_nnx.Rngs(0)), "bf16")(X).dtype == BF16
+    assert Convolved.update.__name__ == "update" and Convolved.update.__qualname__ == "Convolved.update"
+
+
+def test_a_method_called_by_super_or_from_inside_is_no_second_boundary():
+    model = apply_policy(Other(rngs=flax_nnx.Rngs(0)), MIXED)
+    assert model(X).dtype == model.make(X).dtype == model.update(X).dtype == model.described(X).dtype == F32
+    assert model.seen == "bfloat16"
+    assert len([op for op in operations(pure(model), X) if op.is_placed]) == 2
+    own = apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), MIXED)
+    assert ":bf16[2,4] = dot_general" in program(own, X)  # super()'s is no boundary: the gate is in bfloat16
+    assert own(X).dtype == F32
+
+
+def test_instances_that_were_not_ported_run_the_same_program():
+    class Fresh(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.gate = Gated(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.gate(x)
+
+    model = Fresh(rngs=flax_nnx.Rngs(0))
+    before, y = program(model, X), model(X)
+    apply_policy(Fresh(rngs=flax_nnx.Rngs(1)), MIXED)
+    with use_policy("f16"):  # of no concern to a model that knows no policy
+        assert program(model, X) == before
+        np.testing.assert_array_equal(model(X), y)
+    assert flax_nnx.graphdef(model) == flax_nnx.graphdef(Fresh(rngs=flax_nnx.Rngs(2)))
+    assert not hasattr(model, "dtype_policy")
+
+
+def test_methods_are_wrapped_once_from_many_threads():
+    class Once(flax_nnx.Module):
+        def __call__(self, x):
+            return x * 2
+
+    original = Once.__call__
+    threads = [threading.Thread(target=apply_policy, args=(Once(), "bf16")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert vars(Once)["__call__"].__wrapped__ is original
+    wrapped = Once.__call__
+    assert apply_policy(Once(), "f16")(X).dtype == jnp.float16
+    assert Once.__call__ is wrapped
+
+
+def test_importing_wraps_nothing_and_a_pickle_obeys_in_a_fresh_process(tmp_path):
+    rngs = flax_nnx.Rngs(0)
+    model = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.LayerNorm(4, rngs=rngs))
+    apply_policy(model, MIXED, {"layers/1": "f32"})
+    path = tmp_path / "model"
+    path.write_bytes(pickle.dumps((flax_nnx.graphdef(model), model)))
+    code = f"""
+import pickle, jax, numpy as np
+from flax import nnx
+import mpmodules.nnx
+classes = (nnx.Linear, nnx.LayerNorm, nnx.Sequential, nnx.LSTMCell)
+mpmodules.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), dtype_policy="bf16")
+assert not any(hasattr(cls.__call__, "__wrapped__") for cls in classes)
+definition, model = pickle.load(open({str(path)!r}, "rb"))
+assert type(model.layers[0]) is nnx.Linear and definition == nnx.graphdef(model)
+x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+assert model(x).dtype == "float32" and model.layers[0](x).dtype == "bfloat16"
+assert ":bf16[2,4] = dot_general" in str(jax.make_jaxpr(lambda x: model(x))(x))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a ported model is used with
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_graph_definitions_and_flax_s_transformations_hold():
+    one, two = (apply_policy(net(), MIXED) for _ in range(2))
+    assert flax_nnx.graphdef(one) == flax_nnx.graphdef(two) != flax_nnx.graphdef(net())
+    assert hash(flax_nnx.graphdef(one)) == hash(flax_nnx.graphdef(two))
+    assert types_of(flax_nnx.merge(*flax_nnx.split(one))) == types_of(one)
+    loss = lambda model, x: jnp.square(model(x)).mean()  # noqa: E731
+    expected = program(one, X)
+    jitted, remat = flax_nnx.jit(lambda model, x: model(x)), flax_nnx.remat(lambda model, x: model(x))
+    np.testing.assert_allclose(jitted(flax_nnx.clone(one), X), remat(flax_nnx.clone(one), X), rtol=0.02, atol=0.02)
+    gradients = flax_nnx.jit(flax_nnx.grad(loss))(one, X)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {F32}
+    assert np.any(one.norms[1].mean[...] != 0)  # a statistic that the view of a layer updated
+    apply_policy(one, "f16")
+    apply_policy(one, MIXED)
+    assert program(one, X) == expected
+
+
+def test_stacked_layers_are_ported_and_scanned():
+    @flax_nnx.vmap(in_axes=0, out_axes=0)
+    def build(key):
+        return Other(rngs=flax_nnx.Rngs(key))
+
+    @flax_nnx.scan(in_axes=(0, flax_nnx.Carry), out_axes=flax_nnx.Carry)
+    @flax_nnx.remat
+    def layers(layer, x):
+        return layer(x)
+
+    stack = apply_policy(build(jax.random.split(jax.random.key(0), 3)), "p=f32,c=bf16,o=bf16")
+    assert type(stack) is Other
+    found = named(operations(lambda x: layers(flax_nnx.clone(stack), x), X.astype(BF16)), "dot_general")
+    assert {op.inputs for op in found} == {("bfloat16", "bfloat16")}
+
+
+def test_what_a_call_puts_on_a_layer_lands_on_the_layer():
+    layer: Any = flax_nnx.MultiHeadAttention(2, 4, decode=True, rngs=flax_nnx.Rngs(0))
+    apply_policy(layer, MIXED).init_cache((1, 3, 4))
+    assert layer.cached_key[...].dtype == BF16
+    layer(X[:1, None])
+    assert layer.cache_index[...] == 1
+    layer.set_view(decode=False)
+    with pytest.warns(DeprecationWarning, match="sow"):
+        layer(X[None], sow_weights=True)
+    assert layer.attention_weights.get_value()[0].shape == (1, 2, 2, 2)
+
+
+def test_autocast_of_a_ported_model_names_its_modules():
+    model = apply_policy(net(), MIXED)
+    before = {cls: cls.__call__ for cls in (Net, Gated, Other, flax_nnx.LSTMCell, flax_nnx.RNN)}
+    report = str(autocast(model, "mixed_bfloat16").explain(X))
+    assert "Net/gate" in report and "Net/rnn/cell" in report
+    assert autocast(model, "mixed_bfloat16")(X).dtype == F32
+    assert {cls: cls.__call__ for cls in before} == before
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_a_port_while_other_modules_are_being_named_stays_afterwards(inherits):
+    class Base(flax_nnx.Module):
+        def __call__(self, x):
+            return x * 2
+
+    cls = type("Derived", (Base,), {}) if inherits else Base
+    original, other = Base.__call__, cls()
+    with named_modules(cls()):
+        assert apply_policy(other, "bf16")(X).dtype == BF16
+    assert other(X).dtype == BF16 and cls()(X).dtype == F32
+    assert vars(Base)["__call__"].__wrapped__ is original
+    assert ("__call__" in vars(cls)) is not inherits
+
+
+def test_a_dict_has_no_other_items_after_a_port_and_a_list_no_boundaries():
+    model = apply_policy(net(), MIXED)
+    assert list(model.heads) == ["a", "b"] and len(model.norms) == 2
+    model.norms.append(flax_nnx.Param(jnp.ones(2)))
+    assert model.norms[2].dtype == F32
+
+
+def test_parameters_in_lists_and_dicts_of_flax_s_are_cast():
+    holder = flax_nnx.Dict(w=flax_nnx.Param(jnp.ones(2)), more=flax_nnx.List([flax_nnx.Param(jnp.ones(2))]))
+    apply_policy(holder, "bf16")
+    assert holder.w.dtype == holder.more[0].dtype == BF16
+
+
+def test_a_linen_module_inside_runs_as_it_is_and_its_parameters_are_cast():
+    module = flax_nnx.bridge.ToNNX(flax_linen.Dense(3), rngs=flax_nnx.Rngs(0)).lazy_init(X)
+    model = apply_policy(flax_nnx.Sequential(module, lambda x: x), "bf16")
+    assert module.kernel.dtype == BF16
+    assert model(X).dtype == autocast(model, "bf16")(X).dtype == BF16
+
+
+def test_ours_with_a_policy_of_its_own_inside_of_a_foreign_module_keeps_it():
+    class Holds(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.mine = nnx.Linear(4, 4, dtype_policy="f32", rngs=rngs)
+            self.theirs = flax_nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.theirs(self.mine(x))
+
+    model = apply_policy(Holds(rngs=flax_nnx.Rngs(0)), MIXED)
+    assert type(model.mine) is nnx.Linear and model.mine.dtype_policy == get_policy("f32")
+    found = named(operations(pure(model), X), "dot_general")
+    assert [op.inputs for op in found] == [("float32", "float32"), ("bfloat16", "bfloat16")]
+
+
+def test_a_class_of_ours_that_derives_from_a_wrapped_one_has_a_boundary_of_its_own():
+    class Theirs(flax_nnx.Module):
+        def __call__(self, x):
+            return x * 2
+
+    apply_policy(Theirs(), "f32")
+
+    class Both(nnx.Module, Theirs):
+        pass
+
+    assert Both(dtype_policy="bf16")(X).dtype == BF16
+
+
+def test_subclasses_of_flax_s_layers_reach_what_is_ours_by_super():
+    class Cell(flax_nnx.LSTMCell):
+        def initialize_carry(self, *args, **kwargs):
+            assert type(self) is Cell
+            return super().initialize_carry(*args, **kwargs)
+
+        def __call__(self, carry, inputs):
+            carry, y = super().__call__(carry, inputs)
+            assert carry[0].dtype == y.dtype == BF16
+            return carry, y * 2
+
+    class Norm(flax_nnx.BatchNorm):
+        def __call__(self, x, **options):
+            return super().__call__(x, **options) + 1
+
+    rngs = flax_nnx.Rngs(0)
+    model = apply_policy(flax_nnx.RNN(Cell(4, 3, rngs=rngs), return_carry=True, rngs=rngs), MIXED)
+    carry, y = model(X[None])
+    assert (carry[0].dtype, y.dtype, type(model.cell)) == (BF16, F32, Cell)
+    norm = apply_policy(Norm(4, rngs=rngs), MIXED)
+    x = (1000 + np.arange(256, dtype=np.float32) % 7).reshape(64, 4)  # bfloat16 holds 1000 to 4
+    np.testing.assert_allclose(norm(x).astype(F32), 1 + (x - x.mean(0)) / x.std(0), atol=0.05)
+    assert np.all(norm.mean[...] > 0)
+
+
+def test_a_module_of_a_file_that_is_named_like_one_of_the_standard_library_is_ported():
+    body = {"__module__": "code", "__call__": lambda self, x: x * 2}
+    assert apply_policy(type("Net", (flax_nnx.Module,), body)(), "bf16")(X).dtype == BF16
+
+
+def test_transformed_methods_keep_their_attributes_on_the_class():
+    class Jitted(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+
+        @flax_nnx.jit
+        def __call__(self, x):
+            return self.linear(x)
+
+    plain = Jitted(rngs=flax_nnx.Rngs(0))
+    ported = apply_policy(flax_nnx.clone(plain), MIXED)
+    assert ported(X).dtype == plain(X).dtype == F32
+    assert "bf16" in Jitted.__call__.lower(ported, X).as_text()
+    assert "bf16" not in Jitted.__call__.lower(plain, X).as_text()
+
+
+def test_summaries_and_representations_are_of_the_model_s_own_classes():
+    rngs = flax_nnx.Rngs(0)
+    parts = Gated(4, 4, rngs=rngs), Other(rngs=rngs), flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+    model = apply_policy(flax_nnx.Sequential(*parts), MIXED)
+    options = {"console_kwargs": {"width": 300, "no_color": True, "force_terminal": False}}
+    methods = lambda cls: {name: value for name, value in vars(cls).items() if callable(value)}  # noqa: E731
+    before = {cls: methods(cls) for cls in types_of(model).values()}
+    table = nnx.tabulate(model, X, **options)
+    assert all(name in table for name in ("Gated", "Other", "MultiHeadAttention", "p=f32,c=bf16,o=f32"))
+    assert {cls: methods(cls) for cls in before} == before
+    assert "Gated(" in repr(model) and "_policy_port" not in repr(model)
+
+
+def test_a_class_without_a_pytree_that_derives_from_a_layer_runs_as_ours_does():
+    class Dense(flax_nnx.Linear, pytree=False):
+        def __init__(self, *, rngs):
+            super().__init__(4, 4, rngs=rngs)
+            self.notes = [1, 2]
+
+    layer = apply_policy(Dense(rngs=flax_nnx.Rngs(0)), MIXED)
+    assert type(layer) is Dense and layer(X).dtype == F32
+    assert ":f32[2,4] = dot_general" in program(layer, X)  # the accumulator
