@@ -11,10 +11,10 @@ from flax import nnx
 
 
 def attention(qkv: jax.Array) -> jax.Array:
-    """(B, T, 3D) to (B, T, D), one head."""
+    """(..., T, 3D) to (..., T, D), one head."""
     query, key, value = jnp.split(qkv, 3, axis=-1)
-    logits = jnp.einsum("btd,bsd->bts", query, key) / 4.0
-    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits), value)
+    logits = jnp.einsum("...td,...sd->...ts", query, key) / 4.0
+    return jnp.einsum("...ts,...sd->...td", jax.nn.softmax(logits), value)
 
 
 class Projection(nn.Module):

@@ -54,7 +54,7 @@ def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do():
         r"\d+%\), whose modules hold \d\d% of its parameters \(NnxProjection \d\d%\): apply_policy runs that code"
     )
     with pytest.warns(DtypePolicyWarning, match=text) as told:
-        nnx.eval_shape(lambda: model(TOKENS))
+        nnx.eval_shape(lambda m: m(TOKENS), model)
         model(TOKENS)
     assert len(told) == 1
 
@@ -149,7 +149,7 @@ def test_copies_are_equal_and_run_alike():
 
 def test_half_parameters():
     model = ported(NnxNet(nnx.Rngs(0)), "bfloat16")
-    gradients = nnx.eval_shape(lambda: nnx.grad(loss)(model, TOKENS))
+    gradients = nnx.eval_shape(nnx.grad(loss), model, TOKENS)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
     assert share(model) == 0 and model(TOKENS).dtype == jnp.bfloat16
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
