@@ -27,10 +27,13 @@ _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
 
 
-def resolved(
-    own_code: OwnCode, policy: Policy, rules: PolicyRules | None, *, keep_explicit: bool, dtype_fields: bool
-) -> OwnCode:
+def resolved(own_code: OwnCode, policy: Policy, rules: PolicyRules | None, **options: bool) -> OwnCode:
     """Returns `own_code`, or "keep" where there is nothing for autocast to do.
+
+    Args:
+      own_code: the argument of `apply_policy`.
+      policy, rules: the port's.
+      **options: the arguments of `apply_policy` that ask for the code's own dtypes.
 
     Raises:
       ValueError: it is neither None, "autocast" nor "keep"; or it is "autocast" beside an option that needs the code's
@@ -38,7 +41,7 @@ def resolved(
     """
     if own_code not in (None, "autocast", "keep"):
         raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
-    beside = [name for name, given in (("keep_explicit", keep_explicit), ("dtype_fields", dtype_fields)) if given]
+    beside = [name for name, given in options.items() if given]
     if own_code == "autocast" and beside:
         raise ValueError(
             f"own_code='autocast' runs a model's own code in the policy's dtypes, whatever the code names: leave out "
@@ -83,7 +86,10 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None) -> 
     """
     if policy is None:
         return call()
-    with enter(dataclasses.replace(scope, policy=policy, boundary_open=True)), regions.computes_in(policy.compute_dtype):
+    with (
+        enter(dataclasses.replace(scope, policy=policy, boundary_open=True)),
+        regions.computes_in(policy.compute_dtype),
+    ):
         return call()
 
 
@@ -114,12 +120,12 @@ def handed_on(outputs: Any, carry: Any = None) -> Any:
 def _carry_handed_on(new: Any, given: Any) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(given):
         return handed_on(new)
-    return jax.tree.map(lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x), new, given)
+    return jax.tree.map(
+        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x), new, given
+    )
 
 
-def described(
-    name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]
-) -> str:
+def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]) -> str:
     """Returns how much of a model is code of its own, by class, and what can be done; "" where none of it multiplies.
 
     Args:

@@ -56,7 +56,7 @@ def apply_policy(
       own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
         under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
         "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, which a warning
-        tells once; as "keep" beside `keep_explicit` and `dtype_fields`.
+        tells once; as "keep" beside the three options above.
 
     Returns:
       An instance of a subclass of the model's class with the same name, constructor, fields, state, variables and
@@ -85,8 +85,17 @@ def apply_policy(
     fields, state = _fields_of(model), _state_of(model)
     if "dtype_policy" in fields:
         fields["dtype_policy"] = policy
-    own_code = resolved(own_code, policy, rules, keep_explicit=keep_explicit, dtype_fields=dtype_fields)
-    return _rebuild(base, _Options(policy, rules, keep_explicit, dtype_fields, cast_submodules, own_code), fields, state)
+    own_code = resolved(
+        own_code,
+        policy,
+        rules,
+        keep_explicit=keep_explicit,
+        dtype_fields=dtype_fields,
+        cast_submodules=cast_submodules,
+    )
+    return _rebuild(
+        base, _Options(policy, rules, keep_explicit, dtype_fields, cast_submodules, own_code), fields, state
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,9 +251,8 @@ def _ported_class(base: Any, options: _Options) -> Any:
 
     others = {name: InstanceMethod(method, port.entering(method)) for name, method in _not_wrapped(base).items()}
     taking_methods = {
-        name: InstanceMethod(getattr(base, name), _taking_names(getattr(base, name), others))
+        name: InstanceMethod(getattr(base, name), _taking_methods(getattr(base, name), others))
         for name in ("apply", "init_with_output")
-        if others
     }
     namespace = {
         "__module__": base.__module__,
@@ -284,14 +292,21 @@ def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _taking_names(entry: Callable[..., Any], others: dict[str, Any]) -> Callable[..., Any]:
-    """Wraps `apply` and its like: one of `others` that is given as the base class's function is looked up by name."""
+def _taking_methods(entry: Callable[..., Any], others: dict[str, Any]) -> Callable[..., Any]:
+    """Wraps `apply` and its like, so that any ``method=`` enters the port.
+
+    One of `others` that is given as the base class's function is looked up by name. A function of a module that is no
+    method of it, as encoder-decoder models have for each half, runs as one.
+    """
     named = {method.__get__(None): name for name, method in others.items()}
 
     @functools.wraps(entry)
     def call(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         function = getattr(method, "__func__", method)
-        name = named.get(function) if inspect.isfunction(function) else None
-        return entry(self, *args, method=method if name is None else name, **kwargs)
+        if callable(function):
+            by_name = named.get(function) if inspect.isfunction(function) else None
+            is_free = not (hasattr(function, "method_handler_wrapped") or hasattr(function, "nowrap"))
+            method = by_name or (flax_nn.module.wrap_method_once(function) if is_free else method)
+        return entry(self, *args, method=method, **kwargs)
 
     return call

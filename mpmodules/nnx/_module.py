@@ -356,7 +356,13 @@ def _call_under_way() -> Iterator[None]:
 
 
 def _run_layer_for_autocast(
-    module: Any, plainly: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, signature_of: Any
+    module: Any,
+    plainly: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    signature_of: Any,
 ) -> Any:
     """Calls a module that obeys policies inside of a port whose own code autocast runs."""
     is_step, is_loop = _is_step(module, name), _is_loop(module, name)

@@ -14,6 +14,7 @@ from mpmodules import _carries as carries
 from mpmodules._own_code import OwnCode, described, tracing
 from mpmodules._references import is_reference
 from policy.amp.ported import Ported, traced
+from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import warn_once
 
@@ -74,8 +75,15 @@ def call_port(
     text = "" if note.asked else note.known.get(name)
     if text == "" and not note.asked:
         return plainly()
-    with inside():
-        call = _Call(module, name, args, kwargs)
+    try:
+        with inside():
+            call = _Call(module, name, args, kwargs)
+    except Exception:
+        if text is not None:
+            raise
+        # Code that asks for another dtype, or one with an error, is called as it is: it says itself what is wrong.
+        note.known[name] = ""
+        return plainly()
     if text is None:
         text = note.known[name] = described(type(module).__name__, call.ported, *_classes_and_shares(module))
         if not text:
@@ -117,13 +125,20 @@ class _Call:
         out, state = self.ported.run(policy)
         before = dict(flax_nnx.to_flat_state(flax_nnx.state(self.nodes, flax_nnx.Variable)))
         changed = [
-            (path, new)
+            (path, _as_stored(new, before[path]) if path in before else new)
             for path, new in flax_nnx.to_flat_state(state)
             if path not in before or jax.tree.leaves(new)[0] is not jax.tree.leaves(before[path])[0]
         ]
         if changed:
             flax_nnx.update(self.nodes, flax_nnx.from_flat_state(changed))
         return out
+
+
+def _as_stored(new: Any, old: Any) -> Any:
+    """Returns a variable's new value in the floating dtype of the old one: half parameters are traced in float32."""
+    if not isinstance(new, flax_nnx.Param):
+        return new
+    return jax.tree.map(lambda array, before: cast_array(array, before.dtype), new, old)
 
 
 def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[str, float]]:

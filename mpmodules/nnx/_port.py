@@ -232,11 +232,15 @@ def apply_policy(
         compute_dtype and param_dtype, where they hold a floating dtype or None.
       cast_submodules: whether methods of modules below the root that are neither Flax's nor ours return their floating
         outputs in the compute_dtype of the module that calls them, so that branches of two dtypes can be added.
+      own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
+        under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
+        "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, which a warning
+        tells once; as "keep" beside the three options above.
 
     Raises:
       TypeError: `model` is no nnx module.
-      ValueError: a rule matches nothing (the paths are listed), or the policy or rules are malformed. The model is then
-        as it was.
+      ValueError: a rule matches nothing (the paths are listed), the policy or rules are malformed, `own_code` is none of
+        the above, or options contradict each other. The model is then as it was.
     """
     if not isinstance(model, flax_nnx.Module):
         raise TypeError(f"apply_policy takes an nnx module here, but got {model!r} of type {type(model).__name__}.")
@@ -246,7 +250,14 @@ def apply_policy(
         require_usable(rule_policy)
     paths = _paths(model)
     rules.check({"/".join(path): type(module) for path, module in paths.items()})
-    own_code = resolved(own_code, policy, rules, keep_explicit=keep_explicit, dtype_fields=dtype_fields)
+    own_code = resolved(
+        own_code,
+        policy,
+        rules,
+        keep_explicit=keep_explicit,
+        dtype_fields=dtype_fields,
+        cast_submodules=cast_submodules,
+    )
     options = _Options(keep_explicit, dtype_fields, cast_submodules, own_code)
     holding: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # what the modules below each inherit
     plan: dict[int, tuple[Any, Effective]] = {}

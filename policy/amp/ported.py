@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex_core
 import numpy as np
 
 from policy.amp import calls as calls  # fills the handlers
@@ -35,13 +36,13 @@ class Ported:
       jaxpr: the program.
       arrays: its operands, in the dtypes that they are stored in.
       is_param: which of them are parameters.
-      restored: puts the program's results back into what the call returned.
+      restored: puts the program's results back into what the call returned. Those that are operands stay as stored.
     """
 
     jaxpr: Any
     arrays: Sequence[Any]
     is_param: Sequence[bool]
-    restored: Callable[[Sequence[Any]], Any]
+    restored: Callable[[Sequence[Any], Sequence[Any]], Any]
 
     def own_matmuls(self) -> Counter[Path]:
         """Returns the FLOPs of the matmuls and convolutions of the model's own code, by module path.
@@ -68,7 +69,9 @@ class Ported:
         places = Places(settings, repeated(body))
         values = [Value(a, is_param) for a, is_param in zip(self.arrays, self.is_param, strict=True)]
         outputs = Evaluator(settings, places).run(body, [Value(const) for const in consts], values)
-        return self.restored([output.array for output in outputs])
+        given = dict(zip(body.invars, self.arrays, strict=True))
+        results = [_given(atom, given) for atom in body.outvars]
+        return self.restored([o.array if r is None else r for o, r in zip(outputs, results, strict=True)], results)
 
 
 def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> Ported:
@@ -96,14 +99,20 @@ def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> P
     is_dynamic = [is_array(leaf) for leaf in leaves]
     returned.clear()  # tracers of a trace that has ended
 
-    def restored(results: Sequence[Any]) -> Any:
+    def restored(results: Sequence[Any], given: Sequence[Any]) -> Any:
         arrays = iter(
-            array if dtype is None else cast(array, dtype) for array, dtype in zip(results, dtypes, strict=True)
+            array if dtype is None or operand is not None else cast(array, dtype)
+            for array, dtype, operand in zip(results, dtypes, given, strict=True)
         )
         found = [next(arrays) if dynamic else leaf for dynamic, leaf in zip(is_dynamic, static, strict=True)]
         return jax.tree.unflatten(treedef, found)
 
     return Ported(jaxpr, arguments.arrays, is_param, restored)
+
+
+def _given(atom: Any, given: Mapping[Any, Any]) -> Any:
+    """Returns the operand that a result of a program is; None where it was computed."""
+    return None if isinstance(atom, jex_core.Literal) else given.get(atom)
 
 
 def _is_half(array: Any) -> bool:

@@ -105,7 +105,7 @@ def test_what_was_asked_for_is_silent(variables):
 def test_values_and_options_that_contradict_are_refused():
     with pytest.raises(ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"):
         apply_policy(Net(), MIXED, own_code="auto")  # pyright: ignore[reportArgumentType]
-    for option in ("keep_explicit", "dtype_fields"):
+    for option in ("keep_explicit", "dtype_fields", "cast_submodules"):
         with pytest.raises(ValueError, match=f"whatever the code names: leave out {option}=True, or pass own_code="):
             apply_policy(Net(), MIXED, own_code="autocast", **{option: True})
 
@@ -207,7 +207,7 @@ def test_cells_keep_their_carry():
 def test_other_entries_bound_and_inside_of_another_model(variables):
     model = ported(Net())
     hidden = jax.eval_shape(lambda: Net().init(KEY, X, method="hidden"))
-    for method in ("hidden", Net.hidden):
+    for method in ("hidden", Net.hidden, lambda net, x: net.block(x)[0]):
         run = lambda v, method=method: model.apply(v, X, method=method)  # noqa: E731
         assert audit(run, hidden).f32_matmul_share == 0
     assert audit(lambda v: model.bind(v)(TOKENS), variables).f32_matmul_share == 0

@@ -96,7 +96,9 @@ def test_state_is_updated_in_place_and_other_state_is_not_touched():
     assert mean.dtype == jnp.float32 and error((mean, var), (wide.bn.mean[...], wide.bn.var[...])) < 0.01
     assert half.block.dropout.rngs is not None
     assert half.block.dropout.rngs.count[...] == wide.block.dropout.rngs.count[...] == 1  # pyright: ignore
-    assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(nnx.state(half, nnx.Param)), strict=True))
+    assert all(
+        a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(nnx.state(half, nnx.Param)), strict=True)
+    )
 
 
 def test_derivatives_over_a_model_that_is_closed_over():

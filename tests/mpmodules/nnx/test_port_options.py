@@ -50,7 +50,7 @@ def matmuls(model):
 
 
 def test_dtype_fields_of_foreign_modules_follow_the_policy_at_their_path():
-    plain = apply_policy(Holds(Projection(), Projection()), MIXED)
+    plain = apply_policy(Holds(Projection(), Projection()), MIXED, own_code="keep")
     assert matmuls(plain) == ["float32"] * 2 and plain.layers[0].dtype == F32
     model = apply_policy(
         Holds(Projection(), Projection(None), Projection()), MIXED, {"layers/2": "f16"}, dtype_fields=True
