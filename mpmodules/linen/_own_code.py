@@ -25,7 +25,7 @@ Method = Callable[..., Any]
 _decisions = Decisions()
 
 
-class _Decided(Exception):  # noqa: N818: no error: it ends a trace that has shown what it was made for
+class _Decided(Exception):
     """Ends a trace before its results are put into the module's scope."""
 
 

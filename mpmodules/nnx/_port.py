@@ -239,8 +239,8 @@ def apply_policy(
 
     Raises:
       TypeError: `model` is no nnx module.
-      ValueError: a rule matches nothing (the paths are listed), the policy or rules are malformed, `own_code` is none of
-        the above, or options contradict each other. The model is then as it was.
+      ValueError: a rule matches nothing (the paths are listed), the policy or rules are malformed, `own_code` is none
+        of the above, or options contradict each other. The model is then as it was.
     """
     if not isinstance(model, flax_nnx.Module):
         raise TypeError(f"apply_policy takes an nnx module here, but got {model!r} of type {type(model).__name__}.")

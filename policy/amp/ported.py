@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-import numpy as np
 
 from policy.amp import calls as calls  # fills the handlers
 from policy.amp import regions
