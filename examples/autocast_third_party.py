@@ -235,7 +235,7 @@ def linen_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -
     """Two calls make the difference: `apply_policy` on the model, or `autocast` around what is computed with it."""
     model = ViT()
     if way == "port":
-        model = mpmodules.linen.apply_policy(model, policy, rules)
+        model = mpmodules.linen.apply_policy(model, policy, rules, own_code="autocast")
     params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 8, 8, 1)))["params"]
 
     def apply(params: Any, images: Any) -> Any:
@@ -247,7 +247,7 @@ def linen_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -
 def nnx_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> Runnable:
     model = NnxViT(rngs=flax.nnx.Rngs(seed))
     if way == "port":
-        mpmodules.nnx.apply_policy(model, policy, rules)  # in place
+        mpmodules.nnx.apply_policy(model, policy, rules, own_code="autocast")  # in place
     graph, params = flax.nnx.split(model)
 
     def apply(model: Any, images: Any) -> Any:
