@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from policy.rules import PolicyRules
 
 # The name of the scope that `full_precision` opens: it stays on JAX's name stack through every transformation.
 ISLAND = "policy_full_precision"
-# Names of modules that normalise: BatchNorm_0, layer_norm, norm1, norm_proj, bn_init, ln_f.
-_NORMALISES = re.compile(r"(?:.*[a-z_])?norm\d*(?:_\w+)?|(?:bn|ln)\d*(?:_\w+)?", re.IGNORECASE)
 
 
 class UnknownPrimitiveError(NotImplementedError):
@@ -34,6 +31,7 @@ class Settings:
       narrows: whether params yield to half activations, and normalisations return half ("memory").
       allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
       strict: whether a primitive without a category is an error.
+      normalises: the paths of modules that are taken for normalisations, as rules whose policies mean nothing; or None.
     """
 
     policy: Policy
@@ -43,6 +41,7 @@ class Settings:
     deny: frozenset[str] = frozenset()
     opaque: frozenset[str] = frozenset()
     strict: bool = False
+    normalises: PolicyRules | None = None
 
     def category(self, name: str) -> str:
         """Returns the category of a primitive.
@@ -71,11 +70,20 @@ class Place:
 
     Attributes:
       compute: the dtype of matmuls there; float32 keeps everything there in float32.
-      normalises: whether it is a normalisation, which runs in float32 and hands on half.
+      region: "applies" where a normalisation computes values as large as its input, in float32, and hands on half;
+        "measures" where it computes statistics, which are float32 for every reader.
+      is_ruled: whether a rule names the path: then nothing there is a normalisation.
     """
 
     compute: np.dtype
-    normalises: bool = False
+    region: Literal["applies", "measures"] | None = None
+    is_ruled: bool = False
+
+    def within(self, region: Literal["applies", "measures"] | None) -> Place:
+        """Returns this place as a part of a normalisation, unless a rule or an argument says what it is."""
+        if region is None or self.region is not None or self.is_ruled or self.compute == F32:
+            return self
+        return dataclasses.replace(self, region=region)
 
 
 class Places:
@@ -103,8 +111,8 @@ class Places:
         compute = (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
-        normalises = settings.narrows and policy is None and any(_NORMALISES.fullmatch(name) for name in path)
-        return Place(compute, normalises and compute != F32)
+        named = settings.narrows and policy is None and _rule_policy(settings.normalises, _named(path)) is not None
+        return Place(compute, "applies" if named and compute != F32 else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """The half dtype in which the module of this very path hands on its result, where a rule says so."""
@@ -116,12 +124,12 @@ class Places:
                 return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
         return None
 
-    def check_rules(self) -> None:
+    def check(self, rules: PolicyRules | None) -> None:
         """Refuses rules that matched no path."""
-        if self.settings.rules:
+        if rules:
             paths = map(_named, self._known)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
-            self.settings.rules.check(sorted({name for path in prefixes for name in _names(path)}))
+            rules.check(sorted({name for path in prefixes for name in _names(path)}))
 
 
 def _named(path: Path) -> Path:
