@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from policy.amp.broadcasts import PRODUCTS, REPEATS, is_repeated, product, repeated, sharding_of
 from policy.amp.categories import MATMULS
 from policy.amp.normalizations import NOWHERE, Regions, normalizations
 from policy.amp.report import OPAQUE_MATMUL, Report
@@ -228,6 +228,9 @@ class Evaluator:
             # Of the widened operand, so that its cotangents are added up in float32, those of other readers included.
             looked_up = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
             return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
+        if equation.primitive.name in REPEATS and is_repeated(values[0], _extent(equation), place.compute):
+            wide = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
+            return "broadcast, then cast", [Value(cast(output, place.compute)) for output in wide]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
         if equation.primitive.name == "transpose" and values[0].yields and values[0].constant is None:
             axes = tuple(equation.params["permutation"])
@@ -256,7 +259,15 @@ class Evaluator:
         shape = equation.outvars[0].aval.shape if equation.primitive.name in _ELEMENTWISE else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
+        if equation.primitive.name in PRODUCTS and any(is_repeated(value, shape, dtype) for value in values):
+            return done, product(equation, values, arrays, dtype)
         return done, _bound_or_traced(equation, values, arrays)
+
+
+def _extent(equation: Any) -> tuple[Any, ...] | None:
+    """Returns the shape of an equation's result, or None where it has as many numbers as the operand."""
+    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    return None if operand.size == result.size else result.shape
 
 
 def _readers(jaxpr: Any) -> dict[Any, set[str]]:
@@ -283,14 +294,14 @@ def _only_float(values: Sequence[Value]) -> Value:
 def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
     """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in float32."""
     array = value.array
+    if is_floating(array.dtype) and is_repeated(value, shape, dtype) and equation.primitive.name not in PRODUCTS:
+        array = as_dtype(value, F32)
     if not is_floating(array.dtype) or array.dtype == dtype:
         return array
     if value.constant is not None and saturates(value.constant, dtype):
         return saturated(array, dtype)
     if shape is not None and array.ndim and array.shape != shape:
-        sharding = getattr(equation.outvars[0].aval, "sharding", None)
-        is_explicit = sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
-        return cast(jnp.broadcast_to(array, shape, out_sharding=sharding if is_explicit else None), dtype)
+        return repeated(array, shape, dtype, sharding_of(equation))
     return as_dtype(value, dtype)
 
 
