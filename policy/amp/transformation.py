@@ -212,8 +212,12 @@ class _Autocast:
         return self._of_pure(call.key, call.pure), Arguments.of(call.args, call.kwargs), call.finish
 
     def _of_pure(self, key: Any, pure: Callable[..., Any]) -> _Autocast:
-        """The autocast of a pure function, whose first argument are parameters."""
-        target = self.pure.pop(key, None) or _Autocast(pure, dataclasses.replace(self.options, params=0))
+        """The autocast of a pure function, whose first argument are parameters; made anew where its key has no hash."""
+        fresh = _Autocast(pure, dataclasses.replace(self.options, params=0))
+        try:
+            target = self.pure.pop(key, fresh)
+        except TypeError:
+            return fresh
         self.pure[key] = target
         if len(self.pure) > _MOST_PROGRAMS:
             self.pure.popitem(last=False)
