@@ -12,6 +12,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import autocast
+from tests.eight_devices import run_python
 from tests.programs import Operation, named, operations
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -162,6 +163,11 @@ def test_states_that_are_handed_in_stay_as_they_are(copy):
     before = jax.tree.leaves(rest)
     autocast(loss, "mixed_bfloat16")(params, rest, X)
     assert all(one is other for one, other in zip(before, jax.tree.leaves(rest), strict=True))
+
+
+@pytest.mark.parametrize("first", [(), ("mpmodules.nnx",)], ids=["policy alone", "mpmodules"])
+def test_the_functional_idiom_is_that_of_jit_whatever_is_imported(first):
+    assert "done" in run_python("-m", "tests.mpmodules.nnx.functional_idiom", *first)
 
 
 def test_a_state_beside_a_module_stays_as_it_is_and_the_module_changes(model):
