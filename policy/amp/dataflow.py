@@ -145,7 +145,8 @@ class Graph:
         self, name: str, equation: Any, inputs: Sequence[Data], variables: Iterable[Any], frame: Frame, backward: bool
     ) -> list[Data]:
         floats = [data for data in inputs if data.is_float] or inputs
-        yields = bool(floats) and all(data.yields for data in floats)
+        # A row of a table is an activation, as it is for the evaluator.
+        yields = bool(floats) and all(data.yields for data in floats) and name != "gather"
         given = all(data.given for data in inputs) and (name in MOVES or name in ELEMENTWISE)
         outputs = [_data(v.aval, yields, given) for v in variables]
         operation = Operation(name, equation, inputs, outputs, frame, backward)

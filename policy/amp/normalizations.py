@@ -7,7 +7,8 @@ that is stored, and may scale and shift the quotient by parameters:
 
 The second moment is a mean of squares, in one pass or two, with a mask or over devices, in any program inside of the
 program. A sum of squares in the place of the mean, or one over all axes, counts where a parameter scales or shifts the
-quotient: without one it is a norm, or a standardised batch of data.
+quotient: without one it is a norm, or a standardised batch of data. Arguments that are divided so, and are neither
+scaled nor read by a matmul, are standardised data too: a loss' targets, say.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from policy.amp.categories import MATMULS
 from policy.amp.dataflow import ELEMENTWISE, MOVES, Data, Frame, Graph, Operation, holds
 from policy.amp.normalization_backward import backward_of
 
@@ -115,7 +117,10 @@ def _look_at(root: Operation, found: _Found) -> None:
         affine = _affine(quotient.operation.outputs[0], quotient.is_scaled, False, quotients.made)
         if chosen is None and not (is_stored and _is_centred(numerator, affine, quotients.made)):
             continue
-        if chosen is not None and not chosen.is_mean and not (affine or quotient.is_scaled):
+        is_plain = not (affine or quotient.is_scaled)
+        if is_plain and chosen is not None and not chosen.is_mean:
+            continue
+        if is_plain and numerator.data[-1].given and not _feeds_a_matmul(quotient.operation.outputs[0]):
             continue
         found.measures.update((root, *quotients.made, *statistics.operations))
         found.applies.update((quotient.operation, *affine, *_centring(numerator, moments)))
@@ -415,6 +420,13 @@ def _affine(data: Data, is_scaled: bool, is_shifted: bool, of_root: set[Operatio
         if after is not None:
             found += [operation, *_affine(operation.outputs[0], *after, of_root)]
     return found
+
+
+def _feeds_a_matmul(data: Data) -> bool:
+    return any(
+        reader.name in MATMULS or (reader.name in MOVES and any(map(_feeds_a_matmul, reader.outputs)))
+        for reader in data.readers
+    )
 
 
 def _affects(operation: Operation, data: Data, other: Data, of_root: set[Operation]) -> bool:

@@ -67,8 +67,8 @@ def autocast(
     nothing in it needs to know of dtypes, and everything that JAX can do with a function it can do with this one:
     jit, grad, vmap, scan, checkpoint, shard_map, in either order. It is compiled, and traced again for other shapes or
     another policy only; what `jax.jit` asks of a function is asked of this one. An nnx module among the arguments is
-    updated; an `nnx.State` never is, as under `jax.jit` and unlike in an eager call that merges it. Put it around the loss, not around the
-    train step: an optimizer update inside of it would run in half precision.
+    updated; an `nnx.State` never is, as under `jax.jit` and unlike in an eager call that merges it. Put it around the
+    loss, not around the train step: an optimizer update inside of it would run in half precision.
 
     Args:
       fn: any function of arrays. Left out (or with the policy in its place), a decorator is returned.

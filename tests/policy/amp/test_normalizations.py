@@ -110,6 +110,7 @@ NORMS: dict[str, Any] = {
     "a power": lambda p, x: (x - mean(x)) * (x.var(-1, keepdims=True) + 1e-5) ** -0.5,
     "the inverse of a deviation": lambda p, x: (x - mean(x)) * (1.0 / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)),
     "root mean square": lambda p, x: x * lax.rsqrt(mean(x * x) + 1e-6) * (1 + along(p["scale"], x)),
+    "T5's": lambda p, x: along(p["scale"], x) * (x / jnp.sqrt(mean(jnp.power(x, 2)) + 1e-6)),
     "a norm that is scaled": lambda p, x: (
         x / jnp.linalg.norm(x, axis=-1, keepdims=True) * D**0.5 * along(p["scale"], x)
     ),
@@ -205,7 +206,7 @@ def marked(found: Regions) -> int:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_normalisation_is_found(name):
-    assert marked(regions(NORMS[name], P, X)) >= 1
+    assert marked(regions(lambda p, x: NORMS[name](p, x @ p["w"]), P, X)) >= 1
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -217,6 +218,23 @@ def test_a_normalisation_by_running_statistics_is_found(name):
 @pytest.mark.parametrize("name", NO_NORMS)
 def test_nothing_else_is_taken_for_one(name):
     assert regions(NO_NORMS[name], P, X) == NOWHERE
+    assert regions(lambda p, x: NO_NORMS[name](p, x @ p["w"]), P, X) == NOWHERE
+
+
+def test_data_that_are_standardised_are_normalised_for_a_matmul_alone():
+    assert regions(lambda p, x, y: jnp.mean(jnp.square(x @ p["w"] - two_passes(y))), P, X, X) == NOWHERE
+    assert regions(lambda p, s, x: (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x)), P, STORED, X) == NOWHERE
+    assert marked(regions(lambda p, x: two_passes(x).reshape(-1, D) @ p["w"], P, X)) >= 1
+
+
+def test_rows_of_a_table_are_normalised():
+    tokens = jnp.arange(4) % 3
+
+    def fn(p: Any) -> Any:
+        return jnp.tanh(affine(p, two_passes(p["w"][tokens] + p["w"][:4])))
+
+    assert marked(regions(fn, P)) >= 1
+    assert {op.inputs for op in named(operations(autocast(fn, BF16), P), "tanh")} == {("bfloat16",)}
 
 
 def between(fn: Any, name: str = "tanh") -> tuple[Any, ...]:
