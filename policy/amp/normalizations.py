@@ -14,23 +14,15 @@ scaled nor read by a matmul, are standardised data too: a loss' targets, say.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from policy.amp.categories import MATMULS
-from policy.amp.dataflow import ELEMENTWISE, MOVES, Data, Frame, Graph, Operation, holds
+from policy.amp.dataflow import MOVES, Data, Frame, Graph, Operation, holds
+from policy.amp.moments import SUMS, Chain, Moment, chain_of, is_stored, meeting, repeats, statistics_of
 from policy.amp.normalization_backward import backward_of
 
 _ROOTS = frozenset(("rsqrt", "sqrt", "pow"))
-_SUMS = frozenset(("reduce_sum",))
-# What a second moment may pass through between its sum and its root.
-_OF_MOMENTS = (
-    MOVES
-    | _SUMS
-    | frozenset(("add", "sub", "mul", "div", "max", "min", "abs", "neg", "clamp", "select_n", "square", "integer_pow"))
-    | frozenset(("concatenate", "stack", "psum", "psum_invariant", "pmean", "dynamic_update_slice"))
-)
-_DEEPEST = 8  # broadcasts and arithmetic that are followed back to tell whether a value repeats numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +97,17 @@ def _look_at(root: Operation, found: _Found) -> None:
     is_inverse = _is_inverse(root)
     if is_inverse is None:
         return
-    statistics = _statistics(root.inputs[0])
+    statistics = statistics_of(root.inputs[0])
     moments = [moment for moment in statistics.moments if not moment.of.yields]
-    is_stored = not statistics.has_sums and root.inputs[0].given and root.inputs[0].number is None
-    if not moments and not (is_stored and root.inputs[0].shape):
+    is_running = not statistics.has_sums and root.inputs[0].given and root.inputs[0].number is None
+    if not moments and not (is_running and root.inputs[0].shape):
         return
     quotients = _quotients(root, is_inverse)
     for quotient in quotients.operations:
-        numerator = _chain(quotient.numerator)
-        chosen = next((m for m in moments if _meet(numerator, _chain(m.of)) is not None), None)
+        numerator = chain_of(quotient.numerator)
+        chosen = next((m for m in moments if meeting(numerator, chain_of(m.of)) is not None), None)
         affine = _affine(quotient.operation.outputs[0], quotient.is_scaled, False, quotients.made)
-        if chosen is None and not (is_stored and _is_centred(numerator, affine, quotients.made)):
+        if chosen is None and not (is_running and _is_centred(numerator, affine, quotients.made)):
             continue
         is_plain = not (affine or quotient.is_scaled)
         if is_plain and chosen is not None and not chosen.is_mean:
@@ -126,8 +118,8 @@ def _look_at(root: Operation, found: _Found) -> None:
         found.applies.update((quotient.operation, *affine, *_centring(numerator, moments)))
         for moment in moments:
             found.measures.update(moment.operations)
-            squared = _chain(moment.of)
-            found.measures.update(squared.operations[: squared.data.index(_meet(squared, numerator) or moment.of)])
+            squared = chain_of(moment.of)
+            found.measures.update(squared.operations[: squared.data.index(meeting(squared, numerator) or moment.of)])
     found.measures -= found.applies
 
 
@@ -142,184 +134,18 @@ def _is_inverse(root: Operation) -> bool | None:
     return {0.5: False, -0.5: True}.get(number) if number is not None else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Moment:
-    """A sum of squares.
-
-    Attributes:
-      of: what is squared.
-      is_mean: whether it is divided by a count, and not over all axes.
-      operations: those between `of` and the sum.
-    """
-
-    of: Data
-    is_mean: bool
-    operations: list[Operation]
-
-
-@dataclasses.dataclass
-class _Statistics:
-    moments: list[_Moment] = dataclasses.field(default_factory=list)
-    operations: list[Operation] = dataclasses.field(default_factory=list)
-    has_sums: bool = False
-
-
-def _statistics(data: Data) -> _Statistics:
-    """Returns the sums of squares that a value is made of, and the operations since."""
-    found, seen, left = _Statistics(), set(), [(data, False)]
-    while left:
-        data, is_mean = left.pop()
-        operation = data.made_by
-        if operation is None or operation in seen or operation.name not in _OF_MOMENTS:
-            continue
-        seen.add(operation)
-        found.operations.append(operation)
-        if operation.name in _SUMS:
-            found.has_sums = True
-            found.moments += _moment(operation, is_mean)
-            continue
-        for i, operand in enumerate(operation.inputs):
-            if operand.is_float:
-                left.append((operand, is_mean or _divides(operation, i)))
-    return found
-
-
-def _divides(operation: Operation, i: int) -> bool:
-    """Returns whether an operation divides its operand `i`, or multiplies it by a number, as a mean does its sum."""
-    others = [data for j, data in enumerate(operation.inputs) if j != i]
-    if operation.name == "div":
-        return i == 0
-    return operation.name == "mul" and any(data.number is not None for data in others)
-
-
-def _moment(sum_: Operation, is_mean: bool) -> Iterator[_Moment]:
-    data, operations = sum_.inputs[0], []
-    while (operation := data.made_by) is not None:
-        operations.append(operation)
-        squared = _squared(operation)
-        if squared is not None:
-            yield _Moment(squared, is_mean and sum_.outputs[0].shape != (), operations)
-            return
-        if operation.name in _SUMS:
-            data = operation.inputs[0]
-            continue
-        following = _through(operation)
-        if following is None:
-            return
-        is_mean = is_mean or operation.name == "div"
-        data = following
-
-
-def _squared(operation: Operation) -> Data | None:
-    """Returns what an operation squares, or None."""
-    if operation.name == "square" or (operation.name == "integer_pow" and operation.equation.params["y"] == 2):
-        return operation.inputs[0]
-    if operation.name == "mul" and _unconverted(operation.inputs[0]) is _unconverted(operation.inputs[1]):
-        return operation.inputs[0]
-    return operation.inputs[0] if operation.name == "pow" and operation.inputs[1].number == 2 else None
-
-
-def _unconverted(data: Data) -> Data:
-    while data.made_by is not None and data.made_by.name == "convert_element_type":
-        data = data.made_by.inputs[0]
-    return data
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is divided
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Chain:
-    """A value, and those that it was made of one after the other.
-
-    Attributes:
-      data: the values, latest first.
-      operations: what made each of the next one.
-    """
-
-    data: list[Data]
-    operations: list[Operation]
-
-
-def _chain(data: Data) -> _Chain:
-    chain = _Chain([data], [])
-    while (operation := data.made_by) is not None:
-        following = _through(operation)
-        if following is None:
-            break
-        data = following
-        chain.data.append(data)
-        chain.operations.append(operation)
-    return chain
-
-
-def _through(operation: Operation) -> Data | None:
-    """Returns the operand whose numbers an operation moves, scales, shifts or masks; None where it does more."""
-    name, inputs = operation.name, operation.inputs
-    if name in MOVES and inputs:
-        return inputs[0]
-    if name in ("neg", "abs"):
-        return inputs[0]
-    if name == "select_n":
-        cases = [data for data in inputs[1:] if not data.yields]
-        return cases[0] if len(cases) == 1 else None
-    shape = operation.outputs[0].shape
-    if name in ("add", "sub"):
-        kept = [data for data in inputs if not (data.yields or _repeats(data, shape))]
-    elif name == "mul":
-        kept = [data for data in inputs if not _is_stored(data, shape)]
-    else:
-        return inputs[0] if name == "div" and _is_stored(inputs[1], shape) else None
-    return kept[0] if len(kept) == 1 else None
-
-
-def _is_stored(data: Data, shape: tuple[Any, ...]) -> bool:
-    """Returns whether a value is a parameter, a number, or an argument that is broadcast to `shape`."""
-    return data.yields or (data.given and _repeats(data, shape))
-
-
-def _repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
-    """Returns whether a value repeats numbers where it is read as one of `shape`."""
-    if data.shape != shape:
-        return True
-    operation = data.made_by
-    if operation is None or not depth:
-        return False
-    if operation.name in ("broadcast_in_dim", "broadcast_to") and operation.inputs[0].shape != shape:
-        return True
-    if operation.name in MOVES:
-        return _repeats(operation.inputs[0], operation.inputs[0].shape, depth - 1)
-    if operation.name not in ELEMENTWISE:
-        return False
-    floats = [operand for operand in operation.inputs if operand.is_float]
-    return bool(floats) and all(_repeats(operand, shape, depth - 1) for operand in floats)
-
-
-def _meet(chain: _Chain, other: _Chain) -> Data | None:
-    """Returns the first value of a chain that the other has too, or None; parameters alone are no such value."""
-    of_other = set(other.data)
-    return next((data for data in chain.data if data in of_other and not data.yields), None)
-
-
-def _is_centred(numerator: _Chain, affine: Sequence[Operation], of_root: set[Operation]) -> bool:
+def _is_centred(numerator: Chain, affine: Sequence[Operation], of_root: set[Operation]) -> bool:
     """Returns whether a stored mean is subtracted: before the division, or after it, divided by the root itself."""
     if numerator.data[0].yields:
         return False
-    before = (op for op in numerator.operations if op.name == "sub" and _is_stored(op.inputs[1], op.outputs[0].shape))
+    before = (op for op in numerator.operations if op.name == "sub" and is_stored(op.inputs[1], op.outputs[0].shape))
     after = (op for op in affine if op.name in ("add", "sub") and any(data.made_by in of_root for data in op.inputs))
     return any(True for _ in before) or any(True for _ in after)
 
 
-def _centring(numerator: _Chain, moments: Iterable[_Moment]) -> list[Operation]:
+def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[Operation]:
     """Returns the operations of a numerator up to the last that subtracts a mean."""
-    squares = {data for moment in moments for data in _chain(moment.of).data}
+    squares = {data for moment in moments for data in chain_of(moment.of).data}
     shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
     last = shared
     for i, operation in enumerate(numerator.operations):
@@ -331,10 +157,10 @@ def _centring(numerator: _Chain, moments: Iterable[_Moment]) -> list[Operation]:
 def _is_mean(subtraction: Operation, of: set[Data]) -> bool:
     """Returns whether what is subtracted is a sum of what it is subtracted from, divided; or is stored."""
     mean, shape = subtraction.inputs[1], subtraction.outputs[0].shape
-    if mean.given and mean.number is None and _repeats(mean, shape):
+    if mean.given and mean.number is None and repeats(mean, shape):
         return True
-    sums = [operation for operation in _statistics(mean).operations if operation.name in _SUMS]
-    return any(not of.isdisjoint(_chain(operation.inputs[0]).data) for operation in sums)
+    sums = [operation for operation in statistics_of(mean).operations if operation.name in SUMS]
+    return any(not of.isdisjoint(chain_of(operation.inputs[0]).data) for operation in sums)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,13 +214,13 @@ def _read(
     if name == "reciprocal" or (name == "integer_pow" and operation.equation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
     if name in ("concatenate", "stack", "select_n", "max", "add", "sub"):
-        stored = all(_is_stored(other, operation.outputs[0].shape) for other in others if other.is_float)
+        stored = all(is_stored(other, operation.outputs[0].shape) for other in others if other.is_float)
         return None, (is_inverse, is_scaled) if stored else None
     if name not in ("mul", "div") or len(others) != 1:
         return None, None
     other, divides = others[0], name == "div" and operation.inputs[1] is data
     shape = operation.outputs[0].shape
-    if _is_stored(other, shape) or (other.given and data.shape == shape and not _repeats(data, shape)):
+    if is_stored(other, shape) or (other.given and data.shape == shape and not repeats(data, shape)):
         return None, (is_inverse != divides, is_scaled or other.number is None)
     if is_inverse if name == "mul" else divides and not is_inverse:
         return _Quotient(operation, other, is_scaled), None
@@ -433,4 +259,4 @@ def _affects(operation: Operation, data: Data, other: Data, of_root: set[Operati
     """Returns whether an operation scales or shifts `data` by what is stored, or was made of that and of the root."""
     if operation.name == "div" and operation.inputs[0] is not data:
         return False
-    return _is_stored(other, operation.outputs[0].shape) or other.made_by in of_root
+    return is_stored(other, operation.outputs[0].shape) or other.made_by in of_root
