@@ -40,9 +40,45 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         return out
 
     pure = functools.partial(_pure, method, graph, treedef, places)
-    return Lowered(
-        (graph, treedef, places), pure, (params, rest, others), finish=finish, result=lambda returned: returned[0]
-    )
+    key = (_hashable(graph), treedef, places)
+    return Lowered(key, pure, (params, rest, others), finish=finish, result=lambda returned: returned[0])
+
+
+def _hashable(graph: Any) -> Any:
+    """Returns a key for a graphdef: itself, or where lists, dicts or sets are static in it, the contents of those.
+
+    A graphdef that has no key is returned as it is: one of arrays or modules that are static, which may change.
+    """
+    try:
+        hash(graph)
+        return graph
+    except TypeError:
+        pass
+    try:
+        key = (tuple(graph.nodes), tuple((name, _frozen(attribute)) for name, attribute in graph.attributes))
+        hash(key)
+        return key
+    except TypeError:
+        return graph
+
+
+def _frozen(value: Any) -> Any:
+    """Returns static data as a hashable value.
+
+    Raises:
+      TypeError: it holds modules or variables, which are equal to themselves whatever they hold.
+    """
+    if isinstance(value, _NODES):
+        raise TypeError(f"{type(value).__name__} is no static data.")
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_frozen, value))
+    if isinstance(value, (dict, set, frozenset)):
+        pairs = value.items() if isinstance(value, dict) else ((item, None) for item in value)
+        return type(value), frozenset((_frozen(key), _frozen(item)) for key, item in pairs)
+    if isinstance(value, flax_nnx.graph.Static):
+        return type(value), _frozen(value.value)
+    # 1, 1.0 and True are equal, and -0.0 is 0.0.
+    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:

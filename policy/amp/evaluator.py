@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
 from policy.amp import regions
+from policy.amp.broadcasts import PRODUCTS, REPEATS, is_repeated, product, repeated, sharding_of
 from policy.amp.categories import MATMULS
+from policy.amp.normalizations import NOWHERE, Regions, normalizations
 from policy.amp.report import OPAQUE_MATMUL, Report
 from policy.amp.settings import Place, Places, Settings
 from policy.amp.values import (
@@ -61,22 +62,63 @@ class Evaluator:
       places: which dtype that means at each module path.
       path: the module path of the equation whose body is being run.
       report: where to note what was done, or None.
+      held: the regions of the programs that the equation around holds, by identity; None at the top. What is run beside
+        those are rules for derivatives, whose regions are looked for when they are run.
+      is_whole: whether the equation around belongs to a normalisation with all that it holds.
+      regions: the normalisations of the program that is being run.
     """
 
-    def __init__(self, settings: Settings, places: Places, path: Path = (), report: Report | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        places: Places,
+        path: Path = (),
+        report: Report | None = None,
+        held: dict[int, Regions] | None = None,
+        is_whole: bool = False,
+        regions: Regions = NOWHERE,
+    ):
         self.settings, self.places, self.path, self.report = settings, places, path, report
+        self.held, self.is_whole, self.regions = held, is_whole, regions
 
     def inside(self, equation: Any, *, reports: bool = True) -> Evaluator:
         """The evaluator for the body of `equation`."""
-        return Evaluator(self.settings, self.places, self.path_of(equation), self.report if reports else None)
+        report, held = self.report if reports else None, self.held_by(equation)
+        return Evaluator(self.settings, self.places, self.path_of(equation), report, held, self._is_whole(held))
+
+    def held_by(self, equation: Any) -> dict[int, Regions]:
+        """The regions of the programs that an equation holds, by the identity of each."""
+        known = self.regions.within(equation)
+        return {id(program): known.get(id(program), NOWHERE) for program in programs_of(equation)}
+
+    def _is_whole(self, held: dict[int, Regions]) -> bool:
+        return self.is_whole or (bool(held) and all(regions.is_whole for regions in held.values()))
+
+    def place_of(self, equation: Any) -> Place:
+        """The dtypes of an equation: by its path, and by whether it belongs to a normalisation."""
+        place = self.places[self.path_of(equation)]
+        region: Literal["applies", "measures"] | None = None
+        if id(equation) in self.regions.applies:
+            region = "applies"
+        elif id(equation) in self.regions.measures or self._is_whole(self.held_by(equation)):
+            region = "measures"
+        return place.within(region)
 
     def entering(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         """The operands of an equation that saves them for its derivative: half, where its body would narrow them."""
-        place = self.places[self.path_of(equation)]
-        return list(values) if place.normalises else [self._narrowed(value, "control", place) for value in values]
+        place = self.place_of(equation)
+        return list(values) if place.region else [self._narrowed(value, "control", place) for value in values]
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """The outputs of an open jaxpr."""
+        regions = None if self.held is None else self.held.get(id(jaxpr))
+        if regions is None:
+            is_param = [value.yields for value in args]
+            regions = normalizations(jaxpr, is_param) if self.settings.narrows else NOWHERE
+        inside = Evaluator(self.settings, self.places, self.path, self.report, self.held, self.is_whole, regions)
+        return inside._run(jaxpr, consts, args)
+
+    def _run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         variables = (*jaxpr.constvars, *jaxpr.invars)
         values: dict[Any, Value] = dict(zip(variables, (*consts, *args), strict=True))
 
@@ -125,13 +167,12 @@ class Evaluator:
         return "fp32" if names and (names == reads_wide or names == {"exp", "sub"}) else category
 
     def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
-        name, path = equation.primitive.name, self.path_of(equation)
-        place = self.places[path]
+        name, place = equation.primitive.name, self.place_of(equation)
         if place.is_layer:
             return _of_layer(equation, values)
         if category == "control" and name in HANDLERS:
             return HANDLERS[name](self, equation, values)
-        if not place.normalises and name != "add_any":
+        if not place.region and name != "add_any":
             values = [self._narrowed(value, category, place) for value in values]
         traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
         if name == "convert_element_type":
@@ -142,15 +183,15 @@ class Evaluator:
             done, outputs = _computed(equation, values, place)
         elif name == "add_any":
             done, outputs = self._accumulated(equation, values, place)
-        elif place.compute == F32 or place.normalises or category == "fp32":
-            follows = not (place.compute == F32 or place.normalises) and _follows(equation, place)
+        elif place.compute == F32 or place.region or category == "fp32":
+            follows = not (place.compute == F32 or place.region) and _follows(equation, place)
             done, outputs = self._mixed(equation, values, place) if follows else self._wide(equation, values, place)
         elif category == "passthrough":
             done, outputs = self._passed(equation, values, place)
         else:
             done, outputs = self._mixed(equation, values, place)
         if self.report is not None:
-            self.report.note(path, name, done, [value.array for value in outputs])
+            self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
         return outputs
 
     def _narrowed(self, value: Value, category: str, place: Place) -> Value:
@@ -167,13 +208,15 @@ class Evaluator:
         floats = [value for value in values if is_floating(value.dtype)]
         if floats and all(value.yields for value in floats):
             return "float32", [Value(output.array, yields=True) for output in outputs]
-        if place.normalises:
+        if place.region == "applies":
             return "float32, handed on in half", [Value(output.array, narrows=True) for output in outputs]
         return "float32", outputs
 
     def _accumulated(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
         """The sum of two cotangents: in float32 as long as more are added, and half where an operation reads it."""
-        is_half = place.normalises or all(value.narrows or value.dtype == place.compute != F32 for value in values)
+        is_half = place.region == "applies" or all(
+            value.narrows or value.dtype == place.compute != F32 for value in values
+        )
         return "float32", [Value(output.array, narrows=is_half) for output in _as_traced(equation, values)]
 
     def _passed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
@@ -187,6 +230,9 @@ class Evaluator:
             # Of the widened operand, so that its cotangents are added up in float32, those of other readers included.
             looked_up = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
             return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
+        if equation.primitive.name in REPEATS and is_repeated(values[0], _extent(equation), place.compute):
+            wide = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
+            return "broadcast, then cast", [Value(cast(output, place.compute)) for output in wide]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
         if equation.primitive.name == "transpose" and values[0].yields and values[0].constant is None:
             axes = tuple(equation.params["permutation"])
@@ -215,7 +261,15 @@ class Evaluator:
         shape = equation.outvars[0].aval.shape if equation.primitive.name in _ELEMENTWISE else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
+        if equation.primitive.name in PRODUCTS and any(is_repeated(value, shape, dtype) for value in values):
+            return done, product(equation, values, arrays, dtype)
         return done, _bound_or_traced(equation, values, arrays)
+
+
+def _extent(equation: Any) -> tuple[Any, ...] | None:
+    """Returns the shape of an equation's result, or None where it has as many numbers as the operand."""
+    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    return None if operand.size == result.size else result.shape
 
 
 def _readers(jaxpr: Any) -> dict[Any, set[str]]:
@@ -242,14 +296,14 @@ def _only_float(values: Sequence[Value]) -> Value:
 def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
     """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in float32."""
     array = value.array
+    if is_floating(array.dtype) and is_repeated(value, shape, dtype) and equation.primitive.name not in PRODUCTS:
+        array = as_dtype(value, F32)
     if not is_floating(array.dtype) or array.dtype == dtype:
         return array
     if value.constant is not None and saturates(value.constant, dtype):
         return saturated(array, dtype)
     if shape is not None and array.ndim and array.shape != shape:
-        sharding = getattr(equation.outvars[0].aval, "sharding", None)
-        is_explicit = sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
-        return cast(jnp.broadcast_to(array, shape, out_sharding=sharding if is_explicit else None), dtype)
+        return repeated(array, shape, dtype, sharding_of(equation))
     return as_dtype(value, dtype)
 
 

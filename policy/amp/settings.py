@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,8 +16,6 @@ from policy.rules import PolicyRules
 
 # The name of the scope that `full_precision` opens: it stays on JAX's name stack through every transformation.
 ISLAND = "policy_full_precision"
-# Names of modules that normalise: BatchNorm_0, layer_norm, norm1, norm_proj, bn_init, ln_f.
-_NORMALISES = re.compile(r"(?:.*[a-z_])?norm\d*(?:_\w+)?|(?:bn|ln)\d*(?:_\w+)?", re.IGNORECASE)
 
 
 class UnknownPrimitiveError(NotImplementedError):
@@ -36,6 +33,7 @@ class Settings:
       allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
       strict: whether a primitive without a category is an error.
       narrows_scans: whether layers that are scanned over, with parameters of their own each, hand on half.
+      normalises: the paths of modules that are taken for normalisations, as rules whose policies mean nothing; or None.
     """
 
     policy: Policy
@@ -46,6 +44,7 @@ class Settings:
     opaque: frozenset[str] = frozenset()
     strict: bool = False
     narrows_scans: bool = False
+    normalises: PolicyRules | None = None
 
     def category(self, name: str) -> str:
         """Returns the category of a primitive.
@@ -74,13 +73,22 @@ class Place:
 
     Attributes:
       compute: the dtype of matmuls there; float32 keeps everything there in float32.
-      normalises: whether it is a normalisation, which runs in float32 and hands on half.
+      region: "applies" where a normalisation computes values as large as its input, in float32, and hands on half;
+        "measures" where it computes statistics, which are float32 for every reader.
+      is_ruled: whether a rule names the path: then nothing there is a normalisation.
       is_layer: whether it is inside of a layer that obeys a policy itself: its dtypes stay as they were traced.
     """
 
     compute: np.dtype
-    normalises: bool = False
+    region: Literal["applies", "measures"] | None = None
+    is_ruled: bool = False
     is_layer: bool = False
+
+    def within(self, region: Literal["applies", "measures"] | None) -> Place:
+        """Returns this place as a part of a normalisation, unless a rule or an argument says what it is."""
+        if region is None or self.region is not None or self.is_ruled or self.compute == F32:
+            return self
+        return dataclasses.replace(self, region=region)
 
 
 class Places:
@@ -110,8 +118,8 @@ class Places:
         compute = regions.compute_dtype(path) or (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
-        normalises = settings.narrows and policy is None and any(_NORMALISES.fullmatch(name) for name in path)
-        return Place(compute, normalises and compute != F32)
+        named = settings.narrows and policy is None and _rule_policy(settings.normalises, without_marks(path)) is not None
+        return Place(compute, "applies" if named and compute != F32 else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """The half dtype in which the module of this very path hands on its result, where a rule says so."""
@@ -123,12 +131,12 @@ class Places:
                 return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
         return None
 
-    def check_rules(self) -> None:
+    def check(self, rules: PolicyRules | None) -> None:
         """Refuses rules that matched no path."""
-        if self.settings.rules:
+        if rules:
             paths = map(without_marks, self._known)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
-            self.settings.rules.check(sorted({name for path in prefixes for name in _names(path)}))
+            rules.check(sorted({name for path in prefixes for name in _names(path)}))
 
 
 def without_marks(path: Path) -> Path:

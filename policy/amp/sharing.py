@@ -91,7 +91,7 @@ def _key(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> Hashab
     for those that start again at the root.
     """
     path = evaluator.path_of(equation)
-    where = evaluator.places[path], path[:1]
+    where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())
     params = tuple((name, id(value)) for name, value in sorted(equation.params.items()))
     known = tuple((jax.typeof(v.array), v.yields, _exactly(v.constant), v.narrows) for v in values)
     return equation.primitive, params, where, known

@@ -57,6 +57,7 @@ def autocast(
     allow: Collection[str] = (),
     deny: Collection[str] = (),
     opaque: Collection[str] = (),
+    normalises: Collection[str] = (),
     on_unknown: Literal["opaque", "raise"] = "opaque",
     enabled: bool = True,
 ) -> Any:
@@ -65,8 +66,9 @@ def autocast(
     The function is traced in the dtypes that it is called with, and that program is run again with casts put in. So
     nothing in it needs to know of dtypes, and everything that JAX can do with a function it can do with this one:
     jit, grad, vmap, scan, checkpoint, shard_map, in either order. It is compiled, and traced again for other shapes or
-    another policy only; what `jax.jit` asks of a function is asked of this one. Put it around the loss, not around the
-    train step: an optimizer update inside of it would run in half precision.
+    another policy only; what `jax.jit` asks of a function is asked of this one. An nnx module among the arguments is
+    updated; an `nnx.State` never is, as under `jax.jit` and unlike in an eager call that merges it. Put it around the
+    loss, not around the train step: an optimizer update inside of it would run in half precision.
 
     Args:
       fn: any function of arrays. Left out (or with the policy in its place), a decorator is returned.
@@ -81,6 +83,9 @@ def autocast(
       preset: "memory" keeps activations in half between matmuls; "conservative" is PyTorch's promotion, where params
         and normalisations make them float32 again.
       allow, deny, opaque: names of primitives to run in compute_dtype, in float32, or as they were traced.
+      normalises: module paths, as patterns of rules are, of normalisations beyond those that are found: under "memory"
+        what stands there runs in float32 and hands on half. Quotients of x, or of x minus its mean, and a root of its
+        second moment are found whatever their names.
       on_unknown: whether a primitive that is not known runs as it was traced, or raises.
       enabled: False leaves `fn` as it is, in float32 also inside of another autocast.
 
@@ -89,12 +94,12 @@ def autocast(
 
     Raises:
       TypeError: `fn` is no function, or `rules`, `allow`, ... are not of the kinds above.
-      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset; at the call, a rule that
-        matches nothing.
+      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset; at the call, a rule or a
+        path in `normalises` that matches nothing.
     """
     if isinstance(fn, (str, Policy)) and policy is None:
         fn, policy = None, fn
-    options = _checked(policy, params, rules, preset, allow, deny, opaque, on_unknown)
+    options = _checked(policy, params, rules, preset, allow, deny, opaque, normalises, on_unknown)
     if fn is None:
         return functools.partial(_transformed, options=options, enabled=enabled)
     return _transformed(fn, options=options, enabled=enabled)
@@ -122,7 +127,15 @@ def _require_callable(fn: Any, what: str) -> None:
 
 
 def _checked(
-    policy: Any, params: Any, rules: Any, preset: Any, allow: Any, deny: Any, opaque: Any, on_unknown: Any
+    policy: Any,
+    params: Any,
+    rules: Any,
+    preset: Any,
+    allow: Any,
+    deny: Any,
+    opaque: Any,
+    normalises: Any,
+    on_unknown: Any,
 ) -> _Options:
     if preset not in ("memory", "conservative"):
         raise ValueError(f"preset should be 'memory' or 'conservative', but got {preset!r}.")
@@ -139,8 +152,18 @@ def _checked(
         known_primitives(deny, "deny"),
         known_primitives(opaque, "opaque"),
         on_unknown == "raise",
+        _checked_paths(normalises),
     )
     return _Options(policy, params, settings)
+
+
+def _checked_paths(normalises: Any) -> PolicyRules | None:
+    is_collection = isinstance(normalises, Collection) and not isinstance(normalises, (str, bytes))
+    if not is_collection or not all(isinstance(pattern, str) for pattern in normalises):
+        raise TypeError(
+            f"normalises should be a collection of module paths, as ('blocks/.*/scale_shift',), but got {normalises!r}."
+        )
+    return PolicyRules(dict.fromkeys(normalises, "float32")) if normalises else None
 
 
 def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
@@ -190,8 +213,12 @@ class _Autocast:
         return self._of_pure(call.key, call.pure), Arguments.of(call.args, call.kwargs), call.finish
 
     def _of_pure(self, key: Any, pure: Callable[..., Any]) -> _Autocast:
-        """The autocast of a pure function, whose first argument are parameters."""
-        target = self.pure.pop(key, None) or _Autocast(pure, dataclasses.replace(self.options, params=0))
+        """The autocast of a pure function, whose first argument are parameters; made anew where its key has no hash."""
+        fresh = _Autocast(pure, dataclasses.replace(self.options, params=0))
+        try:
+            target = self.pure.pop(key, fresh)
+        except TypeError:
+            return fresh
         self.pure[key] = target
         if len(self.pure) > _MOST_PROGRAMS:
             self.pure.popitem(last=False)
@@ -232,11 +259,12 @@ class _Autocast:
             ]
             body, consts = opened(jaxpr)
             # A report notes each equation where it stands, and rules may tell apart what stands inside of it.
-            shares = report is None and settings.rules is None
+            shares = report is None and settings.rules is None and settings.normalises is None
             places = Places(settings, repeated(body) if shares else frozenset())
             outputs = Evaluator(settings, places, report=report).run(body, [Value(c) for c in consts], values)
             if self.options.settings.rules is not None:
-                places.check_rules()  # those of a scope may be meant for other code
+                places.check(settings.rules)  # those of a scope may be meant for other code
+            places.check(settings.normalises)
             leaves, structure = jax.tree.flatten(shape)
             results = [_like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)]
             return jax.tree.unflatten(structure, results)

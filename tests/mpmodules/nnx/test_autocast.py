@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import autocast
+from tests.eight_devices import run_python
 from tests.programs import Operation, named, operations
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -163,6 +165,11 @@ def test_states_that_are_handed_in_stay_as_they_are(copy):
     assert all(one is other for one, other in zip(before, jax.tree.leaves(rest), strict=True))
 
 
+@pytest.mark.parametrize("first", [(), ("mpmodules.nnx",)], ids=["policy alone", "mpmodules"])
+def test_the_functional_idiom_is_that_of_jit_whatever_is_imported(first):
+    assert "done" in run_python("-m", "tests.mpmodules.nnx.functional_idiom", *first)
+
+
 def test_a_state_beside_a_module_stays_as_it_is_and_the_module_changes(model):
     graph, rest = flax_nnx.split(flax_nnx.BatchNorm(8, rngs=flax_nnx.Rngs(0)))
 
@@ -172,3 +179,77 @@ def test_a_state_beside_a_module_stays_as_it_is_and_the_module_changes(model):
     autocast(run, "mixed_bfloat16")(model, rest, X + 1)
     np.testing.assert_array_equal(rest["mean"][...], np.zeros(8))
     assert np.all(np.asarray(model.norm.mean[...]) != 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Static attributes that have no hash
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Scale:
+    by: float
+
+
+class Scaled(flax_nnx.Module):
+    """Multiplies by what stands in a list, or in whatever `static` is."""
+
+    def __init__(self, static: Any):
+        self.head = flax_nnx.Linear(8, 4, rngs=flax_nnx.Rngs(0))
+        self.static = flax_nnx.static(static)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(x) * jnp.float32(self.scale())
+
+    def scale(self) -> Any:
+        if isinstance(self.static, Scale):
+            return self.static.by
+        return next(iter(self.static["scales"] if isinstance(self.static, dict) else self.static))
+
+
+@pytest.mark.parametrize("static", [[2.0, 3], {"scales": [2.0], "of": {2}}, {2.0}, Scale(2.0)], ids=type)
+def test_a_model_with_static_data_that_has_no_hash_runs_as_it_does_plainly(static):
+    model = Scaled(static)
+    cast = autocast(model, "mixed_bfloat16")
+    for _ in range(2):
+        np.testing.assert_allclose(cast(X), model(X), atol=0.05)
+    model.head.kernel[...] = 2 * model.head.kernel[...]
+    np.testing.assert_allclose(cast(X), model(X), atol=0.05)
+    gradient = flax_nnx.grad(autocast(loss_fn, "mixed_bfloat16"))(model, X)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradient)} == {"float32"}
+    assert not autocast(model, "mixed_bfloat16").explain(X).wide_matmuls
+
+
+def test_lists_of_equal_contents_share_a_program_and_others_do_not():
+    traces = []
+
+    def forward(model: Any, x: Any) -> Any:
+        traces.append(1)
+        return model(x)
+
+    cast = autocast(forward, "mixed_bfloat16")
+    model = Scaled([2.0, 3])
+    first = cast(model, X)
+    np.testing.assert_array_equal(cast(Scaled([2.0, 3]), X), first)
+    assert len(traces) == 1
+    model.static[0] = 4.0
+    np.testing.assert_allclose(cast(model, X), 2 * first, rtol=1e-2)
+    for other in ([2, 3], [True, 3], [2.0, 3.0], (2.0, 3)):
+        cast(Scaled(other), X)
+    assert len(traces) == 6
+
+
+def test_layers_that_are_static_in_a_set_are_read_at_each_call():
+    class Holder(flax_nnx.Module, pytree=False):
+        def __init__(self) -> None:
+            self.layers = {flax_nnx.Linear(8, 4, rngs=flax_nnx.Rngs(0))}
+
+        def __call__(self, x: Any) -> Any:
+            return next(iter(self.layers))(x)
+
+    model = Holder()
+    cast = autocast(model, "mixed_bfloat16")
+    before = cast(X)
+    kernel = next(iter(model.layers)).kernel
+    kernel[...] = 2 * kernel[...]
+    np.testing.assert_allclose(cast(X), 2 * before, rtol=1e-2, atol=1e-2)

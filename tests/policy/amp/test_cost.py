@@ -32,9 +32,7 @@ def saved(fn: Any, params: Any, x: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def normalised(x: Any) -> Any:
-    """A normalisation as autocast knows one: by its name."""
-    with jax.named_scope("norm"):
-        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
 def test_readers_of_a_normalisation_share_one_cast_and_one_saved_copy():
