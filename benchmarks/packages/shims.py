@@ -1,0 +1,37 @@
+"""What older packages ask of JAX and Flax that is no longer there: arguments that were renamed, modules that moved."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+# Function, and the old names of its arguments with the new ones.
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "clip": {"a": "arr", "a_min": "min", "a_max": "max"},
+    "reshape": {"newshape": "shape"},
+}
+MOVED: Mapping[str, str] = {"flax.nnx.nnx": "flax.nnx", "flax.nnx.nnx.module": "flax.nnx.module"}
+
+
+def install() -> None:
+    """Lets `jax.numpy`'s functions be called with arguments by their old names, and modules be imported by theirs."""
+    for old, new in MOVED.items():
+        sys.modules.setdefault(old, importlib.import_module(new))
+    for name, renamed in RENAMED.items():
+        function = getattr(jnp, name)
+        if not hasattr(function, "_renamed"):
+            setattr(jnp, name, _renaming(function, renamed))
+
+
+def _renaming(function: Any, renamed: Mapping[str, str]) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{renamed.get(name, name): value for name, value in kwargs.items()})
+
+    call._renamed = renamed  # type: ignore[attr-defined]
+    return call
