@@ -40,12 +40,11 @@ Found = dict[str, dict[str, Any]]
 def rows(python: Path, only: Sequence[str], swap: bool = True) -> Iterator[Row]:
     """Measures models in an environment, a process for each family, and yields their rows."""
     for family in FAMILIES:
-        figures = _run(python, family, only)
-        plain = _run(python, family, only, "--digests") if swap else {}
-        ours = _run(python, family, only, "--digests", "--swapped") if swap else {}
-        for name, ways in figures.items():
-            found = {way: each if isinstance(each, str) else Figures(**each) for way, each in ways.items()}
-            yield Row(name, found, difference(plain.get(name), ours.get(name)) if swap else "")
+        measured = _run(python, family, only)
+        ours = _run(python, family, only, "--swapped") if swap else {}
+        for name, found in measured.items():
+            ways = {way: each if isinstance(each, str) else Figures(**each) for way, each in found["ways"].items()}
+            yield Row(name, ways, difference(found, ours.get(name)) if swap else "")
 
 
 def _run(python: Path, family: str, only: Sequence[str], *flags: str) -> Found:
@@ -56,20 +55,20 @@ def _run(python: Path, family: str, only: Sequence[str], *flags: str) -> Found:
         status = environment.run(python, ["benchmarks.packages.run", family, str(file), *flags, *names])
         found: Found = json.loads(file.read_text()) if file.exists() else {}
     if status:
-        found[f"{family}: process"] = {"float32": f"exits with {status}"}
+        found[f"{family}: process"] = {"ways": {"float32": f"exits with {status}"}, "digests": {}}
     return found
 
 
-def difference(plain: dict[str, str] | None, ours: dict[str, str] | None) -> str:
-    """Returns what differs between digests of one model with Flax's modules and with ours, or `IDENTICAL`."""
-    for found in (plain, ours):
-        if found is None or "error" in found:
-            return "not run" if found is None else found["error"]
-    plain, ours = plain or {}, ours or {}
-    if plain.keys() != ours.keys():
-        return f"{len(plain)} arrays with Flax's modules, {len(ours)} with ours"
-    differing = [name for name, digest in plain.items() if ours[name] != digest]
-    return f"differs in {len(differing)} of {len(plain)} arrays, as {differing[0]}" if differing else IDENTICAL
+def difference(flax: dict[str, Any], ours: dict[str, Any] | None) -> str:
+    """Returns what differs between a model as it was measured with Flax's modules and with ours, or `IDENTICAL`."""
+    for measured in (flax, ours):
+        if measured is None or "float32" in measured["ways"]:
+            return "not run" if measured is None else measured["ways"]["float32"]
+    one, other = flax["digests"], (ours or flax)["digests"]
+    if one.keys() != other.keys():
+        return f"{len(one)} arrays with Flax's modules, {len(other)} with ours"
+    differing = [name for name, digest in one.items() if other[name] != digest]
+    return f"differs in {len(differing)} of {len(one)} arrays, as {differing[0]}" if differing else IDENTICAL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

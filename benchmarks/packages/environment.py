@@ -19,7 +19,7 @@ NEEDED = (
 )
 PACKAGES = (
     *("dantinox==0.4.14", "e3x==1.0.2", "flashbax==0.1.3", "flaxdiff==0.2.11", "flaxmodels==0.1.3", "jaxnn==0.2.0"),
-    *("jimmy-vision==0.0.7", "jraphx==0.1.0", "mamba2-jax==1.1.2", "memorax==1.0.1", "nnx-ppo==0.3.0"),
+    *("jraphx==0.1.0", "mamba2-jax==1.1.2", "memorax==1.0.1", "nnx-ppo==0.3.0"),
     *("recurrentgemma==1.0.1", "rejax==0.1.3"),
 )
 

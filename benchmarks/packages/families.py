@@ -19,7 +19,7 @@ FAMILIES = {
         "dantinox": "dantinox",
         "memorax": "memorax",
     },
-    "vision": {"jaxnn": "jaxnn", "jimmy-vision": "jimmy", "flaxdiff": "flaxdiff"},
+    "vision": {"jaxnn": "jaxnn", "flaxdiff": "flaxdiff"},
     "policies": {"rejax": "rejax", "nnx-ppo": "nnx_ppo"},
 }
 

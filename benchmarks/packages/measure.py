@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -155,21 +156,46 @@ def _require_alike(params: Any, reference: Any) -> None:
         raise ValueError(f"It has {len(shapes[0])} parameters, {len(shapes[1])} in float32, or other ones.")
 
 
-def measure(case: Case, seeds: Sequence[int] = SEEDS) -> Iterator[tuple[Way, Figures | str]]:
-    """Measures each way to run a model; what fails is told by its error's first line."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A model's figures.
+
+    Attributes:
+      ways: of each way to run it in bfloat16; or the first line of its error.
+      digests: of each parameter, output and gradient of the first draw in float32, by kind and place.
+    """
+
+    ways: dict[str, Figures | str]
+    digests: dict[str, str]
+
+
+def measure(case: Case, seeds: Sequence[int] = SEEDS, in_half: bool = True) -> Measured:
+    """Runs a model in float32 and, with `in_half`, in each way in bfloat16; what fails is told by its error."""
     try:
         drawn = draws(case, seeds)
         outputs, gradients, _ = results(case, "float32", drawn)
     except Exception as error:
-        yield "float32", told(error)
-        return
-    for way in case.ways():
+        return Measured({"float32": told(error)}, {})
+    first = {"params": drawn[0].params, "rest": drawn[0].rest, "outputs": outputs[0], "gradients": gradients[0]}
+    measured = Measured(
+        {}, {f"{kind}{i}": each for kind, tree in first.items() for i, each in enumerate(digests(tree))}
+    )
+    for way in case.ways() if in_half else ():
         try:
             found = results(case, way, drawn)
             errors = (map(relative_error, *pair) for pair in ((found[0], outputs), (found[1], gradients)))
-            yield way, Figures(found[2], *map(statistics.median, errors))
+            measured.ways[way] = Figures(found[2], *map(statistics.median, errors))
         except Exception as error:
-            yield way, told(error)
+            measured.ways[way] = told(error)
+    return measured
+
+
+def digests(tree: Any) -> Iterator[str]:
+    """Yields dtype, shape and a hash of each leaf of a tree."""
+    for leaf in jax.tree.leaves(tree):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        yield f"{array.dtype}{array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
 
 
 def told(error: BaseException) -> str:

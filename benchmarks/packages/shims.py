@@ -1,10 +1,8 @@
-"""What older packages ask of JAX and Flax that is no longer there: arguments that were renamed, modules that moved."""
+"""What older packages ask of JAX that is no longer there: arguments by the names that they had."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +13,10 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     "clip": {"a": "arr", "a_min": "min", "a_max": "max"},
     "reshape": {"newshape": "shape"},
 }
-MOVED: Mapping[str, str] = {"flax.nnx.nnx": "flax.nnx", "flax.nnx.nnx.module": "flax.nnx.module"}
 
 
 def install() -> None:
-    """Lets `jax.numpy`'s functions be called with arguments by their old names, and modules be imported by theirs."""
-    for old, new in MOVED.items():
-        sys.modules.setdefault(old, importlib.import_module(new))
+    """Lets `jax.numpy`'s functions be called with arguments by their old names."""
     for name, renamed in RENAMED.items():
         function = getattr(jnp, name)
         if not hasattr(function, "_renamed"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import sys
 from typing import Any
@@ -20,7 +21,6 @@ from benchmarks.packages.__main__ import difference, main
 from benchmarks.packages.cases import AUTOCAST, OWN, PORT, Case
 from benchmarks.packages.measure import Figures, float32_share, measure, relative_error
 from benchmarks.packages.rows import CLOSING, IDENTICAL, OPENING, Row, into, table
-from benchmarks.packages.run import digests
 from benchmarks.packages.stubs import stubbed
 
 BF16 = jnp.bfloat16
@@ -86,7 +86,7 @@ def _inputs(generator: np.random.Generator) -> tuple[Any, ...]:
 
 def test_the_ways_to_run_a_linen_model_are_measured_beside_float32():
     with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm mixes dtypes
-        found: dict[str, Any] = dict(measure(Case("linen", Linen, _inputs, has_option=True), range(3)))
+        found: dict[str, Any] = measure(Case("linen", Linen, _inputs, has_option=True), range(3)).ways
     assert set(found) == {PORT, AUTOCAST, OWN}
     for way, figures in found.items():
         assert isinstance(figures, Figures), f"{way}: {figures}"
@@ -94,7 +94,7 @@ def test_the_ways_to_run_a_linen_model_are_measured_beside_float32():
 
 
 def test_the_ways_to_run_an_nnx_model_are_measured_beside_float32():
-    found: dict[str, Any] = dict(measure(Case("nnx", Nnx, _inputs, has_option=True), range(2)))
+    found: dict[str, Any] = measure(Case("nnx", Nnx, _inputs, has_option=True), range(2)).ways
     assert {figures.share for figures in found.values()} == {0.0}
     assert all(1e-4 < figures.outputs < 0.02 for figures in found.values())
 
@@ -105,22 +105,24 @@ def test_what_fails_is_told_by_its_first_line_and_the_rest_is_measured():
             raise TypeError("no half\nand more")
         return module(x)
 
-    found: dict[str, Any] = dict(measure(Case("strict", Nnx, _inputs, strict, has_option=True), range(1)))
+    found: dict[str, Any] = measure(Case("strict", Nnx, _inputs, strict, has_option=True), range(1)).ways
     assert found[OWN] == "TypeError: no half" and isinstance(found[AUTOCAST], Figures)
 
     def broken(dtype: Any) -> Any:
         raise ImportError("No module named 'package'")
 
-    assert dict(measure(Case("broken", broken, _inputs))) == {"float32": "ImportError: No module named 'package'"}
+    assert measure(Case("broken", broken, _inputs)).ways == {"float32": "ImportError: No module named 'package'"}
 
 
 def test_digests_tell_results_apart():
-    found, again = (digests(Case("linen", Linen, _inputs)) for _ in range(2))
-    other = digests(Case("other", lambda dtype: ByItself(), _inputs))
-    assert found == again and difference(found, again) == IDENTICAL
-    assert difference(found, {**again, "outputs0": "-"}) == f"differs in 1 of {len(found)} arrays, as outputs0"
-    assert difference(found, other) == f"{len(found)} arrays with Flax's modules, {len(other)} with ours"
-    assert difference(found, None) == "not run" and difference(found, {"error": "E: x"}) == "E: x"
+    cases = Case("linen", Linen, _inputs), Case("linen", Linen, _inputs), Case("other", lambda _: ByItself(), _inputs)
+    one, again, other = (dataclasses.asdict(measure(case, range(1), in_half=False)) for case in cases)
+    assert one["digests"] == again["digests"] and difference(one, again) == IDENTICAL
+    again["digests"]["outputs0"] = "-"
+    assert difference(one, again) == "differs in 1 of 15 arrays, as outputs0"
+    assert difference(one, other) == "15 arrays with Flax's modules, 3 with ours"
+    assert difference(one, None) == "not run"
+    assert difference(one, {"ways": {"float32": "TypeError: x"}, "digests": {}}) == "TypeError: x"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

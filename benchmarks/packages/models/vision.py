@@ -1,4 +1,4 @@
-"""jaxnn's and jimmy-vision's models in nnx, and flaxdiff's diffusion models in linen."""
+"""jaxnn's models in nnx, and flaxdiff's diffusion models in linen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from benchmarks.packages.stubs import stubbed
 
 
 def cases() -> Iterator[Case]:
-    """Tiny models of jaxnn, jimmy-vision and flaxdiff."""
+    """Tiny models of jaxnn and flaxdiff."""
     yield Case("jaxnn: ViT", _vit, _images, has_option=True)
     yield Case("jaxnn: ResNet", _resnet, _images, has_option=True)
-    yield Case("jimmy-vision: MambaVision", _mamba_vision, _images)
     yield Case("flaxdiff: UNet", _unet, _noised, has_option=True)
     yield Case("flaxdiff: hybrid S5 and attention", _hybrid, _noised, has_option=True)
 
@@ -41,12 +40,6 @@ def _vit(dtype: Any) -> Any:
 def _resnet(dtype: Any) -> Any:
     models = _jaxnn()
     return models.ResNet(models.BasicBlock, (1, 1, 1, 1), num_classes=10, dtype=dtype, rngs=nnx.Rngs(0))
-
-
-def _mamba_vision(dtype: Any) -> Any:
-    with stubbed("py7zr", "safetensors", "torch"):
-        models: Any = importlib.import_module("jimmy.models.mamba")
-    return models.MambaVision(3, 16, 16, [1, 1, 2, 2], [8, 8, 4, 2], [8, 8, 4, 2], [2, 2, 4, 4], rngs=nnx.Rngs(0))
 
 
 def _unet(dtype: Any) -> Any:
