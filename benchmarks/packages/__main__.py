@@ -85,12 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--write replaces the whole table: leave out --only")
     with tempfile.TemporaryDirectory() as folder:
         python = environment.make((options.environment or Path(folder)).absolute())
-        found = list(rows(python, options.only, not options.no_swap))
+        found: list[Row] = []
+        for row in rows(python, options.only, not options.no_swap):
+            found.append(row)
+            if options.json is not None:  # all that there are, should it be stopped
+                options.json.write_text(json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n")
     print(table(found))
     if options.write:
         PAGE.write_text(into(PAGE.read_text(), table(found)))
-    if options.json is not None:
-        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n")
     missed = [f"{row.name} ({', '.join(row.missed())})" for row in found if any(row.missed())]
     if missed and options.check:
         print(f"\nmissed: {'; '.join(missed)}", file=sys.stderr)

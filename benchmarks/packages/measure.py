@@ -22,7 +22,7 @@ SEEDS = range(16)
 _SPREAD = 0.05  # of what is added to parameters, so that none of them is zero
 _WIDE = frozenset(("float32", "float64", "complex64", "complex128"))
 # What is written is what is run: XLA may leave roundings out otherwise.
-_EXACT: dict[str, str | bool] = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+_EXACT: dict[str, Any] = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 # Function, and the old names of its arguments with the new ones.
 RENAMED: Mapping[str, Mapping[str, str]] = {
-    "clip": {"a": "arr", "a_min": "min", "a_max": "max"},
+    "clip": {"a_min": "min", "a_max": "max"},
     "reshape": {"newshape": "shape"},
 }
 
