@@ -36,10 +36,15 @@ class Row:
         found = self.ways.get(way)
         return found if isinstance(found, Figures) else None
 
+    def beside(self) -> Figures | None:
+        """Returns what the port's errors are held against: those of an option that is in half, or of autocast."""
+        own = self.figures(OWN)
+        return own if own is not None and own.share <= SHARE else self.figures(AUTOCAST)
+
     def missed(self) -> Iterator[str]:
         """Yields the bounds that the port misses, as the names of their columns, and what fails."""
         yield from (way for way, found in self.ways.items() if isinstance(found, str) and way != OWN)
-        port, beside = self.figures(PORT), self.figures(OWN) or self.figures(AUTOCAST)
+        port, beside = self.figures(PORT), self.beside()
         if port is not None and not port.share <= SHARE:
             yield "share"
         for quantity in ("outputs", "gradients") if port is not None and beside is not None else ():

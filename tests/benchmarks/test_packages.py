@@ -48,6 +48,12 @@ def test_a_matmul_with_one_float32_operand_counts_as_float32():
     assert float32_share(mixed, jnp.ones((4, 4))) == 1.0
 
 
+def test_matmuls_of_complex_numbers_are_left_out():
+    w = jnp.ones((4, 4))
+    both = lambda x: (x.astype(BF16) @ w.astype(BF16), x.astype(jnp.complex64) @ w.astype(jnp.complex64))  # noqa: E731
+    assert float32_share(both, w) == 0.0
+
+
 def test_errors_are_those_of_all_leaves_together():
     truth = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
     assert relative_error({"a": np.array([3.0, 0.5]), "b": np.array([4.0])}, truth) == pytest.approx(0.1)
@@ -136,6 +142,8 @@ def test_a_port_has_bounds_beside_the_models_own_option_or_autocast():
     assert not list(Row("a", {PORT: GOOD, AUTOCAST: BAD, OWN: GOOD}, IDENTICAL).missed())
     assert list(Row("a", {PORT: BAD, AUTOCAST: BAD, OWN: GOOD}).missed()) == ["share", "outputs"]
     assert list(Row("a", {PORT: BAD, AUTOCAST: GOOD}).missed()) == ["share", "outputs"]
+    half_an_option = Figures(0.5, 0.001, 0.001)
+    assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: half_an_option}).missed())
     assert list(Row("a", {PORT: GOOD, AUTOCAST: "TypeError: x"}, "differs").missed()) == [AUTOCAST, "import swap"]
     assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: "TypeError: x"}).missed())
     assert list(Row("a", {PORT: Figures(float("nan"), 0, 0), AUTOCAST: GOOD}).missed()) == ["share"]

@@ -24,10 +24,15 @@ def _dtype(dtype: Any) -> str:
     return "float32" if dtype is None else "bfloat16"
 
 
+def _stylegan2(dtype: Any) -> dict[str, Any]:
+    """Returns the options of both networks; the dtype holds for so many resolutions."""
+    return {**_SIZES, "dtype": _dtype(dtype), "num_fp16_res": 0 if dtype is None else 10}
+
+
 def _generator(dtype: Any) -> Any:
     package: Any = importlib.import_module("flaxmodels")
     sizes = {"z_dim": 16, "w_dim": 16, "mapping_layer_features": 16, "num_ws": 6, "num_mapping_layers": 2}
-    return package.stylegan2.Generator(**_SIZES, **sizes, dtype=_dtype(dtype))
+    return package.stylegan2.Generator(**_stylegan2(dtype), **sizes)
 
 
 def _latents(generator: np.random.Generator) -> tuple[Any, ...]:
@@ -40,7 +45,7 @@ def _generate(model: Any, z: Any) -> Any:
 
 def _discriminator(dtype: Any) -> Any:
     package: Any = importlib.import_module("flaxmodels")
-    return package.stylegan2.Discriminator(**_SIZES, mapping_layers=2, dtype=_dtype(dtype))
+    return package.stylegan2.Discriminator(**_stylegan2(dtype), mapping_layers=2)
 
 
 def _resnet(dtype: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import checkify
 
 from benchmarks.packages.cases import Case
 from benchmarks.packages.stubs import stubbed
@@ -16,7 +17,7 @@ from benchmarks.packages.stubs import stubbed
 
 def cases() -> Iterator[Case]:
     """Tiny models of jaxnn and flaxdiff."""
-    yield Case("jaxnn: ViT", _vit, _images, has_option=True)
+    yield Case("jaxnn: ViT", _vit, _images, _checked, has_option=True)
     yield Case("jaxnn: ResNet", _resnet, _images, has_option=True)
     yield Case("flaxdiff: UNet", _unet, _noised, has_option=True)
     yield Case("flaxdiff: hybrid S5 and attention", _hybrid, _noised, has_option=True)
@@ -35,6 +36,12 @@ def _vit(dtype: Any) -> Any:
     return _jaxnn().VisionTransformer(
         img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=10, dtype=dtype, rngs=nnx.Rngs(0)
     )
+
+
+def _checked(model: Any, x: Any) -> Any:
+    """Calls a model that checks its input with checkify, which can't be compiled otherwise."""
+    graph, state = nnx.split(model)
+    return checkify.checkify(lambda state, x: nnx.merge(graph, state, copy=True)(x))(state, x)[1]
 
 
 def _resnet(dtype: Any) -> Any:
