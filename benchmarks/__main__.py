@@ -8,6 +8,8 @@ python -m benchmarks --json FILE        # the rows of all as JSON, with date, de
 python -m benchmarks gpu                # at most 8 minutes on a GPU
 python -m benchmarks accel              # programs as TPUs and GPUs get them, compiled without one: 2 hours
 python -m benchmarks accel --only models layers --on v5e   # some of its tables, on some chips
+python -m benchmarks packages --write   # published packages' models into docs/porting.md; installs them: 40 minutes
+python -m benchmarks packages --only griffin e3x           # some of them
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Table:
     by_default: bool = True
 
 
-ACCEL = "accel"
+ACCEL, PACKAGES = "accel", "packages"
 TABLES = {
     ACCEL: Table("benchmarks.accel", "programs as TPUs and GPUs get them", quick=("--quick",), by_default=False),
     "models": Table("benchmarks.models", "models beside Flax with its dtypes threaded by hand", quick=("--small",)),
@@ -57,6 +59,7 @@ TABLES = {
     "inspection": Table("benchmarks.inspection", "what audit and compare cost"),
     "accuracy": Table("benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None),
     "convergence": Table("benchmarks.convergence", "where training ends by storage mode", check=(), quick=None),
+    PACKAGES: Table("benchmarks.packages", "published packages' models in bfloat16", quick=None, by_default=False),
     "gpu": Table("benchmarks.gpu", "tokens and images a second, memory, bandwidth", check=(), by_default=False),
 }
 
@@ -101,12 +104,12 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
         markdown_file.write_text(page.markdown(where, tables))
 
 
-def _of_accel(options: argparse.Namespace) -> list[str]:
-    """The arguments that are accel's own, taken from the options: ``--only`` then names its tables."""
+def _of_one(options: argparse.Namespace) -> list[str]:
+    """The arguments of accel or packages, taken from the options: ``--only`` then names tables or models of theirs."""
     given = {"--only": options.only, "--on": options.on}
     options.only = []
     chosen = [part for flag, names in given.items() if names for part in (flag, *names)]
-    return [*chosen, *(["--record"] if options.record else [])]
+    return [*chosen, *(["--record"] if options.record else []), *(["--write"] if options.write else [])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,10 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser("benchmarks", __doc__)
     command.add_argument("names", nargs="*", metavar="NAME", help=f"tables: {', '.join(TABLES)}")
     command.add_argument("--markdown", type=Path, metavar="FILE", help="a file to write a page to")
+    command.add_argument("--write", action="store_true", help="write the table of packages into docs/porting.md")
     options = command.parse_args(arguments)
     if ACCEL not in options.names and (options.on or options.record):
         command.error("--on and --record are of the table accel: python -m benchmarks accel --on v5e")
-    more = _of_accel(options) if ACCEL in options.names else []
+    if PACKAGES not in options.names and options.write:
+        command.error("--write is of the table packages: python -m benchmarks packages --write")
+    own = next((name for name in (ACCEL, PACKAGES) if name in options.names), "")
+    more = _of_one(options) if own else []
     try:
         tables = chosen([*options.names, *options.only], options.quick)
     except ValueError as error:
@@ -129,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     results, failed = {}, []
     for name, table in tables.items():
-        status, results[name] = run(name, table, options.quick, options.check, more if name == ACCEL else ())
+        status, results[name] = run(name, table, options.quick, options.check, more if name == own else ())
         if status == 2:  # what it needs is not there, and it said so
             return 2
         failed += [name] if status else []

@@ -88,9 +88,9 @@ class Case:
         return jax.tree.map(draw, shapes), tokens
 
 
-def comparison(fn: Callable[..., Any], arguments: Any, gradients: bool) -> tuple[Any, Any]:
+def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[Any, Any]:
     """The compiled program of a comparison, and its arguments."""
-    call = Call.of("compare", fn, arguments, {}, 1.0 if gradients else None)
+    call = Call.of("compare", fn, arguments, {}, None, 1.0 if backward else None)
     program = program_of(call, get_policy(POLICY))
     arrays = program.arguments.arrays
     return jax.jit(paired(program, Log())).lower(*arrays).compile(compiler_options=EXACT), arrays
@@ -123,7 +123,7 @@ def forward(case: Case) -> Row:
     """Memory of the forward pass."""
     arguments = case.arguments()
     float32 = needed(jax.jit(case.forward).lower(*arguments).compile())
-    ours = needed(comparison(case.forward, arguments, gradients=False)[0])
+    ours = needed(comparison(case.forward, arguments, backward=False)[0])
     return Row("memory", f"{case.name}, forward", ours, float32, 1 + layer_memory(case) / float32)
 
 
@@ -131,7 +131,7 @@ def step(case: Case, times: int) -> Iterator[Row]:
     """FLOPs, memory and time with gradients."""
     arguments = case.arguments()
     float32 = jax.jit(jax.value_and_grad(case.loss)).lower(*arguments).compile()
-    ours, arrays = comparison(case.loss, arguments, gradients=True)
+    ours, arrays = comparison(case.loss, arguments, backward=True)
     yield Row("flops", case.name, gigaflops(ours), gigaflops(float32), FLOPS)
     yield Row("memory", f"{case.name}, with gradients", needed(ours), needed(float32), GRADIENTS)
     seconds = _seconds({"ours": (ours, arrays), "float32": (float32, arguments)}, times)

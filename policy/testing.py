@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from policy.amp.parameters import Params
 from policy.inspection.checks.sums import terms_of
-from policy.inspection.differentiating import with_gradients
+from policy.inspection.differentiating import traced_call
 from policy.inspection.findings import findings_of
 from policy.inspection.graph import Graph, Node, is_joint
 from policy.inspection.kept_dtypes import origin_of, parameters_of
@@ -36,6 +37,7 @@ def assert_reductions_in(
     *,
     kwargs: Mapping[str, Any] | None = None,
     backward: bool = False,
+    params: Params = None,
     allow: Collection[str] = (),
 ) -> None:
     """Asserts that every sum of floating numbers runs in `dtype`.
@@ -48,7 +50,8 @@ def assert_reductions_in(
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules.
       args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
       dtype: a dtype, or several that are right.
-      backward: whether the gradients are asserted about as well; `policy.audit` says by what, and of what.
+      backward: whether the gradients are asserted about as well; `policy.audit` says of what.
+      params: which arguments gradients are taken by; see `policy.audit`.
       allow: path patterns of what is left out: regular expressions that match a module's path in full, with or without
         the root's class, and hold for what is below it.
 
@@ -58,7 +61,7 @@ def assert_reductions_in(
       ValueError: a pattern in `allow` matches no path.
     """
     accepted = _names(dtype)
-    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward)), allow)
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward, params)), allow)
     sites = [node.site for node in nodes if _rounds(node)]
     _require_any(sites, "sum of floating numbers", allow)
     wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
@@ -73,6 +76,7 @@ def assert_dots_in(
     accumulation: DTypes | None = None,
     kwargs: Mapping[str, Any] | None = None,
     backward: bool = False,
+    params: Params = None,
     allow: Collection[str] = (),
 ) -> None:
     """Asserts that every floating matmul and convolution multiplies numbers of `dtype`.
@@ -81,13 +85,13 @@ def assert_dots_in(
       dtype: a dtype, or several that are right: both operands have one of them.
       accumulation: what sums are declared to be made in, by `preferred_element_type` or the dot algorithm; "backend"
         is what a half matmul leaves open. None: not asserted.
-      fn, args, kwargs, backward, allow: see `assert_reductions_in`.
+      fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
 
     Raises:
       AssertionError, ValueError: as `assert_reductions_in`.
     """
     accepted = _names(dtype)
-    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward)), allow)
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward, params)), allow)
     sites = [node.site for node in nodes if _multiplies(node.site)]
     _require_any(sites, "matmul or convolution of floating numbers", allow)
     wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
@@ -104,6 +108,7 @@ def assert_no_silent_promotion(
     *,
     kwargs: Mapping[str, Any] | None = None,
     backward: bool = False,
+    params: Params = None,
     allow: Collection[str] = (),
 ) -> None:
     """Asserts that no bfloat16 or float16 meets float32 where nobody cast it, in arithmetic or in a matmul.
@@ -112,14 +117,14 @@ def assert_no_silent_promotion(
     on, as within a normalisation, is none.
 
     Args:
-      fn, args, kwargs, backward, allow: see `assert_reductions_in`.
+      fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
 
     Raises:
       AssertionError: names the path, the operation, its dtypes and its source line, of every one; or nothing runs in
         half precision, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
-    jaxpr = _jaxpr(fn, args, kwargs, backward)
+    jaxpr = _jaxpr(fn, args, kwargs, backward, params)
     sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
     _require_any([s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}], "half value", allow)
     paths = {"/".join(site.path) for site in sites}
@@ -242,11 +247,10 @@ def assert_close_in_ulps(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool) -> Any:
+def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool, params: Params) -> Any:
     if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(args, Sequence):
         raise TypeError(f"args should be a tuple of the function's arguments, but got a {type(args).__name__}.")
-    kwargs = dict(kwargs or {})
-    return (with_gradients(fn, tuple(args), kwargs) if backward else trace(fn, *args, **kwargs)).jaxpr
+    return traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr
 
 
 def _nodes(jaxpr: Any) -> list[Node]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 from flax import nnx as flax_nnx
 
+from policy.inspection.differentiating import NO_PARAMETERS
 from policy.names import note
 from policy.tracing import LOWERINGS, Lowered
 
@@ -104,6 +105,7 @@ def _pure(
 
 
 LOWERINGS.append(lowered)
+NO_PARAMETERS.append(lambda node: isinstance(node, flax_nnx.Variable) and not isinstance(node, flax_nnx.Param))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -118,8 +118,9 @@ class Places:
         compute = regions.compute_dtype(path) or (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
-        named = settings.narrows and policy is None and _rule_policy(settings.normalises, without_marks(path)) is not None
-        return Place(compute, "applies" if named and compute != F32 else None, policy is not None)
+        may_be_named = settings.narrows and policy is None and compute != F32
+        named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
+        return Place(compute, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """The half dtype in which the module of this very path hands on its result, where a rule says so."""

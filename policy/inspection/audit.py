@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from policy.amp.parameters import Params
 from policy.inspection.costs import bytes_of, flops_of
-from policy.inspection.differentiating import with_gradients
+from policy.inspection.differentiating import traced_call
 from policy.inspection.findings import findings_of
 from policy.inspection.graph import Graph, is_joint
 from policy.inspection.lost import noticing
 from policy.inspection.operations import accumulation_of, kind_of, operands_of, result_of
 from policy.inspection.report import Audit, Operation
 from policy.inspection.states import states_of
-from policy.tracing import trace
 
 
-def audit(fn: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Audit:
+def audit(fn: Any, *args: Any, backward: bool = False, params: Params = None, **kwargs: Any) -> Audit:
     """Reports the dtypes that a call would run in, operation by operation, and what is wrong with them. Nothing runs.
 
     The call is traced, and its program read, with those inside it: jit, scan, while, cond, checkpoint, custom rules,
@@ -28,22 +28,25 @@ def audit(fn: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Audit:
     Args:
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules; jitted or not.
       *args, **kwargs: what it is called with. `jax.ShapeDtypeStruct` will do for any array: nothing is allocated.
-      backward: whether its gradients are audited as well, of the floating outputs with cotangents of one: by the
-        `params` collection of a mapping that has one, else by the first argument if it is a container (an nnx module's
-        Params), else by every floating argument. Of a pair of a loss and anything else, the loss alone counts. A
-        function that calls `jax.grad` itself needs no `backward`.
+      backward: whether its gradients are audited as well, of the floating outputs with cotangents of one. Of a pair of
+        a loss and anything else, the loss alone counts. A function that calls `jax.grad` itself needs no `backward`.
+      params: what gradients are taken by, as `autocast` takes it: positions or names of arguments, or a predicate on
+        leaves. None: the `params` collection of a mapping that has one, the `nnx.Param`s of modules, else the first
+        positional argument if it is a container, running statistics of nnx left out. Where those hold nothing floating
+        it is every floating argument.
 
     Returns:
       An `Audit`: prints as a table, ``to_json()``, ``to_html()``, ``save(path)``.
 
     Raises:
-      TypeError: `fn` can't be called; whatever `fn` raises when it is traced.
-      ValueError: `backward`, and there is nothing floating to differentiate, or by.
+      TypeError: `fn` can't be called, `params` is of none of these kinds; whatever `fn` raises when it is traced.
+      ValueError: `backward`, and there is nothing floating to differentiate, or by; `params` without `backward`, or
+        naming arguments where modules hold the parameters.
     """
     if not callable(fn):
         raise TypeError(f"audit takes a function or a module, but got {fn!r} of type {type(fn).__name__}.")
     with noticing() as lost:
-        traced = with_gradients(fn, args, kwargs) if backward else trace(fn, *args, **kwargs)
+        traced = traced_call(fn, args, kwargs, backward, params)
     graph = Graph(traced.jaxpr)
     return Audit(_operations(graph), findings_of(graph, lost, states_of(traced)), _name(fn))
 

@@ -63,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
         "or dict of these; once for each argument",
     )
     command.add_argument("--backward", action="store_true", help="audit the gradients as well")
+    command.add_argument(
+        "--params",
+        action="append",
+        default=[],
+        metavar="ARGUMENT",
+        help="an argument, by position or name, that --backward takes gradients by; once for each",
+    )
     command.add_argument("--html", metavar="FILE", help="write the report as one HTML page; - is the standard output")
     command.add_argument("--json", metavar="FILE", help="write the report as JSON; - is the standard output")
     command.add_argument("--ignore", action="append", default=[], metavar="KIND", help="leave out findings of a kind")
@@ -81,10 +88,16 @@ def _audit(options: argparse.Namespace) -> int:
         target_of(options.target), [parse_argument(text) for text in options.arg], options.target
     )
     with running_users_code(f"{options.target} can't be traced"):
-        report = audit(fn, *args, backward=options.backward, **kwargs)
+        report = audit(fn, *args, backward=options.backward, params=_params(options), **kwargs)
     report = named(report, options.target, without=options.ignore)
     _write(report, options)
     return int(bool(options.fail_on_findings and report.findings))
+
+
+def _params(options: argparse.Namespace) -> list[int | str] | None:
+    if options.params and not options.backward:
+        raise CommandError("--params says what gradients are taken by: give --backward with it.")
+    return [int(name) if name.isdecimal() else name for name in options.params] or None
 
 
 def _write(report: Audit, options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.amp.parameters import Params
 from policy.inspection.comparison import Comparison
 from policy.inspection.lane import lane_of
 from policy.inspection.paired import Log, Paired, reference
@@ -25,7 +26,8 @@ def compare(
     fn: Any,
     *args: Any,
     policy: Policy | str | None = None,
-    gradients: bool = False,
+    backward: bool = False,
+    params: Params = None,
     loss_scale: float = 1.0,
     **kwargs: Any,
 ) -> Comparison:
@@ -39,7 +41,7 @@ def compare(
     `policy`.
 
     ```python
-    comparison = compare(loss, params, batch, policy="mixed_float16", gradients=True)
+    comparison = compare(loss, params, batch, policy="mixed_float16", backward=True)
     print(comparison)             # a table: error, cosine, underflow, overflow by path
     comparison.first_jump         # "Net/layer_12/attention": the first module that makes an error
     comparison.plot("errors.png")
@@ -50,20 +52,21 @@ def compare(
       *args, **kwargs: what it is called with: arrays, in the dtypes that it is meant to be called with.
       policy: what to run it under. Layers that obey `use_policy` do; where that changes no matmul, `autocast` does.
         None: as it is written, with its half dtypes in it.
-      gradients: whether to take gradients too. The function then returns a loss, or (loss, aux). They are those by the
-        floats of the first argument, if it holds several arrays, or else of all floating arguments.
+      backward: whether gradients are compared too. The function then returns a loss, or (loss, aux).
+      params: which arguments are parameters, for gradients and for `autocast`; see `policy.audit`.
       loss_scale: what the loss is multiplied by before. Errors do not change with it, but what underflows does.
 
     Returns:
       The rows for each path; see `Comparison`.
 
     Raises:
-      TypeError: `fn` is no function, there are no arrays, or only shapes of some; with gradients, there is no loss, or
-        no floating argument.
-      ValueError: the policy is none, or can't be honoured here; `loss_scale` is not positive.
+      TypeError: `fn` is no function, there are no arrays, or only shapes of some; `params` says nothing about
+        arguments; with `backward`, there is no loss, or no floating argument.
+      ValueError: the policy is none, or can't be honoured here; `loss_scale` is not positive; `params` names arguments
+        where modules hold the parameters.
     """
     policy = checked_policy(policy)
-    call = Call.of("compare", fn, args, kwargs, _scale(gradients, loss_scale))
+    call = Call.of("compare", fn, args, kwargs, params, _scale(backward, loss_scale))
     program = program_of(call, policy)
     log = Log()
     compiled = jax.jit(paired(program, log)).lower(*program.arguments.arrays).compile(compiler_options=EXACT)
@@ -72,10 +75,10 @@ def compare(
     return comparison_of(program, log, numbers, undefined, name, "" if policy is None else short_text(policy))
 
 
-def _scale(gradients: bool, loss_scale: float) -> float | None:
+def _scale(backward: bool, loss_scale: float) -> float | None:
     if not isinstance(loss_scale, (int, float)) or not (0 < loss_scale < float("inf")):
         raise ValueError(f"loss_scale should be a positive number, but got {loss_scale!r}.")
-    return float(loss_scale) if gradients else None
+    return float(loss_scale) if backward else None
 
 
 def paired(program: Program, log: Log) -> Any:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from policy.amp import autocast
 from policy.amp.categories import MATMULS
+from policy.amp.parameters import Params
+from policy.inspection.differentiating import explicit_or_lowered, places_of_parameters
 from policy.inspection.float32_trace import in_float32, wide_arguments
 from policy.inspection.pairing import Reference, reference_of
 from policy.inspection.walk import walk
@@ -59,25 +61,29 @@ class Call:
       fn: a function of arrays alone, or of trees of them.
       arguments: what it is called with.
       params: which of its arguments are parameters, as autocast takes it.
+      is_lowered: whether the first of its arguments are the state of modules, or what the function held.
       loss_scale: what the loss is multiplied by before it is differentiated; None for no gradients.
     """
 
     fn: Callable[..., Any]
     arguments: Arguments
-    params: Any
+    params: Params
+    is_lowered: bool
     loss_scale: float | None
 
     @classmethod
-    def of(cls, what: str, fn: Any, args: Any, kwargs: Any, loss_scale: float | None) -> Call:
+    def of(cls, what: str, fn: Any, args: Any, kwargs: Any, params: Params, loss_scale: float | None) -> Call:
         """The call of any function or module.
 
         Raises:
-          TypeError: `fn` is no function, or it is called with no arrays, or with shapes.
+          TypeError: `fn` is no function, or it is called with no arrays, or with shapes; `params` is of no kind that
+            says which arguments are parameters.
+          ValueError: `params` names arguments of a call of modules.
         """
         if not callable(fn):
             raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
         call = lowered(fn, args, kwargs)
-        params = None if call is None else 0
+        params = explicit_or_lowered(params, call)
         if call is not None:
             fn, args, kwargs = _returning(call.pure, call.result), call.args, call.kwargs
         arguments = Arguments.of(args, kwargs)
@@ -89,15 +95,12 @@ class Call:
                     f"{what} runs the function, but {name} is a shape, {array.dtype.name}{list(array.shape)}: give an "
                     "array. policy.audit does with shapes."
                 )
-        return cls(fn, arguments, params, loss_scale)
+        return cls(fn, arguments, params, call is not None, loss_scale)
 
     def differentiated(self) -> list[int]:
-        """Returns the arrays that gradients are taken of: the floats of the first argument, if it holds more than one
-        array; else all floats."""
-        floats = [i for i, a in enumerate(self.arguments.arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
-        names = self.arguments.names()
-        first = [i for i in floats if names[i].startswith("args[0]") and names[i] != "args[0]"]
-        return first or floats
+        """Returns the places of the arrays that gradients are taken by."""
+        args, kwargs = self.arguments.filled(self.arguments.arrays)
+        return places_of_parameters(self.fn, self.params, args, kwargs, self.arguments)
 
     def traced(self, policy: Policy | None, rules: PolicyRules | None, route: Route) -> Program:
         """The program of the call."""
@@ -112,7 +115,7 @@ class Call:
             jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
         names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
         taken = self.differentiated() if shape[1] else []
-        inputs = input_paths(self.arguments, self.params is not None)
+        inputs = input_paths(self.arguments, self.is_lowered)
         gradients = [inputs[i] for i in taken]
         return Program(jaxpr, self.arguments, tuple(names), tuple(gradients), route)
 
@@ -157,7 +160,7 @@ def _loss(out: Any) -> Any:
         found = type(loss).__name__ if dtype is None else f"{dtype.name}{list(shape or ())}"
         raise TypeError(
             f"Gradients are those of a loss, one floating number, or (loss, aux), but the function returned {found}. "
-            "Return the loss, or leave out gradients=True."
+            "Return the loss, or leave out backward=True."
         )
     return loss
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
 
+from policy.amp.parameters import Params
 from policy.inspection.emulated import Ruled
 from policy.inspection.lane import first_array, lane_of
 from policy.inspection.patterns import code_of, patterns_of
@@ -107,7 +108,8 @@ def suggest(
     *args: Any,
     error: float,
     policy: Policy | str | None = None,
-    of: Literal["outputs", "gradients"] = "outputs",
+    backward: bool = False,
+    params: Params = None,
     **kwargs: Any,
 ) -> Suggestion:
     """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32.
@@ -129,7 +131,8 @@ def suggest(
       error: how far the function may be off, relative to float32: norm of the difference / norm, of the output that is
         off the most; or of all gradients together.
       policy: what to run it under. None: as it is written, with its half dtypes in it.
-      of: whether it is the outputs' error, or that of the gradients of the loss that the function returns.
+      backward: whether the budget is for the gradients of the loss that the function returns, not for its outputs.
+      params: which arguments are parameters, for gradients and for `autocast`; see `policy.audit`.
 
     Returns:
       The rules, and what was measured; see `Suggestion`. They are empty where the policy by itself meets the budget.
@@ -139,8 +142,8 @@ def suggest(
       ValueError: `error` is not positive; nothing runs in half, or nothing stands at a path that a rule could name;
         float32 itself is not finite; no rules meet the budget.
     """
-    budget, policy = _checked(error, of), checked_policy(policy)
-    call = Call.of("suggest", fn, args, kwargs, 1.0 if of == "gradients" else None)
+    budget, policy = _checked(error), checked_policy(policy)
+    call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
     modules: set[str] = set()
     program = program_of(call, policy, modules)
     trial = Trial(program, modules if program.route == "scope" else None)
@@ -150,11 +153,9 @@ def suggest(
     return _confirmed(call, policy, program, trial, search, budget)
 
 
-def _checked(error: Any, of: Any) -> float:
+def _checked(error: Any) -> float:
     if not isinstance(error, (int, float)) or isinstance(error, bool) or not (0 < error < math.inf):
         raise ValueError(f"error should be a positive number, the relative error allowed, but got {error!r}.")
-    if of not in ("outputs", "gradients"):
-        raise ValueError(f"of should be 'outputs' or 'gradients', but got {of!r}.")
     return float(error)
 
 

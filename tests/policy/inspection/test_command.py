@@ -86,6 +86,17 @@ def test_a_function_that_returns_what_to_audit(model, capsys, name):
     assert "dot_general backward" in capsys.readouterr().out
 
 
+def test_gradients_are_taken_by_the_arguments_that_are_named(model, capsys):
+    counts = []
+    for params in ((), ("--params", "x"), ("--params", "params", "--params", "1")):
+        assert run(f"{model}:loss", *GIVEN, "--backward", *params, "--json", "-") == 0
+        operations = json.loads(capsys.readouterr().out)["operations"]
+        counts.append(sum(op["count"] for op in operations if op["kind"] == "dot" and op["is_backward"]))
+    assert counts == [1, 1, 2]
+    assert run(f"{model}:loss", *GIVEN, "--params", "x") == 2
+    assert "--params says what gradients are taken by: give --backward with it." in capsys.readouterr().err
+
+
 def test_a_function_without_arguments_and_an_nnx_module(model, capsys):
     assert run(f"{model}:no_arguments") == 0
     assert run(f"{model}:net", "--arg", "f32[2,4]") == 0

@@ -100,7 +100,7 @@ def test_each_row_says_what_running_the_function_twice_says() -> None:
 def test_gradients_are_those_of_running_the_derivative_twice() -> None:
     w, x = normal(8, 8), normal(4, 8)
     loss = lambda params, x: jnp.square(half_model(params["w"], x)).sum()  # noqa: E731
-    comparison = compare(loss, {"w": w}, x, gradients=True)
+    comparison = compare(loss, {"w": w}, x, backward=True)
     half = jax.jit(jax.grad(loss), compiler_options={"xla_allow_excess_precision": False})({"w": w}, x)["w"]
     wide = lambda w: jnp.square(jnp.sin(jnp.tanh(x @ w) @ w)).sum()  # noqa: E731
     assert paths(comparison.parameters) == ["w"] and paths(comparison.gradients) == ["second", "first"]
@@ -115,7 +115,7 @@ def test_a_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
         return 1e-10 * jnp.sum(y.astype(F32))
 
     lost, kept = (
-        compare(loss, normal(4, 4), normal(4, 4), gradients=True, loss_scale=scale) for scale in (1.0, 2.0**24)
+        compare(loss, normal(4, 4), normal(4, 4), backward=True, loss_scale=scale) for scale in (1.0, 2.0**24)
     )
     assert lost["dense"].error < 1e-3 and lost.parameters[0].underflow == 1.0 and lost.parameters[0].error == 1.0
     assert kept.parameters[0].underflow == 0 and kept.parameters[0].error < 1e-2
@@ -347,7 +347,7 @@ def test_statistics_inside_shard_map_are_those_of_the_whole_arrays() -> None:
     comparison, plain = compare(mapped, x), compare(lambda x: jnp.cos(jnp.sin(x.astype(BF16))).astype(F32), x)
     assert paths(comparison.activations) == ["block", "sum"] and 0 < comparison["block"].error < 0.01
     np.testing.assert_allclose(comparison.error, plain.error, rtol=1e-5)
-    with_gradients = compare(lambda x: jnp.sum(mapped(x)), x, gradients=True)
+    with_gradients = compare(lambda x: jnp.sum(mapped(x)), x, backward=True)
     assert paths(with_gradients.gradients) == ["sum", "block"] and with_gradients.parameters[0].error > 0
 
 
@@ -362,7 +362,7 @@ def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
         return jnp.sum(x)
 
     w, x = normal(4, 4), normal(2, 4)
-    comparison = compare(loss, w, x, policy="mixed_bfloat16", gradients=True)
+    comparison = compare(loss, w, x, policy="mixed_bfloat16", backward=True)
     assert paths(comparison.activations) == ["", "Net", "Net/layer"]
     assert paths(comparison.gradients) == ["Net", "Net/layer"] and comparison.route == "autocast"
     assert len(comparison["Net/layer"].steps) == 3 == len(comparison.gradients[1].steps)
@@ -389,7 +389,7 @@ def test_a_scan_whose_gradients_underflow_says_so() -> None:
         with jax.named_scope("Net"):
             return 1e-9 * jnp.sum(lax.scan(layer, x, w)[0])
 
-    comparison = compare(loss, normal(2, 32, 32), normal(2, 32), gradients=True)
+    comparison = compare(loss, normal(2, 32, 32), normal(2, 32), backward=True)
     assert comparison.parameters[0].underflow > 0.9 and comparison.parameters[0].error > 0.9
 
 
@@ -423,7 +423,7 @@ def test_flax_models_are_compared_under_autocast_or_as_they_are_written() -> Non
     for dtype, given, route in ((None, "mixed_float16", "autocast"), (BF16, None, "as written")):
         model = flax_nn.Sequential([flax_nn.Dense(8, dtype=dtype), flax_nn.Dense(2, dtype=dtype)])
         loss = lambda v, x, model=model: jnp.mean(jnp.square(apply(model, v, x).astype(F32)))  # noqa: E731
-        comparison = compare(loss, model.init(jax.random.key(0), x), x, policy=given, gradients=True)
+        comparison = compare(loss, model.init(jax.random.key(0), x), x, policy=given, backward=True)
         assert comparison.route == route and {row.path for row in comparison.parameters} == {
             f"params/layers_{i}/{name}" for i in (0, 1) for name in ("kernel", "bias")
         }
@@ -445,7 +445,7 @@ def test_nnx_models_are_named_and_keep_their_state() -> None:
     assert {"Net", "Net/layer", "Net/norm"} <= set(paths(comparison.activations))
     np.testing.assert_array_equal(before, np.asarray(model.norm.mean[...]))
     loss = lambda model, x: jnp.mean(jnp.square(model(x)))  # noqa: E731
-    trained = compare(loss, model, x, policy="mixed_bfloat16", gradients=True)
+    trained = compare(loss, model, x, policy="mixed_bfloat16", backward=True)
     assert {"layer/kernel", "layer/bias"} <= {row.path for row in trained.parameters}
 
 
@@ -500,9 +500,9 @@ def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
         ((jnp.sin, jax.ShapeDtypeStruct((2, 3), F32)), {}, TypeError, r"args\[0\] is a shape, float32\[2, 3\]"),
         ((jnp.sin, np.ones(3)), {"policy": "int8"}, ValueError, "int8"),
         ((jnp.sin, np.ones(3)), {"policy": 3}, TypeError, "3"),
-        ((jnp.sin, np.ones(3)), {"gradients": True}, TypeError, r"but the function returned float\d\d\[3\]. Return"),
-        ((lambda x: {"a": x}, np.ones(3)), {"gradients": True}, TypeError, "but the function returned dict"),
-        ((jnp.sum, np.arange(3)), {"gradients": True}, TypeError, "no floating array"),
+        ((jnp.sin, np.ones(3)), {"backward": True}, TypeError, r"but the function returned float\d\d\[3\]. Return"),
+        ((lambda x: {"a": x}, np.ones(3)), {"backward": True}, TypeError, "but the function returned dict"),
+        ((jnp.sum, np.arange(3)), {"backward": True}, TypeError, "no floating array"),
         ((jnp.sin, np.ones(3)), {"loss_scale": 0}, ValueError, "loss_scale should be a positive number, but got 0."),
     ],
 )

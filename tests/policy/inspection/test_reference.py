@@ -113,7 +113,7 @@ def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) 
         return jnp.sum(lax.scan(lambda y, _: (jax.nn.gelu(y) * 0.7, None), x, None, length=2)[0])
 
     x = normal(8, 4)
-    comparison = compare(loss, x, gradients=True)
+    comparison = compare(loss, x, backward=True)
     error = relative(exactly(jax.grad(loss))(x), jax.jit(jax.grad(wide))(x))
     np.testing.assert_allclose(comparison.parameters[0].error, error, rtol=1e-2)
     assert comparison.unpaired == ()
@@ -214,7 +214,7 @@ def test_a_transformer_pairs_in_its_gradients_too(scans: bool, policy: str) -> N
     variables = jax.jit(model.init)(jax.random.key(0), x)
     weights = normal(2, 4, 8)
     loss = lambda v, x: jnp.sum(jnp.sin(apply(model, v, x).astype(F32)) * weights)  # noqa: E731
-    comparison = compare(loss, variables, x, policy=policy, gradients=True)
+    comparison = compare(loss, variables, x, policy=policy, backward=True)
     assert comparison.unpaired == () and comparison.route == "scope"
     wide = jax.jit(jax.grad(loss))(variables, x)
     with use_policy(policy):
@@ -257,7 +257,7 @@ def test_every_kind_of_layer_pairs_and_its_reference_is_what_float32_computes(na
         return jnp.sum(jnp.sin(call(v, x).astype(F32)))
 
     forward = compare(call, variables, x, policy="mixed_float16")
-    backward = compare(loss, variables, x, policy="mixed_float16", gradients=True)
+    backward = compare(loss, variables, x, policy="mixed_float16", backward=True)
     assert forward.unpaired == backward.unpaired == ()
     with use_policy("mixed_float16"):
         half = exactly(call)(variables, x)

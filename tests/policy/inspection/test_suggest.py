@@ -199,7 +199,7 @@ def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their
             return jnp.square(x).mean()
 
     params = {"w": normal(3, 8, 8, scale=0.3), "scale": jnp.ones((4, 8))}
-    found = suggest(loss, params, normal(4, 8), error=0.05, policy="mixed_bfloat16", of="gradients")
+    found = suggest(loss, params, normal(4, 8), error=0.05, policy="mixed_bfloat16", backward=True)
     assert found.of == "gradients" and found.paths == ("layers/block/offset",) and found.error <= 0.05
 
 
@@ -245,9 +245,15 @@ def _half_outside(x: Any) -> Any:
     [
         (jnp.sin, (np.ones(3),), {"error": 0.0}, ValueError, r"error should be a positive number.* but got 0\.0"),
         (jnp.sin, (np.ones(3),), {"error": "1%"}, ValueError, "but got '1%'"),
-        (jnp.sin, (np.ones(3),), {"error": 1.0, "of": "loss"}, ValueError, "'outputs' or 'gradients', but got 'loss'"),
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 1.0, "params": 1.5},
+            TypeError,
+            "which arguments are parameters: .* a float",
+        ),
         (jnp.sin, (np.ones(3),), {"error": 1.0, "policy": "f8"}, (ValueError, TypeError), "f8"),
-        (jnp.sin, (np.ones(3),), {"error": 1.0, "of": "gradients"}, TypeError, "Gradients are those of a loss"),
+        (jnp.sin, (np.ones(3),), {"error": 1.0, "backward": True}, TypeError, "Gradients are those of a loss"),
         (jnp.sin, (np.ones(3),), {"error": 1.0}, ValueError, "Nothing of this call runs in half precision"),
         (jnp.matmul, (F32(np.ones((3, 3))),) * 2, {"error": 1.0, "policy": "bf16"}, ValueError, "at a module path"),
         (_in_half, (F32(np.array([np.nan])),), {"error": 1.0}, ValueError, r"There is NaN in args\[0\]: give"),

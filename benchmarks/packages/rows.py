@@ -1,0 +1,92 @@
+"""Rows of the table, their bounds, and the page that they are written into."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks.packages.cases import AUTOCAST, OWN, PORT, Way
+from benchmarks.packages.measure import Figures
+
+OPENING, CLOSING = "<!-- packages -->", "<!-- end of packages -->"
+SHARE, RATIO = 0.01, 1.1  # a port's bounds: FLOPs in float32; errors beside those of the model's own option
+IDENTICAL = "identical"
+_HEAD = (
+    *("model", "float32 FLOPs: port", "autocast", "own dtype", "outputs: port", "autocast", "own dtype"),
+    *("gradients: port", "autocast", "own dtype", "import swap", "fails"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A model's figures.
+
+    Attributes:
+      name: the model's.
+      ways: what was measured of each way to run it, or the first line of the error.
+      swap: `IDENTICAL`, or what differs where the package imports our modules; "" where it was not tried.
+    """
+
+    name: str
+    ways: Mapping[str, Figures | str]
+    swap: str = ""
+
+    def figures(self, way: Way) -> Figures | None:
+        """Returns what was measured of one way; None where it failed or does not exist."""
+        found = self.ways.get(way)
+        return found if isinstance(found, Figures) else None
+
+    def beside(self) -> Figures | None:
+        """Returns what the port's errors are held against: those of an option that is in half, or of autocast."""
+        own = self.figures(OWN)
+        return own if own is not None and own.share <= SHARE else self.figures(AUTOCAST)
+
+    def missed(self) -> Iterator[str]:
+        """Yields the bounds that the port misses, as the names of their columns, and what fails."""
+        yield from (way for way, found in self.ways.items() if isinstance(found, str) and way != OWN)
+        port, beside = self.figures(PORT), self.beside()
+        if port is not None and not port.share <= SHARE:
+            yield "share"
+        for quantity in ("outputs", "gradients") if port is not None and beside is not None else ():
+            if not getattr(port, quantity) <= RATIO * getattr(beside, quantity):
+                yield quantity
+        if self.swap not in ("", IDENTICAL):
+            yield "import swap"
+
+    def cells(self) -> list[str]:
+        """Returns the row's cells; a missed bound is in bold."""
+        missed = set(self.missed())
+        cells = [self.name]
+        for quantity, text in (("share", "{:.1%}"), ("outputs", "{:.1e}"), ("gradients", "{:.1e}")):
+            for way in (PORT, AUTOCAST, OWN):
+                found = self.figures(way)
+                cell = "" if found is None else text.format(getattr(found, quantity))
+                cells.append(f"**{cell}**" if cell and way == PORT and quantity in missed else cell)
+        swap = "" if self.swap in ("", IDENTICAL) else f"import swap: {self.swap}"
+        fails = [*(f"{way}: {found}" for way, found in self.ways.items() if isinstance(found, str)), swap]
+        cells += [self.swap if self.swap == IDENTICAL else "", "; ".join(map(_cell, filter(None, fails)))]
+        return cells
+
+
+def _cell(text: str, limit: int = 160) -> str:
+    short = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return short.replace("|", "\\|").replace("<", "&lt;")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns the rows as a Markdown table."""
+    lines = [list(_HEAD), ["---", *["---:"] * 9, "---", "---"], *(row.cells() for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def into(page: str, part: str) -> str:
+    """Returns a page with what is between its markers replaced.
+
+    Raises:
+      ValueError: the page has not both markers, in their order.
+    """
+    before, opening, rest = page.partition(OPENING)
+    _, closing, after = rest.partition(CLOSING)
+    if not (opening and closing):
+        raise ValueError(f"The page should have {OPENING} and, after it, {CLOSING}.")
+    return f"{before}{OPENING}\n\n{part}\n\n{CLOSING}{after}"

@@ -1,0 +1,237 @@
+"""The table of published packages: what is counted and measured, on models written here, and how it is written."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from benchmarks import __main__ as everything
+from benchmarks.packages import environment, imports, shims
+from benchmarks.packages.__main__ import difference, main
+from benchmarks.packages.cases import AUTOCAST, OWN, PORT, Case
+from benchmarks.packages.measure import Figures, float32_share, measure, relative_error
+from benchmarks.packages.rows import CLOSING, IDENTICAL, OPENING, Row, into, table
+from benchmarks.packages.stubs import stubbed
+
+BF16 = jnp.bfloat16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is counted and measured
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_loop_bodies_count_as_often_as_they_run():
+    w, half = jnp.ones((4, 4)), jnp.ones((4, 4), BF16)
+
+    def looped(x: Any) -> Any:
+        y, _ = jax.lax.scan(lambda carry, _: (carry @ half, None), x.astype(BF16), length=3)
+        return y.astype(jnp.float32) @ w
+
+    assert float32_share(looped, w) == pytest.approx(1 / 4)
+    assert float32_share(jax.grad(lambda x: looped(x).sum()), w) == pytest.approx(2 / 8)
+    assert float32_share(jnp.sin, w) == 0.0
+
+
+def test_a_matmul_with_one_float32_operand_counts_as_float32():
+    mixed = lambda x: jax.lax.dot(x.astype(BF16), x, preferred_element_type=jnp.float32)  # noqa: E731
+    assert float32_share(mixed, jnp.ones((4, 4))) == 1.0
+
+
+def test_matmuls_of_complex_numbers_are_left_out():
+    w = jnp.ones((4, 4))
+    both = lambda x: (x.astype(BF16) @ w.astype(BF16), x.astype(jnp.complex64) @ w.astype(jnp.complex64))  # noqa: E731
+    assert float32_share(both, w) == 0.0
+
+
+def test_errors_are_those_of_all_leaves_together():
+    truth = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
+    assert relative_error({"a": np.array([3.0, 0.5]), "b": np.array([4.0])}, truth) == pytest.approx(0.1)
+    assert relative_error(jnp.asarray(1.0, BF16), np.float32(1.0)) == 0.0
+    assert relative_error(np.ones(1), np.zeros(1)) == np.inf and relative_error(np.zeros(1), np.zeros(1)) == 0.0
+    with pytest.raises(ValueError, match=r"should have one shape, but have \(1,\) and \(2,\)"):
+        relative_error(np.ones(1), np.ones(2))
+
+
+class Linen(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.BatchNorm(use_running_average=True, dtype=self.dtype)(nn.Dense(8, dtype=self.dtype)(x)))
+        return nn.Dense(2, dtype=self.dtype)(x)
+
+
+class ByItself(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x @ self.param("w", nn.initializers.normal(), (4, 2))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, dtype: Any):
+        self.layer = nnx.Linear(4, 2, dtype=dtype, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def _inputs(generator: np.random.Generator) -> tuple[Any, ...]:
+    return (generator.normal(size=(3, 4)).astype(np.float32),)
+
+
+def test_the_ways_to_run_a_linen_model_are_measured_beside_float32():
+    with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm mixes dtypes
+        found: dict[str, Any] = measure(Case("linen", Linen, _inputs, has_option=True), range(3)).ways
+    assert set(found) == {PORT, AUTOCAST, OWN}
+    for way, figures in found.items():
+        assert isinstance(figures, Figures), f"{way}: {figures}"
+        assert figures.share == 0.0 and 1e-4 < figures.outputs < 0.02 and 1e-4 < figures.gradients < 0.05
+
+
+def test_the_ways_to_run_an_nnx_model_are_measured_beside_float32():
+    found: dict[str, Any] = measure(Case("nnx", Nnx, _inputs, has_option=True), range(2)).ways
+    assert {figures.share for figures in found.values()} == {0.0}
+    assert all(1e-4 < figures.outputs < 0.02 for figures in found.values())
+
+
+def test_what_fails_is_told_by_its_first_line_and_the_rest_is_measured():
+    def strict(module: Any, x: Any) -> Any:
+        if module(x).dtype != jnp.float32:
+            raise TypeError("no half\nand more")
+        return module(x)
+
+    found: dict[str, Any] = measure(Case("strict", Nnx, _inputs, strict, has_option=True), range(1)).ways
+    assert found[OWN] == "TypeError: no half" and isinstance(found[AUTOCAST], Figures)
+
+    def broken(dtype: Any) -> Any:
+        raise ImportError("No module named 'package'")
+
+    assert measure(Case("broken", broken, _inputs)).ways == {"float32": "ImportError: No module named 'package'"}
+
+
+def test_digests_tell_results_apart():
+    cases = Case("linen", Linen, _inputs), Case("linen", Linen, _inputs), Case("other", lambda _: ByItself(), _inputs)
+    one, again, other = (dataclasses.asdict(measure(case, range(1), in_half=False)) for case in cases)
+    assert one["digests"] == again["digests"] and difference(one, again) == IDENTICAL
+    again["digests"]["outputs0"] = "-"
+    assert difference(one, again) == "differs in 1 of 15 arrays, as outputs0"
+    assert difference(one, other) == "15 arrays with Flax's modules, 3 with ours"
+    assert difference(one, None) == "not run"
+    assert difference(one, {"ways": {"float32": "TypeError: x"}, "digests": {}}) == "TypeError: x"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How it is written
+# ---------------------------------------------------------------------------------------------------------------------
+
+GOOD, BAD = Figures(0.0, 0.004, 0.008), Figures(0.02, 0.006, 0.008)
+
+
+def test_a_port_has_bounds_beside_the_models_own_option_or_autocast():
+    assert not list(Row("a", {PORT: GOOD, AUTOCAST: BAD, OWN: GOOD}, IDENTICAL).missed())
+    assert list(Row("a", {PORT: BAD, AUTOCAST: BAD, OWN: GOOD}).missed()) == ["share", "outputs"]
+    assert list(Row("a", {PORT: BAD, AUTOCAST: GOOD}).missed()) == ["share", "outputs"]
+    half_an_option = Figures(0.5, 0.001, 0.001)
+    assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: half_an_option}).missed())
+    assert list(Row("a", {PORT: GOOD, AUTOCAST: "TypeError: x"}, "differs").missed()) == [AUTOCAST, "import swap"]
+    assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: "TypeError: x"}).missed())
+    assert list(Row("a", {PORT: Figures(float("nan"), 0, 0), AUTOCAST: GOOD}).missed()) == ["share"]
+
+
+def test_rows_show_missed_bounds_and_what_fails():
+    failing: dict[Any, Any] = {PORT: "TypeError: a | b", AUTOCAST: GOOD}
+    lines = table([Row("one", {PORT: BAD, AUTOCAST: GOOD, OWN: GOOD}, IDENTICAL), Row("two", failing)]).splitlines()
+    assert lines[2].startswith("| one | **2.0%** | 0.0% | 0.0% | **6.0e-03** | 4.0e-03 |")
+    assert lines[2].endswith("| identical |  |") and lines[3].endswith(r"|  | port: TypeError: a \| b |")
+    assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
+
+
+def test_the_table_replaces_what_is_between_the_markers():
+    page = f"before\n{OPENING}\nold\n{CLOSING}\nafter"
+    assert into(page, "new") == f"before\n{OPENING}\n\nnew\n\n{CLOSING}\nafter"
+    with pytest.raises(ValueError, match="The page should have <!-- packages --> and, after it, <!-- end of packages"):
+        into("no markers", "new")
+
+
+def test_the_page_has_at_least_fifteen_models():
+    page = (environment.ROOT / "docs" / "porting.md").read_text()
+    rows = page.partition(OPENING)[2].partition(CLOSING)[0].strip().splitlines()[2:]
+    assert len(rows) >= 15 and into(page, "\n".join(rows))
+
+
+def test_the_whole_table_is_written_or_nothing(capsys):
+    with pytest.raises(SystemExit):
+        main(["--write", "--only", "e3x"])
+    assert "--write replaces the whole table: leave out --only" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        everything.main(["models", "--write"])
+    assert "--write is of the table packages" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packages as they are imported
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from flax import linen as nn, struct", "from mpmodules import linen as nn\nfrom flax import struct"),
+        ("import flax.linen as nn", "import mpmodules.linen as nn"),
+        ("from flax.linen import Dense, merge_param as m", "from mpmodules.linen import Dense, merge_param as m"),
+        ("from flax.nnx import Linear", "from mpmodules.nnx import Linear"),
+        (
+            "from flax.linen.linear import Dense, _not_ours",
+            "from mpmodules.linen import Dense\nfrom flax.linen.linear import _not_ours",
+        ),
+        ("from .flax import linen", "from .flax import linen"),
+        ("import flax", "import flax"),
+        (
+            '"""Says."""\nfrom __future__ import annotations\nimport flax\nnet = flax.linen.Dense',
+            '"""Says."""\nfrom __future__ import annotations\nimport mpmodules.linen, mpmodules.nnx\nimport flax\n'
+            "net = mpmodules.linen.Dense",
+        ),
+    ],
+)
+def test_imports_of_flax_are_replaced_by_ours(source, expected):
+    assert ast.unparse(imports.swapped(ast.parse(source))) == expected
+
+
+def test_a_package_is_imported_with_our_modules_and_others_are_not(tmp_path, monkeypatch):
+    for name in ("swapped_package", "other_package"):
+        (tmp_path / f"{name}.py").write_text("from flax import linen as nn\nlayer = nn.Dense\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    imports.install(["swapped_package"])
+    package, other = map(importlib.import_module, ("swapped_package", "other_package"))
+    assert package.layer.__module__.startswith("mpmodules") and other.layer is nn.Dense
+    with pytest.raises(ValueError, match="swapped_package can't be imported with our modules: imported already"):
+        imports.install(["swapped_package"])
+
+
+def test_what_is_not_installed_stands_in_only_while_it_is_asked_for():
+    with stubbed("no_such_simulator", "json"):
+        simulator: Any = importlib.import_module("no_such_simulator.envs")
+        assert callable(simulator.make) and importlib.import_module("json").dumps(1) == "1"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_simulator")
+
+
+def test_renamed_arguments_go_by_their_old_names(monkeypatch):
+    for name in shims.RENAMED:
+        monkeypatch.setattr(jnp, name, getattr(jnp, name))
+    shims.install()
+    asked: Any = jnp
+    assert asked.clip(jnp.arange(3), a_min=1, a_max=None).tolist() == [1, 1, 2]
+    assert asked.reshape(jnp.arange(4), newshape=(2, 2)).shape == (2, 2)
