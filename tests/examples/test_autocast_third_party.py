@@ -89,16 +89,15 @@ def test_every_way_has_the_same_parameters(wing):
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_port_reaches_flax_s_layers_and_autocast_the_maths_by_hand_too(wing):
+def test_both_ways_reach_flax_s_layers_and_the_maths_by_hand(wing):
     audits, saved = {}, {}
     for way in job.WAYS:
         model = model_of(wing, way)
         audits[way] = mp.audit(model.loss, model.opened(model.params), BATCH, backward=True)
         saved[way] = job.saved_bytes(lambda p, b, model=model: model.loss(model.opened(p), b), model.params, BATCH)
     assert audits["float32"].f32_matmul_share == 1 and not audits["float32"].findings
-    assert 0 < audits["port"].f32_matmul_share < 0.25  # the projection that attention multiplies by hand
-    assert audits["autocast"].f32_matmul_share == 0 and not audits["autocast"].findings
-    assert {"low-precision-function", "mixed-matmul"} <= {finding.kind for finding in audits["port"].findings}
+    for way in ("port", "autocast"):
+        assert audits[way].f32_matmul_share == 0 and not audits[way].findings
     assert saved["port"] < 0.8 * saved["float32"] and saved["autocast"] < 0.8 * saved["float32"]
 
 
