@@ -8,7 +8,7 @@ python -m benchmarks --json FILE        # the rows of all as JSON, with date, de
 python -m benchmarks gpu                # at most 8 minutes on a GPU
 python -m benchmarks accel              # programs as TPUs and GPUs get them, compiled without one: 2 hours
 python -m benchmarks accel --only models layers --on v5e   # some of its tables, on some chips
-python -m benchmarks packages --write   # published packages' models into docs/porting.md; installs them: 40 minutes
+python -m benchmarks packages --write   # published packages' models into docs/porting.md; installs them: 20 minutes
 python -m benchmarks packages --only griffin e3x           # some of them
 """
 

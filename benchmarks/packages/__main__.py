@@ -1,6 +1,6 @@
 """Models of published packages in bfloat16: ported by `apply_policy`, under `autocast`, and by their own dtype option.
 
-python -m benchmarks.packages                          # makes an environment, and prints the table: 40 minutes
+python -m benchmarks.packages                          # makes an environment, and prints the table: 20 minutes
 python -m benchmarks.packages --only griffin e3x       # some models, by parts of their names
 python -m benchmarks.packages --environment FOLDER     # keeps the environment there, for the next time
 python -m benchmarks.packages --write                  # puts the table into docs/porting.md

@@ -15,11 +15,14 @@ WINGS = ("linen", "nnx")
 _OURS = "mpmodules"
 
 
-def install(packages: Collection[str]) -> None:
+def install(packages: Collection[str]) -> set[str]:
     """Lets the modules of `packages`, and those below them, import `mpmodules.linen` for `flax.linen`, and so for nnx.
 
     Args:
       packages: names of packages and modules that are not imported yet.
+
+    Returns:
+      The names of the modules in which something was replaced: a set that grows as they are imported.
 
     Raises:
       ValueError: one of them is imported already.
@@ -27,7 +30,9 @@ def install(packages: Collection[str]) -> None:
     imported = sorted(set(packages).intersection(sys.modules))
     if imported:
         raise ValueError(f"{', '.join(imported)} can't be imported with our modules: imported already, with Flax's.")
-    sys.meta_path.insert(0, _Finder(packages))
+    finder = _Finder(packages)
+    sys.meta_path.insert(0, finder)
+    return finder.replaced
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -35,6 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, packages: Collection[str]):
         self.packages = frozenset(packages)
+        self.replaced: set[str] = set()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         parts = fullname.split(".")
@@ -42,14 +48,22 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self.replaced)
         return spec
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, replaced: set[str]):
+        super().__init__(name, path)
+        self.replaced = replaced
+
     def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)  # never from a cache: that is of the source as it was
-        tree = swapped(ast.parse(self.get_data(path), path))
+        source = ast.parse(self.get_data(path), path)
+        before = ast.dump(source)
+        tree = swapped(source)
+        if ast.dump(tree) != before:
+            self.replaced.add(fullname)
         return compile(tree, path, "exec", dont_inherit=True)
 
 

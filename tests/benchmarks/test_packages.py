@@ -213,9 +213,10 @@ def test_a_package_is_imported_with_our_modules_and_others_are_not(tmp_path, mon
         (tmp_path / f"{name}.py").write_text("from flax import linen as nn\nlayer = nn.Dense\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    imports.install(["swapped_package"])
+    replaced = imports.install(["swapped_package"])
     package, other = map(importlib.import_module, ("swapped_package", "other_package"))
     assert package.layer.__module__.startswith("mpmodules") and other.layer is nn.Dense
+    assert replaced == {"swapped_package"}
     with pytest.raises(ValueError, match="swapped_package can't be imported with our modules: imported already"):
         imports.install(["swapped_package"])
 
