@@ -13,7 +13,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules._own_code import OwnCode, resolved
 from mpmodules.nnx._entries import is_container, layer_class, port_of
-from mpmodules.nnx._module import LAYER_OF, is_ours, obeys_policies
+from mpmodules.nnx._obeying import LAYER_OF, is_ours, obeys_policies
 from mpmodules.nnx._own_code import OwnCodeOf
 from policy.casting import cast_floating
 from policy.policy import Policy, get_policy
