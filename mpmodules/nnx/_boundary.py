@@ -204,7 +204,7 @@ def _run_method(
     has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
     if crosses and policy is not None:
         outputs = carries.cast_outputs(policy, outputs, has_carry=has_carry)
-    if caller is None or caller is module or is_upstream or scope.policy is None or not _casts_outputs(module):
+    if caller is None or caller is module or scope.policy is None or not _casts_outputs(module):
         return outputs
     handed_on = scope.policy.replace(output_dtype=scope.policy.compute_dtype)
     return carries.cast_outputs(handed_on, outputs, has_carry=has_carry)

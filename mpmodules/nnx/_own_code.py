@@ -11,7 +11,8 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import OwnCode, described, tracing
+from mpmodules._own_code import described, tracing
+from mpmodules._port_options import OwnCode
 from mpmodules._references import is_reference
 from mpmodules.nnx._tracing import named_modules
 from policy.amp.ported import Ported, traced
