@@ -166,7 +166,7 @@ def test_a_branch_with_a_policy_of_its_own_is_handed_on_in_its_caller_s_dtype():
 
 def test_flax_s_sequential_is_cast_and_a_class_that_derives_from_a_layer_is_not():
     class Wide(flax_nnx.Linear):
-        def __call__(self, x):
+        def __call__(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
             return super().__call__(x).astype(F32)
 
     class Calls(flax_nnx.Module):
