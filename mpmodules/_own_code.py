@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -19,36 +19,10 @@ from mpmodules._references import is_reference
 from policy.amp import regions
 from policy.amp.ported import Ported
 from policy.policy import Policy
-from policy.rules import PolicyRules
 from policy.scope import Scope, current_scope, enter
 
-OwnCode = Literal["autocast", "keep"] | None
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
-
-
-def resolved(own_code: OwnCode, policy: Policy, rules: PolicyRules | None, **options: bool) -> OwnCode:
-    """Returns `own_code`, or "keep" where there is nothing for autocast to do.
-
-    Args:
-      own_code: the argument of `apply_policy`.
-      policy, rules: the port's.
-      **options: the arguments of `apply_policy` that ask for the code's own dtypes.
-
-    Raises:
-      ValueError: it is neither None, "autocast" nor "keep"; or it is "autocast" beside an option that needs the code's
-        own dtypes.
-    """
-    if own_code not in (None, "autocast", "keep"):
-        raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
-    beside = [name for name, given in options.items() if given]
-    if own_code == "autocast" and beside:
-        raise ValueError(
-            f"own_code='autocast' runs a model's own code in the policy's dtypes, whatever the code names: leave out "
-            f"{beside[0]}=True, or pass own_code='keep'."
-        )
-    is_half = any(each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ())))
-    return own_code if is_half and not beside else "keep"
 
 
 class Decisions:

@@ -9,10 +9,10 @@ from typing import Any
 
 import flax.linen as flax_nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpmodules import _carries as carries
+from mpmodules._port_options import may_be_set, spelled_as
 from mpmodules.linen._resolution import fields_set
 from policy.amp import regions
 from policy.casting import cast_floating
@@ -48,26 +48,10 @@ def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
     declared = {field.name for field in dataclasses.fields(module)} & vars(module).keys()
     wanted = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
     return {
-        name: _spelled_as(vars(module)[name], dtype)
+        name: spelled_as(vars(module)[name], dtype)
         for name, dtype in wanted.items()
-        if name in declared and _is_floating_or_none(vars(module)[name])
+        if name in declared and may_be_set(vars(module)[name])
     }
-
-
-def _is_floating_or_none(value: Any) -> bool:
-    if value is None:
-        return True
-    try:
-        return jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        return False
-
-
-def _spelled_as(value: Any, dtype: np.dtype) -> Any:
-    """Returns `dtype` as a name, a scalar type or a `np.dtype`, whichever `value` is: models call and compare it."""
-    if isinstance(value, str):
-        return dtype.name
-    return dtype if value is None or isinstance(value, np.dtype) else getattr(jnp, dtype.name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import Decisions, OwnCode, described, tracing
+from mpmodules._own_code import Decisions, described, tracing
+from mpmodules._port_options import OwnCode
 from mpmodules.linen._calls import roots_unchecked
 from policy.amp.ported import Ported, traced
 from policy.policy import Policy

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules._own_code import OwnCode, resolved
+from mpmodules._port_options import OwnCode, resolved_own_code
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._instance_methods import InstanceMethod
@@ -47,12 +47,14 @@ def apply_policy(
       rules: `PolicyRules` or an argument for them; paths are those of the model's variables.
       keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An explicit `param_dtype`
         can't be told from the default and never does.
-      dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are no layers of Flax's or ours hold
-        the policy's compute_dtype and param_dtype during their setup and calls, for models that hand ``self.dtype`` on
-        to functions and casts. Complex and integer dtypes are left alone.
-      cast_submodules: whether the floating outputs of submodules that are no layers are cast to the compute_dtype of
-        the module that calls them, so that branches in float32 and in half meet in one dtype. A scan's or a cell's
-        carry keeps the dtype that it was given in.
+      dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are neither ours nor layers of Flax's
+        hold the policy's compute_dtype and param_dtype during their setup and calls, for models that hand
+        ``self.dtype`` on to functions and casts. A field that holds a floating dtype or None is set, to a name, a
+        scalar type or a `np.dtype` as it was.
+      cast_submodules: whether the floating outputs of modules below the root that are neither ours nor layers of
+        Flax's (its `Sequential` and `Bidirectional` are none) are cast to the compute_dtype of the module that calls
+        them, so that branches in float32 and in half meet in one dtype. A scan's or a cell's carry keeps the dtype that
+        it was given in.
       own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
         under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
         "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, which a warning
@@ -72,11 +74,6 @@ def apply_policy(
         raise TypeError(f"apply_policy takes a linen module here, but got {model!r} of type {type(model).__name__}.")
     if model.scope is not None:
         raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
-    if keep_explicit and dtype_fields:
-        raise ValueError(
-            "keep_explicit=True keeps the dtypes that modules were given, and dtype_fields=True replaces them; "
-            "pass one of the two."
-        )
     policy = require_usable(get_policy(policy))
     rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
     for _, rule_policy in rules or ():
@@ -85,7 +82,7 @@ def apply_policy(
     fields, state = _fields_of(model), _state_of(model)
     if "dtype_policy" in fields:
         fields["dtype_policy"] = policy
-    own_code = resolved(
+    own_code = resolved_own_code(
         own_code,
         policy,
         rules,

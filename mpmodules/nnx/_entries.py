@@ -17,17 +17,9 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
-from mpmodules.nnx._module import (
-    LAYER_OF,
-    NOT_BOUNDARIES,
-    PORT,
-    Module,
-    as_ours,
-    is_boundary_name,
-    is_method,
-    is_ours,
-    run_method,
-)
+from mpmodules.nnx._boundary import NOT_BOUNDARIES, is_boundary_name, is_method, run_method
+from mpmodules.nnx._module import Module
+from mpmodules.nnx._obeying import LAYER_OF, PORT, as_ours, is_ours
 from mpmodules.nnx._tracing import classes_lock, defined, holds_items, redefine
 
 _ENTRY = "_policy_entry"

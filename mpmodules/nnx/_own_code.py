@@ -11,8 +11,10 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import OwnCode, described, tracing
+from mpmodules._own_code import described, tracing
+from mpmodules._port_options import OwnCode
 from mpmodules._references import is_reference
+from mpmodules.nnx._tracing import named_modules
 from policy.amp.ported import Ported, traced
 from policy.casting import cast_array
 from policy.policy import Policy
@@ -101,8 +103,6 @@ class _Call:
     """
 
     def __init__(self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        from mpmodules.nnx._tracing import named_modules
-
         leaves, treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_reference)
         is_node = [isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable)) for leaf in leaves]
         self.nodes = tuple(leaf for leaf, is_one in zip(leaves, is_node, strict=True) if is_one)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules._own_code import OwnCode, resolved
+from mpmodules._port_options import OwnCode, may_be_set, resolved_own_code, spelled_as
 from mpmodules.nnx._entries import is_container, layer_class, port_of
-from mpmodules.nnx._module import LAYER_OF, is_ours, obeys_policies
+from mpmodules.nnx._obeying import LAYER_OF, is_ours, obeys_policies
 from mpmodules.nnx._own_code import OwnCodeOf
 from policy.casting import cast_floating
 from policy.policy import Policy, get_policy
@@ -23,6 +23,9 @@ from policy.scope import RulesLike, current_scope, require_usable
 from policy.sources import NO_SOURCE, Source
 
 M = TypeVar("M", bound=flax_nnx.Module)
+
+# Classes of Flax's that stand in `LAYER_OF`, and are no layers: what they hold does the work.
+_CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class _Options:
 
 def _effective(module: Any, policy: Policy | None, source: Source, options: _Options, *, where: str) -> Effective:
     """Returns the policy that a module is to obey, with its own dtype where that is kept."""
-    if policy is None or not (_has_dtypes(module) or (options.dtype_fields and hasattr(module, "dtype"))):
+    if policy is None or not (_takes_dtypes(type(module)) and _has_dtypes(module)):
         return Effective(policy, policy, source)
     return with_explicit_dtypes(
         policy,
@@ -54,23 +57,25 @@ def _adopt(module: Any, policy: Policy, source: Source, options: _Options, *, is
         _cast_variables(module, policy)
         return
     if not is_ours(type(module)):
-        _put_port(module, casts_outputs=options.cast_submodules and not is_root)
-        if _runs_own_code(type(module)):
+        is_foreign = not _is_layer(type(module))
+        _put_port(module, casts_outputs=options.cast_submodules and is_foreign and not is_root)
+        if is_foreign:
             module._own_code = OwnCodeOf(options.own_code)
+            if options.dtype_fields:
+                _set_dtype_fields(module, policy)
     _obey(module, policy, source)
-    if options.dtype_fields and not _takes_dtypes(type(module)):
-        _set_dtype_fields(module, policy)
 
 
 @functools.cache
-def _runs_own_code(cls: type) -> bool:
-    """Returns whether a class is no layer of Flax's, or one that only calls what it holds."""
-    return layer_class(cls) is None or issubclass(cls, flax_nnx.Sequential)
+def _is_layer(cls: type) -> bool:
+    """Returns whether a class is, or derives from, a layer of Flax's: one that does more than call what it holds."""
+    ours = layer_class(cls)
+    return ours is not None and ours._upstream_class not in _CALL_WHAT_THEY_HOLD
 
 
 def _put_port(module: Any, *, casts_outputs: bool = False) -> None:
     """Makes a module of a class that is not ours one that carries a policy; its class stays."""
-    port = port_of(type(module), casts_outputs and not _is_flaxs(type(module)))
+    port = port_of(type(module), casts_outputs)
     explicit = _explicit_dtype(module)
     module._policy_port = port
     if explicit is not None:
@@ -103,9 +108,8 @@ def _set_dtype_fields(module: Any, policy: Policy) -> None:
     """Sets the dtype attributes of a module that is no layer to what the policy says."""
     for name, dtype in (("dtype", policy.compute_dtype), ("param_dtype", policy.param_dtype)):
         value = inspect.getattr_static(module, name, NotImplemented)
-        found = None if value is None else _dtype_of(value)
-        if value is None or (found is not None and jnp.issubdtype(found, jnp.floating)):
-            setattr(module, name, dtype.name if isinstance(value, str) else dtype)
+        if may_be_set(value):
+            setattr(module, name, spelled_as(value, dtype))
 
 
 def _has_dtypes(module: Any) -> bool:
@@ -119,30 +123,17 @@ def _takes_dtypes(cls: type) -> bool:
     return any(names <= set(inspect.signature(base.__init__).parameters) for base in cls.__mro__ if base in LAYER_OF)
 
 
-def _is_flaxs(cls: type) -> bool:
-    return cls.__module__.split(".")[0] == "flax"
-
-
 def _is_complex(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-
-
-def _dtype_of(value: Any) -> Any:
-    """Returns the dtype that an attribute holds, or None where it holds another thing."""
-    try:
-        return None if value is None else jnp.dtype(value)
-    except TypeError:
-        return None
 
 
 def _explicit_dtype(module: Any) -> Any:
     """Returns the dtype that a layer was given, or None; Flax's Embed fills in its table's where it was given none."""
     if obeys_policies(module):
         return getattr(module, "_explicit_dtype", None)
-    dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
-    found = _dtype_of(dtype)
-    if found is None or not (_takes_dtypes(type(module)) or jnp.issubdtype(found, jnp.inexact)):
+    if not _takes_dtypes(type(module)):
         return None
+    dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
     return None if embedding is not None and dtype == embedding.dtype else dtype
 
 
@@ -226,12 +217,15 @@ def apply_policy(
       policy: a Policy or its text form.
       rules: `PolicyRules` or an argument for them. A module's path is the names of the attributes and the indices
         that lead to it, joined by ``/``.
-      keep_explicit: whether a dtype that a module was built with holds against the policy. A param_dtype can't be told
-        from the default and never does.
-      dtype_fields: whether to set the attributes `dtype` and `param_dtype` of modules that are not layers, to
-        compute_dtype and param_dtype, where they hold a floating dtype or None.
-      cast_submodules: whether methods of modules below the root that are neither Flax's nor ours return their floating
-        outputs in the compute_dtype of the module that calls them, so that branches of two dtypes can be added.
+      keep_explicit: whether an explicit `dtype` of a layer, Flax's or ours, holds against the policy. A param_dtype
+        can't be told from the default and never does.
+      dtype_fields: whether to set the attributes `dtype` and `param_dtype` of modules that are neither ours nor layers
+        of Flax's to compute_dtype and param_dtype, for models that hand ``self.dtype`` on to functions and casts. An
+        attribute that holds a floating dtype or None is set, to a name, a scalar type or a `np.dtype` as it was.
+      cast_submodules: whether the floating outputs of modules below the root that are neither ours nor layers of
+        Flax's (its `Sequential` and `Bidirectional` are none) are cast to the compute_dtype of the module that calls
+        them, so that branches in float32 and in half meet in one dtype. A cell's carry keeps the dtype that it was
+        given in.
       own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
         under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
         "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, which a warning
@@ -250,7 +244,7 @@ def apply_policy(
         require_usable(rule_policy)
     paths = _paths(model)
     rules.check({"/".join(path): type(module) for path, module in paths.items()})
-    own_code = resolved(
+    own_code = resolved_own_code(
         own_code,
         policy,
         rules,

@@ -15,7 +15,8 @@ from flax import nnx as flax_nnx
 from mpmodules._carries import indexing_lengths, step_in
 from mpmodules.functional import HalfSafe, is_half, widen
 from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
-from mpmodules.nnx._module import Module, as_ours
+from mpmodules.nnx._module import Module
+from mpmodules.nnx._obeying import as_ours
 from mpmodules.nnx._port import adopt_children
 from policy.casting import cast_floating
 from policy.policy import Policy

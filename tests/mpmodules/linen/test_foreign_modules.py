@@ -382,6 +382,23 @@ def test_a_branch_under_a_rule_hands_on_its_callers_dtype_and_the_root_its_resul
     assert not np.array_equal(out, out.astype(jnp.bfloat16))  # what the root returns is rounded by nothing
 
 
+def test_flax_s_sequential_is_cast_and_a_class_that_derives_from_a_layer_is_not():
+    class Wide(nn.Dense):
+        def __call__(self, x):
+            return super().__call__(x).astype(jnp.float32)
+
+    class Calls(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            wide, layers = Wide(4)(x), nn.Sequential([Wide(4), jnp.sin])(x)
+            seen.extend((wide.dtype.name, layers.dtype.name))
+            return layers
+
+    seen: list[str] = []
+    jax.eval_shape(apply_policy(Calls(), MIXED, cast_submodules=True).init, KEY, X)
+    assert seen == ["float32", "bfloat16"]
+
+
 @pytest.mark.parametrize("carried", [jnp.float32, jnp.bfloat16])
 def test_a_scan_keeps_the_dtype_of_its_carry(carried):
     class Adds(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -106,8 +107,9 @@ def test_values_and_options_that_contradict_are_refused():
     with pytest.raises(ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"):
         apply_policy(Net(), MIXED, own_code="auto")  # pyright: ignore[reportArgumentType]
     for option in ("keep_explicit", "dtype_fields", "cast_submodules"):
+        options: Any = {option: True}
         with pytest.raises(ValueError, match=f"whatever the code names: leave out {option}=True, or pass own_code="):
-            apply_policy(Net(), MIXED, own_code="autocast", **{option: True})
+            apply_policy(Net(), MIXED, own_code="autocast", **options)
 
 
 def test_a_model_whose_layers_multiply_is_the_program_that_it_was():
@@ -117,10 +119,10 @@ def test_a_model_whose_layers_multiply_is_the_program_that_it_was():
             return nn.Dense(4)(jax.nn.relu(nn.LayerNorm()(nn.Dense(8)(x))))
 
     variables = jax.eval_shape(Plain().init, KEY, X)
-    programs = [apply_policy(Plain(), MIXED, own_code=own).apply for own in (None, "keep")]
-    assert_same_program(*programs, (variables, X))
-    wide = [apply_policy(Net(), "float32", own_code=own).apply for own in (None, "keep")]
-    assert_same_program(*wide, (jax.eval_shape(Net().init, KEY, TOKENS), TOKENS))
+    ours, kept = (apply_policy(Plain(), MIXED, own_code=own).apply for own in (None, "keep"))
+    assert_same_program(ours, kept, (variables, X))
+    ours, kept = (apply_policy(Net(), "float32", own_code=own).apply for own in (None, "keep"))
+    assert_same_program(ours, kept, (jax.eval_shape(Net().init, KEY, TOKENS), TOKENS))
 
 
 def test_rules_hold_for_own_code_and_for_layers(variables):
@@ -146,7 +148,7 @@ def test_state_and_random_streams_are_the_models_own(variables):
 def test_a_scan_of_layers_hands_on_half():
     model, variables = ported(Layers()), jax.eval_shape(Layers().init, KEY, X)
     assert audit(model.apply, variables, X).f32_matmul_share == 0
-    scan = next(e for e in jax.make_jaxpr(model.apply)(variables, X).eqns if e.primitive.name == "scan")
+    scan: Any = next(e for e in jax.make_jaxpr(model.apply)(variables, X).eqns if e.primitive.name == "scan")
     assert scan.outvars[0].aval.dtype == jnp.bfloat16
     values = jax.jit(Layers().init)(KEY, X)
     gradients = [jax.jit(jax.grad(loss_of(m, values, X)))(values["params"]) for m in (model, Layers())]
@@ -199,7 +201,7 @@ def test_cells_keep_their_carry():
 
     variables = jax.jit(Model().init)(KEY, X)
     jaxpr = jax.make_jaxpr(ported(Model()).apply)(variables, X)
-    scan = next(e for e in jaxpr.eqns if e.primitive.name == "scan")
+    scan: Any = next(e for e in jaxpr.eqns if e.primitive.name == "scan")
     assert scan.outvars[0].aval.dtype == jnp.float32
     assert share(ported(Model()), variables, X) == 0
 

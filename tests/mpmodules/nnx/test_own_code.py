@@ -87,6 +87,34 @@ def test_a_sequential_of_foreign_modules():
     assert share(ported(model), X) == 0
 
 
+class Cell(nnx.RNNCellBase):
+    """A cell that multiplies by itself."""
+
+    def __init__(self, rngs):
+        self.project = NnxProjection(16, 16, rngs)
+        self.w = nnx.Param(jnp.eye(16))
+
+    def __call__(self, carry, x):
+        y = jnp.tanh(self.project(x) + carry @ self.w[...])
+        return y, y
+
+
+class Step(nnx.Module):
+    def __init__(self, rngs):
+        self.cell = Cell(rngs)
+
+    def __call__(self, x):
+        return self.cell(jnp.zeros_like(x), x)[1]
+
+
+def test_a_cell_of_the_model_s_own_and_a_bidirectional_rnn_around_layers():
+    assert share(ported(Step(nnx.Rngs(0))), X) == 0
+    sweeps = [nnx.RNN(nnx.GRUCell(16, 4, rngs=nnx.Rngs(seed))) for seed in range(2)]
+    model = nnx.Sequential(NnxProjection(16, 16, nnx.Rngs(2)), nnx.Bidirectional(*sweeps))
+    with jax.numpy_dtype_promotion("standard"):
+        assert audit(lambda m, x: m(x), ported(model), X).f32_matmul_share == 0
+
+
 def test_state_is_updated_in_place_and_other_state_is_not_touched():
     half, wide = ported(NnxNet(nnx.Rngs(0))), NnxNet(nnx.Rngs(0))
     before = nnx.state(half, nnx.Param)

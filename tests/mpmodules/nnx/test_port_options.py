@@ -78,17 +78,53 @@ def test_fields_that_hold_no_floating_dtype_are_left():
     for left in (jnp.complex64, jnp.int32, "fp", 3):
         assert apply_policy(Odd(left), MIXED, dtype_fields=True).dtype == left
         assert apply_policy(Odd(left), MIXED).dtype == left
-    assert apply_policy(Odd(jnp.int32), MIXED, dtype_fields=True, keep_explicit=True).dtype_policy == MIXED
-    assert apply_policy(Odd("float32"), MIXED, dtype_fields=True).dtype == "bfloat16"
-    assert apply_policy(Odd(np.float32), MIXED, dtype_fields=True).dtype == BF16
+    assert apply_policy(Odd(jnp.int32), MIXED, keep_explicit=True).dtype_policy == MIXED
 
 
-def test_keep_explicit_keeps_the_dtype_of_a_foreign_module_that_was_given_one():
-    model = Holds(Projection(jnp.float16), Projection(None))
-    for policy, found in ((MIXED, BF16), ("f32", F32)):
-        with pytest.warns(DtypePolicyWarning, match="^Projection at 'layers/0' obeys its own dtype=float16"):
-            apply_policy(model, policy, dtype_fields=True, keep_explicit=True)
-        assert [layer.dtype for layer in model.layers] == [F16, found]
+def test_a_dtype_field_is_spelled_as_it_was():
+    pairs = ("float32", "bfloat16"), (F32, BF16), (None, BF16), (jnp.float32, jnp.bfloat16), (np.float32, jnp.bfloat16)
+    for given, expected in pairs:
+        model = apply_policy(Projection(given), MIXED, dtype_fields=True)
+        assert model.dtype == expected and type(model.dtype) is type(expected)
+        if callable(given):
+            assert model.dtype(0.5).dtype == BF16
+
+
+def test_dtype_fields_are_not_kept_and_replaced_at_once():
+    model = Holds(Projection(jnp.float16))
+    with pytest.raises(ValueError, match=r"keep_explicit=True keeps the dtypes .* and dtype_fields=True replaces them"):
+        apply_policy(model, MIXED, keep_explicit=True, dtype_fields=True)
+    assert not hasattr(model, "dtype_policy") and model.layers[0].dtype == F16
+
+
+def test_keep_explicit_leaves_foreign_modules_and_keeps_the_dtypes_of_layers_inside_of_them():
+    class Threads(flax_nnx.Module):
+        param_dtype = jnp.float32
+
+        def __init__(self, dtype, *, rngs):
+            self.dtype = dtype
+            self.linear = flax_nnx.Linear(4, 4, dtype=dtype, rngs=rngs)
+
+        def __call__(self, x):
+            assert x.dtype == BF16  # the model's boundary, none of its own
+            return self.linear(x)
+
+    model = Holds(Threads(jnp.float16, rngs=flax_nnx.Rngs(0)))
+    with pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float16") as told:
+        apply_policy(model, MIXED, keep_explicit=True)
+    assert len(told) == 1 and "Linear at 'layers/0/linear'" in str(told[0].message)
+    assert matmuls(model) == ["float16"] and model.layers[0].dtype is jnp.float16
+
+
+def test_dtype_fields_of_modules_of_ours_are_their_own():
+    class Ours(nnx.Module):
+        def __init__(self):
+            self.dtype = jnp.float32
+
+        def __call__(self, x):
+            return x
+
+    assert apply_policy(Ours(), MIXED, dtype_fields=True).dtype is jnp.float32
 
 
 def test_parameters_that_a_foreign_module_holds_follow_param_dtype():
@@ -117,7 +153,7 @@ def test_branches_of_two_dtypes_meet_in_compute_dtype_where_that_is_asked_for():
     assert model(X).dtype == F32
     assert model.seen == ("bfloat16", "bfloat16")
     assert model.wide(X).dtype == F32  # called from outside it is a boundary
-    apply_policy(model, MIXED)
+    apply_policy(model, MIXED, own_code="keep")
     with pytest.raises(TypeError, match="add requires arguments to have"):
         model(X)
 
@@ -126,6 +162,26 @@ def test_a_branch_with_a_policy_of_its_own_is_handed_on_in_its_caller_s_dtype():
     rules = {"wide": "f32"}
     model = apply_policy(Branches(rngs=flax_nnx.Rngs(0)), MIXED, rules, cast_submodules=True)
     assert model(X).dtype == F32 and model.seen == ("bfloat16", "bfloat16")
+
+
+def test_flax_s_sequential_is_cast_and_a_class_that_derives_from_a_layer_is_not():
+    class Wide(flax_nnx.Linear):
+        def __call__(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().__call__(x).astype(F32)
+
+    class Calls(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.wide = Wide(4, 4, rngs=rngs)
+            self.layers = flax_nnx.Sequential(self.wide, jnp.sin)
+            self.seen = ()
+
+        def __call__(self, x):
+            wide, layers = self.wide(x), self.layers(x)
+            self.seen = (wide.dtype.name, layers.dtype.name)
+            return layers
+
+    model = apply_policy(Calls(rngs=flax_nnx.Rngs(0)), MIXED, cast_submodules=True)
+    assert model(X).dtype == F32 and model.seen == ("float32", "bfloat16")
 
 
 def test_methods_that_a_module_calls_itself_layers_and_carries_are_not_cast():

@@ -1,0 +1,231 @@
+"""The boundary around the methods of nnx modules."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import nnx as flax_nnx
+
+from mpmodules import _carries as carries
+from mpmodules._own_code import run_inside, run_layer
+from mpmodules.nnx._captured import warn_of_scope
+from mpmodules.nnx._obeying import PORT, as_ours, is_ours
+from mpmodules.nnx._own_code import call_port, own_code_of
+from policy import boundary
+from policy.policy import Policy
+from policy.scope import current_scope, enter
+
+# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
+NOT_BOUNDARIES = frozenset({"initialize_carry", "init_cache", "set_view", "train", "eval"})
+_FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
+
+
+class _Calls(threading.local):
+    """The module calls under way in this thread: how many, the innermost module, the boundaries below the outermost."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.module: Any = None
+        self.crossed: dict[str, Policy] = {}
+
+
+_calls = _Calls()
+
+
+def install_boundaries(cls: Any) -> None:
+    """Puts the boundary around each public method that `cls` adds, transformed ones (nnx.jit, nnx.remat) included."""
+    for name in {name for base in cls.__mro__ if base is not object for name in vars(base)}:
+        if not is_boundary_name(name):
+            continue
+        method = inspect.getattr_static(cls, name)
+        if not is_method(method) or method.__dict__.get("_policy_boundary") is method:
+            continue
+        setattr(cls, name, _with_boundary(method, name))
+
+
+def is_boundary_name(name: str) -> bool:
+    """Returns whether a method of that name is public, and no method of every module."""
+    return (name == "__call__" or not name.startswith("_")) and name not in _FLAX_METHODS and name not in NOT_BOUNDARIES
+
+
+def is_method(attribute: Any) -> bool:
+    """Returns whether an attribute of a class is a method of instances, transformed ones included."""
+    if inspect.isfunction(attribute):
+        return True
+    if isinstance(attribute, staticmethod | classmethod | property | type | functools.partial):
+        return False
+    # A transformed method, such as nnx.jit makes: callable, binds like a function, and wraps one.
+    return callable(attribute) and hasattr(attribute, "__get__") and hasattr(attribute, "__wrapped__")
+
+
+def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
+    is_function = inspect.isfunction(method)
+    is_upstream = is_function and method.__module__.split(".")[0] in ("flax", "mpmodules")
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, flax_nnx.Module):
+            return method(self, *args, **kwargs)
+        body = method if is_function else lambda self, *args, **kwargs: method.__get__(self)(*args, **kwargs)
+        return run_method(self, body, args, kwargs, name=name, is_upstream=is_upstream, signature_of=method)
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call
+
+
+def run_method(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    is_upstream: bool,
+    signature_of: Any,
+) -> Any:
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` carries.
+
+    Every call of a public method of a module that obeys policies comes through here, ours or ported.
+
+    Args:
+      module: the module, of its own class.
+      method: the method without a boundary; Flax's own and ours are called with a module of our class.
+      name: the name that the method has in its class.
+      is_upstream: whether the method is Flax's own, or ours in its place.
+      signature_of: the function whose signature names the arguments, `self` first.
+    """
+    scope, note = current_scope(), own_code_of(module)
+    plainly = functools.partial(
+        _run_method, module, method, name=name, is_upstream=is_upstream, signature_of=signature_of
+    )
+    if scope.hands_on_float32:
+        if note is None:
+            return _run_layer_for_autocast(module, plainly, args, kwargs, name=name, signature_of=signature_of)
+        own = as_ours(module) if is_upstream else module
+        return run_inside(lambda: method(own, *args, **kwargs), scope, module.dtype_policy)
+    if note is None or _calls.depth:
+        return plainly(args, kwargs)
+    return call_port(module, note, name, lambda: plainly(args, kwargs), args, kwargs, _call_under_way)
+
+
+@contextlib.contextmanager
+def _call_under_way() -> Iterator[None]:
+    _calls.depth += 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def _run_layer_for_autocast(
+    module: Any,
+    plainly: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    signature_of: Any,
+) -> Any:
+    """Calls a module that obeys policies inside of a port whose own code autocast runs."""
+    is_step, is_loop = _is_step(module, name), _is_loop(module, name)
+    has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
+
+    def call() -> Any:
+        if module.dtype_policy is None:
+            return plainly(args, kwargs)
+        return plainly(*_cast_inputs(module, module.dtype_policy, args, kwargs, name, signature_of))
+
+    return run_layer(call, current_scope(), carries.given_carry(args, kwargs) if has_carry else None)
+
+
+def _cast_inputs(
+    module: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, signature_of: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return carries.cast_inputs(
+        policy,
+        args,
+        kwargs,
+        is_step=_is_step(module, name),
+        is_loop=_is_loop(module, name),
+        keep=getattr(type(module), "keep_inputs", ()),
+        signature=lambda: _without_self(signature_of),
+    )
+
+
+def _run_method(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    is_upstream: bool,
+    signature_of: Any,
+) -> Any:
+    scope = current_scope()
+    policy, cls = module.dtype_policy, type(module)
+    kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
+    if _calls.depth == 0:
+        warn_of_scope(module, scope)
+    if kind._is_layer:
+        crosses = boundary.layer_crosses(scope, policy, module._policy_source.own)
+    else:
+        crosses = boundary.module_crosses(scope, policy)
+    is_step, is_loop = _is_step(module, name), _is_loop(module, name)
+    if crosses and not (kind._is_layer and kind._takes_inputs_as_they_come):
+        args, kwargs = _cast_inputs(module, policy, args, kwargs, name, signature_of)
+    explained = contextlib.nullcontext()
+    if crosses and policy is not None:
+        if _calls.depth:
+            _calls.crossed[cls.__name__] = policy
+        else:
+            explained = carries.scan_explained(_calls.crossed)
+    caller, _calls.module = _calls.module, module
+    _calls.depth += 1
+    try:
+        inner = boundary.inside(scope, policy) if crosses else scope
+        with explained, enter(inner, module._policy_source.for_those_inside(cls.__name__) if crosses else None):
+            if is_upstream and kind._is_layer:
+                outputs = as_ours(module)._call_layer(crosses, method, name, args, kwargs)
+            else:
+                outputs = method(as_ours(module) if is_upstream else module, *args, **kwargs)
+    finally:
+        _calls.module = caller
+        _calls.depth -= 1
+        if not _calls.depth:
+            _calls.crossed.clear()
+    if is_step and policy is not None:
+        outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
+    has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
+    if crosses and policy is not None:
+        outputs = carries.cast_outputs(policy, outputs, has_carry=has_carry)
+    if caller is None or caller is module or scope.policy is None or not _casts_outputs(module):
+        return outputs
+    handed_on = scope.policy.replace(output_dtype=scope.policy.compute_dtype)
+    return carries.cast_outputs(handed_on, outputs, has_carry=has_carry)
+
+
+def _casts_outputs(module: Any) -> bool:
+    """Returns whether a module was ported with `cast_submodules`."""
+    port = vars(module).get(PORT)
+    return port is not None and port.casts_outputs
+
+
+def _is_step(module: Any, name: str) -> bool:
+    """Returns whether a call is a step of a recurrent cell, from carry and input to carry and output."""
+    return name == "__call__" and isinstance(module, flax_nnx.RNNCellBase)
+
+
+def _is_loop(module: Any, name: str) -> bool:
+    """Returns whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
+    return name == "__call__" and isinstance(module, flax_nnx.RNN | flax_nnx.Bidirectional)
+
+
+def _without_self(method: Any) -> inspect.Signature:
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
