@@ -32,8 +32,8 @@ class Settings:
       narrows: whether params yield to half activations, and normalisations return half ("memory").
       allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
       strict: whether a primitive without a category is an error.
-      narrows_scans: whether layers that are scanned over, with parameters of their own each, hand on half.
       normalises: the paths of modules that are taken for normalisations, as rules whose policies mean nothing; or None.
+      narrows_scans: whether layers that are scanned over, with parameters of their own each, hand on half.
     """
 
     policy: Policy
@@ -43,8 +43,8 @@ class Settings:
     deny: frozenset[str] = frozenset()
     opaque: frozenset[str] = frozenset()
     strict: bool = False
-    narrows_scans: bool = False
     normalises: PolicyRules | None = None
+    narrows_scans: bool = False
 
     def category(self, name: str) -> str:
         """Returns the category of a primitive.
