@@ -9,7 +9,7 @@ python -m benchmarks.packages --check                  # exits with 1 where a bo
 The models are tiny and their weights random. Of each way to run one:
 
 float32 FLOPs   share of the FLOPs of matmuls, forward and backward, that have a float32 operand. Port: at most 1%.
-outputs         relative L2 error beside the model in float32; the median of 64 draws. Port: at most 1.1 times that of
+outputs         relative L2 error beside the model in float32; the median of the draws. Port: at most 1.1 times that of
 gradients       the model's own option, or of autocast where it has none, or one that leaves more than 1% in float32.
 import swap     whether parameters, outputs and gradients in float32 are the same bits where the package's imports of
                 `flax.linen` and `flax.nnx` are replaced by ours.
@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.packages import environment
 from benchmarks.packages.families import FAMILIES
-from benchmarks.packages.measure import Figures
+from benchmarks.packages.measure import SEEDS, Figures
 from benchmarks.packages.rows import IDENTICAL, Row, into, table
 
 PAGE = environment.ROOT / "docs" / "porting.md"
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.json.write_text(json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n")
     print(table(found))
     if options.write:
-        PAGE.write_text(into(PAGE.read_text(), table(found)))
+        PAGE.write_text(into(PAGE.read_text(), f"Medians of {len(SEEDS)} draws:\n\n{table(found)}"))
     missed = [f"{row.name} ({', '.join(row.missed())})" for row in found if any(row.missed())]
     if missed and options.check:
         print(f"\nmissed: {'; '.join(missed)}", file=sys.stderr)
