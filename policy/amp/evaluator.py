@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
@@ -177,7 +178,7 @@ class Evaluator:
         traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
         if name == "convert_element_type":
             done, outputs = "author's cast", [_converted(equation, values[0])]
-        elif traced != {F32} or category in ("exempt", "opaque", "explicit", "control"):
+        elif traced != {F32} or _is_complex(equation) or category in ("exempt", "opaque", "explicit", "control"):
             done, outputs = _kind_of_opaque(equation, traced, category), _as_traced(equation, values)
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
@@ -317,6 +318,14 @@ def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
 
 def _as_traced(equation: Any, values: Sequence[Value]) -> list[Value]:
     return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+
+
+def _is_complex(equation: Any) -> bool:
+    """Returns whether an operand or a result is complex, as in a matmul of a real number with a complex one."""
+    return any(
+        jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.complexfloating)
+        for v in (*equation.invars, *equation.outvars)
+    )
 
 
 def _of_layer(equation: Any, values: Sequence[Value]) -> list[Value]:

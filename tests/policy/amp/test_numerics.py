@@ -414,3 +414,14 @@ def test_a_number_that_half_precision_loses_keeps_its_selection_in_float32(polic
     program = autocast(lambda w, x: jnp.where(x > 0, x @ w, number), policy)
     assert {op.inputs[1:] for op in named(operations(program, W, X), "select_n")} == {("float32", "float32")}
     assert (program(W, X)[X <= 0] == jnp.float32(number)).all()
+
+
+def test_a_matmul_of_a_real_number_with_a_complex_one_runs_as_it_was_traced():
+    def f(weights, x):
+        filters = lax.complex(weights, 2 * weights)
+        return jnp.real(x.astype(jnp.complex64) @ filters) + jnp.real(lax.dot(x, filters))
+
+    weights, x = jnp.ones((8, 4)), jnp.ones((3, 8))
+    np.testing.assert_allclose(jax.jit(autocast(f, "mixed_bfloat16"))(weights, x), f(weights, x))
+    gradient = jax.eval_shape(jax.grad(lambda w: autocast(f, "mixed_bfloat16")(w, x).sum()), weights)
+    assert gradient.dtype == jnp.float32
