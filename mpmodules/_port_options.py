@@ -1,4 +1,4 @@
-"""Options of `apply_policy` that mean the same in both wings: which go together, and how dtype fields are written."""
+"""Options of `apply_policy`, alike in both wings: those that exclude each other, and the spelling of dtype fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nnx modules obey policies: those of our classes, and those that `apply_policy` ported."""
+"""Modules of nnx that obey policies: those of our classes, and those that `apply_policy` ported."""
 
 from __future__ import annotations
 
