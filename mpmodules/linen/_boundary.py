@@ -134,13 +134,13 @@ def run_method(
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
-        if scope.hands_on_float32:
+        if scope.hands_on_float32 and not calls_foreign_cell(module):
             return _run_for_autocast(module, method, args, kwargs, scope, lifted=lifted, own_body=own_body)
         is_layer = getattr(type(module), "_is_layer", False)
         if is_layer:
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
         else:
-            crosses = boundary.module_crosses(scope, effective.base)
+            crosses = boundary.module_crosses(scope, effective.base) and not scope.hands_on_float32
         if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
@@ -163,6 +163,13 @@ def run_method(
         if cast_result and scope.policy is not None:
             outputs = in_compute_dtype(module, scope.policy, outputs, given, has_carry=has_carry)
         return outputs
+
+
+def calls_foreign_cell(module: Any) -> bool:
+    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
+    if isinstance(module, flax_nn.Bidirectional):
+        return any(map(calls_foreign_cell, (module.forward_rnn, module.backward_rnn)))
+    return isinstance(module, flax_nn.RNN) and not hasattr(type(module.cell), "_is_layer")
 
 
 def _run_for_autocast(

@@ -59,11 +59,16 @@ def _adopt(module: Any, policy: Policy, source: Source, options: _Options, *, is
     if not is_ours(type(module)):
         is_foreign = not _is_layer(type(module))
         _put_port(module, casts_outputs=options.cast_submodules and is_foreign and not is_root)
-        if is_foreign:
+        if is_foreign or _calls_foreign_cell(module):
             module._own_code = OwnCodeOf(options.own_code)
-            if options.dtype_fields:
-                _set_dtype_fields(module, policy)
+        if is_foreign and options.dtype_fields:
+            _set_dtype_fields(module, policy)
     _obey(module, policy, source)
+
+
+def _calls_foreign_cell(module: Any) -> bool:
+    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
+    return isinstance(module, flax_nnx.RNN) and not (is_ours(type(module.cell)) or _is_layer(type(module.cell)))
 
 
 @functools.cache

@@ -269,3 +269,33 @@ def test_variables_of_own_code_keep_their_dtype():
     _, state = jax.eval_shape(lambda v: model.apply(v, X, mutable=["cache", "intermediates"]), variables)
     assert state["cache"]["seen"].dtype == variables["cache"]["seen"].dtype == jnp.float32
     assert state["intermediates"]["key"][0].dtype == jnp.float32
+
+
+class OwnCell(nn.RNNCellBase):
+    """A cell that multiplies by itself."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        carry = jnp.tanh(Projection(16, name="x")(x) + Projection(16, name="h")(carry))
+        return carry, carry
+
+    @nn.nowrap
+    def initialize_carry(self, rng, input_shape):
+        return jnp.zeros((*input_shape[:-1], 16))
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [lambda: nn.RNN(OwnCell()), lambda: nn.Bidirectional(nn.RNN(OwnCell()), nn.RNN(OwnCell()))],
+    ids=["RNN", "Bidirectional"],
+)
+def test_loops_over_a_cell_of_the_models_own(loop):
+    for model in (loop(), nn.Sequential([nn.Dense(16), loop()])):
+        variables = jax.jit(model.init)(KEY, X)
+        assert share(ported(model), variables, X) == 0
+        out, wide = (jax.jit(m.apply)(variables, X) for m in (ported(model), model))
+        assert out.dtype == jnp.float32 and error(out, wide) < 0.01

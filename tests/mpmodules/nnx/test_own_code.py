@@ -183,3 +183,37 @@ def test_half_parameters():
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
     assert share(model) == 0 and model(TOKENS).dtype == jnp.bfloat16
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
+
+
+class OwnCell(nnx.RNNCellBase):
+    """A cell that multiplies by itself."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.x, self.h = NnxProjection(16, 16, rngs), NnxProjection(16, 16, rngs)
+
+    def __call__(self, carry, inputs):
+        carry = jnp.tanh(jnp.dot(inputs, self.x.w[...]) + jnp.dot(carry, self.h.w[...]))
+        return carry, carry
+
+    def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+        del rngs, carry_init
+        return jnp.zeros((*input_shape[:-1], 16))
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+def test_loops_over_a_cell_of_the_models_own():
+    def rnn():
+        return nnx.RNN(OwnCell(nnx.Rngs(0)))
+
+    loops = [
+        rnn,
+        lambda: nnx.Bidirectional(rnn(), rnn()),
+        lambda: nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), rnn()),
+    ]
+    for loop in loops:
+        model = ported(loop())
+        assert share(model, X) == 0
+        assert error(nnx.jit(lambda m, x: m(x))(model, X), nnx.jit(lambda m, x: m(x))(loop(), X)) < 0.01
