@@ -169,7 +169,7 @@ def _run_for_autocast(
     module: Any, method: Callable[..., Any], args: Any, kwargs: Any, scope: Scope, *, lifted: bool, own_body: bool
 ) -> Any:
     """Calls a module inside of a port whose own code autocast runs."""
-    if not hasattr(type(module), "_is_layer"):
+    if not hasattr(type(module), "_is_layer") or _loops_over_foreign(module):
         return run_inside(lambda: method(module, *args, **kwargs), scope, effective_policy(module, scope).policy)
     has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
 
@@ -179,6 +179,16 @@ def _run_for_autocast(
         return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
 
     return run_layer(call, scope, carries.given_carry(args, kwargs) if has_carry else None)
+
+
+def _loops_over_foreign(module: Any) -> bool:
+    """Returns whether a module runs a cell over a sequence that is neither ours nor one of Flax's."""
+    if isinstance(module, flax_nn.Bidirectional):
+        return any(map(_loops_over_foreign, (module.forward_rnn, module.backward_rnn)))
+    if not isinstance(module, flax_nn.RNN):
+        return False
+    cell = type(module.cell)
+    return not hasattr(cell, "_is_layer") and cell.__module__.split(".")[0] != "flax"
 
 
 def _cast_inputs(
