@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 
 from policy.amp import calls as calls  # fills the handlers
