@@ -30,7 +30,12 @@ class Decisions:
 
     def __init__(self) -> None:
         self._known: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
+        self._told: dict[type, str] = {}
         self._lock = threading.Lock()
+
+    def told(self, cls: type, text: str) -> str:
+        """Returns the text of a class's first warning: other calls of it show other shares, and are not told again."""
+        return self._told.setdefault(cls, text)
 
     def get(self, key: Hashable) -> str | None:
         """Returns what is known of a call, or None."""
@@ -48,6 +53,12 @@ class Decisions:
                     self._known.popitem(last=False)
         except TypeError:
             return
+
+
+def told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Returns what tells calls of one method apart that may run other code: their structure, flags and modes."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
+    return treedef, tuple(leaf if isinstance(leaf, (bool, str)) else None for leaf in leaves)
 
 
 def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None) -> Any:

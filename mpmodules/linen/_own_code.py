@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import Decisions, described, tracing
+from mpmodules._own_code import Decisions, described, told_apart, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules.linen._calls import roots_unchecked
 from policy.amp.ported import Ported, traced
@@ -57,15 +58,20 @@ def call_port(
       options: the port's.
       plainly: calls the method as it is.
     """
-    key = _key(module, method)
+    key = _key(module, method, args, kwargs)
     text = "" if options.own_code else _decisions.get(key)
     if text is None:
         text = _shown(module, method, args, kwargs)
+        if text is None:
+            outputs = plainly()
+            _decisions.put(key, "")  # not before: what fails in either way shows nothing
+            return outputs
         _decisions.put(key, text)
     if not options.own_code:
         if not text:
             return plainly()
-        warn_once(text)
+        if not module.is_initializing():  # which holds no parameters yet to tell of
+            warn_once(_decisions.told(type(module), text))
     if module.is_initializing():  # dtypes and shapes as in a call; initialisers are none of autocast's business
         with tracing():
             outputs = plainly()
@@ -74,16 +80,18 @@ def call_port(
     return carries.cast_outputs(options.policy, outputs, has_carry=False)
 
 
-def _key(module: Any, method: Method) -> Hashable:
+def _key(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     fields = [(f.name, getattr(module, f.name, None)) for f in dataclasses.fields(module) if f.name != "parent"]
-    return type(module), getattr(method, "__name__", ""), tuple(fields)
+    function = inspect.unwrap(method)
+    code = getattr(function, "__code__", function)  # all lambdas have one name
+    return type(module), code, module.is_initializing(), tuple(fields), told_apart(args, kwargs)
 
 
-def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Returns what a call shows of the code that no layer makes; nothing of the trace remains.
 
-    Code that can't be traced in float32, as one that asks for another dtype, is called as it is: it says itself what is
-    wrong.
+    None where it can't be traced in float32, as code that asks for another dtype: it is called as it is, and says
+    itself what is wrong.
     """
     found: list[str] = []
     seen: dict[tuple[str, ...], type] = {}
@@ -102,7 +110,7 @@ def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str,
         with flax_nn.intercept_methods(note):
             _lifted(method, look)(module, *args, **kwargs)
     except Exception:  # `_Decided`, or an error of the model's own
-        return found[0] if found else ""
+        return found[0] if found else None
     raise AssertionError("a trace that is looked at does not return")
 
 

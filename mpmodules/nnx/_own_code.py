@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import described, tracing
+from mpmodules._own_code import described, told_apart, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules._references import is_reference
 from mpmodules.nnx._tracing import named_modules
@@ -19,6 +19,11 @@ from policy.amp.ported import Ported, traced
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import warn_once
+from policy.tracing import is_array
+
+Place = tuple[int, tuple[Any, ...]]
+Attributes = dict[Place, dict[str, Any]]
+_OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
 
 
 class OwnCodeOf:
@@ -32,7 +37,7 @@ class OwnCodeOf:
 
     def __init__(self, asked: OwnCode):
         self.asked: OwnCode = asked
-        self.known: dict[str, str] = {}
+        self.known: dict[Hashable, str] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnCodeOf) and other.asked == self.asked
@@ -74,7 +79,8 @@ def call_port(
     if note.asked == "keep":
         return plainly()
     policy: Policy = module.dtype_policy
-    text = "" if note.asked else note.known.get(name)
+    key = name, told_apart(args, kwargs)
+    text = "" if note.asked else note.known.get(key)
     if text == "" and not note.asked:
         return plainly()
     try:
@@ -84,10 +90,13 @@ def call_port(
         if text is not None:
             raise
         # Code that asks for another dtype, or one with an error, is called as it is: it says itself what is wrong.
-        note.known[name] = ""
-        return plainly()
+        outputs = plainly()
+        note.known[key] = ""  # not before: what fails in either way shows nothing
+        return outputs
     if text is None:
-        text = note.known[name] = described(type(module).__name__, call.ported, *_classes_and_shares(module))
+        text = described(type(module).__name__, call.ported, *_classes_and_shares(module))
+        told = next(filter(None, note.known.values()), text)  # by the first call, whose shares may be others
+        text = note.known[key] = text and told
         if not text:
             return plainly()
     if text:
@@ -100,6 +109,7 @@ class _Call:
 
     Attributes:
       ported: the call, traced.
+      attributes: the static attributes that it set, by node and module path.
     """
 
     def __init__(self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -115,23 +125,63 @@ class _Call:
             filled = [next(merged) if is_one else next(given) for is_one in is_node]
             root, args, kwargs = jax.tree.unflatten(treedef, filled)
             with named_modules(nodes), tracing():
+                before = _attributes(nodes)
                 out = getattr(root, name)(*args, **kwargs)
-            return out, flax_nnx.state(nodes, flax_nnx.Variable)
+                self.attributes = _set_since(before, _attributes(nodes))
+            return out, flax_nnx.state(nodes)
 
+        self.attributes: Attributes = {}
         self.ported: Ported = traced(pure, params, rest, inputs)
 
     def run(self, policy: Policy) -> Any:
         """Runs the call, and puts what it changed of the state in place."""
         out, state = self.ported.run(policy)
-        before = dict(flax_nnx.to_flat_state(flax_nnx.state(self.nodes, flax_nnx.Variable)))
+        before = dict(flax_nnx.to_flat_state(flax_nnx.state(self.nodes)))
         changed = [
             (path, _as_stored(new, before[path]) if path in before else new)
             for path, new in flax_nnx.to_flat_state(state)
-            if path not in before or jax.tree.leaves(new)[0] is not jax.tree.leaves(before[path])[0]
+            if path not in before or not _is_same(new, before[path])
         ]
         if changed:
             flax_nnx.update(self.nodes, flax_nnx.from_flat_state(changed))
+        modules = _modules(self.nodes)
+        for place, attributes in self.attributes.items():
+            for name, value in attributes.items() if place in modules else ():
+                setattr(modules[place], name, value)
         return out
+
+
+def _modules(nodes: tuple[Any, ...]) -> dict[Place, Any]:
+    """Returns the modules of each node, by its index and their paths."""
+    found = ((i, node) for i, node in enumerate(nodes) if isinstance(node, flax_nnx.Module))
+    return {(i, path): module for i, node in found for path, module in flax_nnx.iter_modules(node)}
+
+
+def _attributes(nodes: tuple[Any, ...]) -> Attributes:
+    """Returns the static attributes of each module: those that hold neither state nor parts."""
+
+    def is_static(name: str, value: Any) -> bool:
+        leaves = jax.tree.leaves(value, is_leaf=is_reference)
+        return not name.startswith(_OF_FLAX) and not any(is_reference(leaf) or is_array(leaf) for leaf in leaves)
+
+    return {
+        place: {name: value for name, value in vars(module).items() if is_static(name, value)}
+        for place, module in _modules(nodes).items()
+    }
+
+
+def _set_since(before: Attributes, after: Attributes) -> Attributes:
+    nothing = object()
+    return {
+        place: {name: new for name, new in found.items() if before.get(place, {}).get(name, nothing) is not new}
+        for place, found in after.items()
+    }
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    """Returns whether a variable holds the very arrays that it held before."""
+    (leaves, treedef), (before, structure) = jax.tree.flatten(new), jax.tree.flatten(old)
+    return treedef == structure and all(a is b for a, b in zip(leaves, before, strict=True))
 
 
 def _as_stored(new: Any, old: Any) -> Any:

@@ -145,7 +145,7 @@ def _handed_on(evaluator: Evaluator, equation: Any, fixed: list[Value], init: li
     above = evaluator.path_of(equation)
     layer = scanned_path(body, above)
     half = evaluator.places.output_of(layer) if layer != above else None
-    if evaluator.settings.narrows_scans and any(x.yields and np.ndim(x.array) for x in xs):
+    if evaluator.settings.narrows_scans and _has_layers(body, xs):
         compute = evaluator.places[above].compute
         half = compute if compute.itemsize < F32.itemsize else half
     if half is None or not equation.params["length"]:
@@ -165,6 +165,12 @@ def _handed_on(evaluator: Evaluator, equation: Any, fixed: list[Value], init: li
         if stable == out:
             return out
         out = stable
+
+
+def _has_layers(body: Any, xs: Sequence[Value]) -> bool:
+    """Returns whether each step multiplies, and has weights of its own: rows of parameters alone may be summed up."""
+    has_weights = any(x.yields and np.ndim(x.array) > 2 for x in xs)
+    return has_weights and any(site.name in MATMULS for site in walk(body))
 
 
 @_handles("while")

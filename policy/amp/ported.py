@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 
 from policy.amp import calls as calls  # fills the handlers
@@ -54,19 +55,19 @@ class Ported:
                 names = _marks(site)
                 dtype = regions.compute_dtype(names)
                 if regions.LAYER not in names and not site.in_island and dtype is not None and dtype != F32:
-                    found[site.path] += site.count * flops_of(site.equation)
+                    found[site.path] += _flops(site)
         return found
 
     def matmuls(self) -> int:
         """Returns the FLOPs of all matmuls and convolutions."""
-        return sum(site.count * flops_of(site.equation) for site in walk(self.jaxpr) if site.name in MATMULS)
+        return sum(_flops(site) for site in walk(self.jaxpr) if site.name in MATMULS)
 
     def run(self, policy: Policy) -> Any:
         """Runs the call, its own code under autocast."""
         body, consts = opened(self.jaxpr)
         settings = Settings(policy, narrows_scans=True)
         places = Places(settings, repeated(body))
-        values = [Value(a, is_param) for a, is_param in zip(self.arrays, self.is_param, strict=True)]
+        values = [Value(_narrow(a, v), p) for a, v, p in zip(self.arrays, body.invars, self.is_param, strict=True)]
         outputs = Evaluator(settings, places).run(body, [Value(const) for const in consts], values)
         given = dict(zip(body.invars, self.arrays, strict=True))
         results = [_given(atom, given) for atom in body.outvars]
@@ -74,29 +75,28 @@ class Ported:
 
 
 def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> Ported:
-    """Traces ``call(params, others, inputs)``; half parameters and inputs are float32 to it."""
+    """Traces ``call(params, others, inputs)``; parameters and inputs are float32 to it."""
     arguments = Arguments.of((params, others, inputs), {})
     counts = [sum(map(is_array, jax.tree.leaves(tree))) for tree in (params, others, inputs)]
     is_param = [kind == 0 for kind, count in enumerate(counts) for _ in range(count)]
     is_state = [kind == 1 for kind, count in enumerate(counts) for _ in range(count)]
     arrays = [
-        array if stays or not _is_half(array) else cast(array, F32)
+        array if stays or float_dtype(array) is None else cast(array, F32)
         for array, stays in zip(arguments.arrays, is_state, strict=True)
     ]
-    returned: list[Any] = []
+    returned: list[Any] = []  # no tracers: their trace has ended when this is read
 
     def flat(*arrays: Any) -> list[Any]:
         (params, others, inputs), _ = arguments.filled(arrays)
         leaves, treedef = jax.tree.flatten(call(params, others, inputs))
-        returned[:] = leaves, treedef
-        return [leaf for leaf in leaves if is_array(leaf)]
+        is_dynamic = [is_array(leaf) for leaf in leaves]
+        static = [None if dynamic else _static(leaf) for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+        returned[:] = static, is_dynamic, treedef
+        return [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
 
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     dtypes = [float_dtype(atom.aval) for atom in opened(jaxpr)[0].outvars]
-    leaves, treedef = returned
-    static = [None if is_array(leaf) else leaf for leaf in leaves]
-    is_dynamic = [is_array(leaf) for leaf in leaves]
-    returned.clear()  # tracers of a trace that has ended
+    static, is_dynamic, treedef = returned
 
     def restored(results: Sequence[Any], given: Sequence[Any]) -> Any:
         arrays = iter(
@@ -109,14 +109,36 @@ def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> P
     return Ported(jaxpr, arguments.arrays, is_param, restored)
 
 
+def _static(leaf: Any) -> Any:
+    """Returns a result that is no array.
+
+    Raises:
+      TypeError: it holds arrays of the trace, which nothing can put back.
+    """
+    held = jax.tree.leaves(getattr(leaf, "__dict__", None))
+    if any(isinstance(array, jax.core.Tracer) for array in held):
+        raise TypeError(
+            f"A port whose own code runs under autocast returned a {type(leaf).__name__}, which holds arrays and is no "
+            "pytree: register the class with jax.tree_util.register_dataclass, or pass own_code='keep'."
+        )
+    return leaf
+
+
+def _flops(site: Site) -> int:
+    """Returns the FLOPs of a product; at least one, so that calls with an empty batch show shares too."""
+    return max(site.count * flops_of(site.equation), 1)
+
+
 def _given(atom: Any, given: Mapping[Any, Any]) -> Any:
     """Returns the operand that a result of a program is; None where it was computed."""
     return None if isinstance(atom, jex_core.Literal) else given.get(atom)
 
 
-def _is_half(array: Any) -> bool:
+def _narrow(array: Any, variable: Any) -> Any:
+    """Returns a float64 operand as the float32 that it was traced as; half ones are taken as they come."""
     dtype = float_dtype(array)
-    return dtype is not None and dtype.itemsize < F32.itemsize
+    is_wide = dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
+    return cast(array, F32) if is_wide else array
 
 
 def _is_wide(equation: Any) -> bool:

@@ -89,6 +89,7 @@ def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do(variables
     )
     model = apply_policy(Net(), MIXED)
     with pytest.warns(DtypePolicyWarning, match=text) as told:
+        jax.eval_shape(model.init, KEY, TOKENS[:1])
         jax.eval_shape(model.apply, variables, TOKENS)
         jax.eval_shape(model.apply, variables, TOKENS)
     assert len(told) == 1
@@ -299,3 +300,112 @@ def test_loops_over_a_cell_of_the_models_own(loop):
         assert share(ported(model), variables, X) == 0
         out, wide = (jax.jit(m.apply)(variables, X) for m in (ported(model), model))
         assert out.dtype == jnp.float32 and error(out, wide) < 0.01
+
+
+class Modes(nn.Module):
+    """Multiplies by hand where it is told to."""
+
+    @nn.compact
+    def __call__(self, x, mode="layers"):
+        y = nn.Dense(16)(x)
+        return Projection(16)(y) if mode == "all" or self.is_initializing() else y
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+def test_a_call_that_shows_nothing_decides_nothing_for_others():
+    variables = jax.eval_shape(Modes().init, KEY, X)
+    block = jax.eval_shape(Block().init, KEY, X)
+    modes, model = apply_policy(Modes(), MIXED), apply_policy(Block(), MIXED)
+    jax.eval_shape(modes.apply, variables, X)
+    assert audit(lambda v: modes.apply(v, X, mode="all"), variables).f32_matmul_share == 0
+    jax.eval_shape(lambda v: model.apply(v, X, method=lambda m, x: x * 2), block)
+    assert audit(lambda v: model.apply(v, X, method=lambda m, x: m(x)[0]), block).f32_matmul_share == 0
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+@pytest.mark.parametrize("first", [X[..., :3], X[:0]], ids=["wrong", "empty"])
+def test_a_call_that_fails_or_is_empty_decides_nothing(first):
+    class Own(Block):
+        """A class of its own, of which nothing is known yet."""
+
+    variables, model = jax.eval_shape(Own().init, KEY, X), apply_policy(Own(), MIXED)
+    if first.size:
+        with pytest.raises(Exception, match="shape"):
+            jax.eval_shape(model.apply, variables, first)
+    else:
+        jax.eval_shape(model.apply, variables, first)
+    assert audit(lambda v: model.apply(v, X)[0], variables).f32_matmul_share == 0
+
+
+class Logits:
+    """No pytree."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+def test_an_output_that_hides_arrays_is_refused_or_called_as_it_is():
+    class Policy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Logits(Projection(4)(x))
+
+    variables = Policy().init(KEY, X)
+    with pytest.raises(TypeError, match=r"returned a Logits, which holds arrays and is no pytree: register the class"):
+        ported(Policy()).apply(variables, X)
+    with jax.numpy_dtype_promotion("standard"):
+        out: Any = apply_policy(Policy(), MIXED).apply(variables, X)
+    assert out.array.shape == (2, 8, 4)
+
+
+def test_a_scan_that_adds_up_parameters_keeps_its_carry():
+    class Sum(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            steps = self.param("steps", nn.initializers.ones, (1024, 4))
+            total, _ = jax.lax.scan(lambda c, row: (c + 1e-3 * row, None), jnp.zeros(4), steps)
+            return total + 0 * Projection(4)(x)[0, 0]
+
+    variables = jax.jit(Sum().init)(KEY, X)
+    assert error(jax.jit(ported(Sum()).apply)(variables, X), Sum().apply(variables, X)) < 1e-6
+
+
+def test_a_cell_of_ones_own_inside_of_flaxs_loop():
+    class Cell(nn.RNNCellBase):
+        @nn.compact
+        def __call__(self, carry, x):
+            new = jnp.tanh(Projection(8, name="x")(x) + Projection(8, name="h")(carry))
+            return new, new
+
+        @nn.nowrap
+        def initialize_carry(self, rng, input_shape):
+            return jnp.zeros((*input_shape[:-1], 8))
+
+        @property
+        def num_feature_axes(self):
+            return 1
+
+    model = nn.RNN(Cell())
+    variables = jax.eval_shape(model.init, KEY, X)
+    assert audit(Around(ported(Around(model))).apply, inside(inside(variables)), X).f32_matmul_share == 0
+    both = nn.Bidirectional(nn.RNN(Cell()), nn.RNN(Cell()))
+    assert audit(ported(Around(both)).apply, jax.eval_shape(Around(both).init, KEY, X), X).f32_matmul_share == 0
+
+
+class Around(nn.Module):
+    inner: nn.Module
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def inside(variables):
+    return {"params": {"inner": variables["params"]}}
+
+
+def test_float64_inputs_and_parameters_are_taken_as_float32():
+    with jax.enable_x64(True):
+        wide = X.astype(jnp.float64)
+        variables = jax.eval_shape(Projection(4).init, KEY, wide)
+        found = audit(ported(Projection(4)).apply, variables, wide)
+    assert {op.operands for op in found.operations if op.primitive == "dot_general"} == {("bfloat16", "bfloat16")}

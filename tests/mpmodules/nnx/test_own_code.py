@@ -56,6 +56,7 @@ def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do():
     with pytest.warns(DtypePolicyWarning, match=text) as told:
         nnx.eval_shape(lambda m: m(TOKENS), model)
         model(TOKENS)
+        model.hidden(X)
     assert len(told) == 1
 
 
@@ -217,3 +218,61 @@ def test_loops_over_a_cell_of_the_models_own():
         model = ported(loop())
         assert share(model, X) == 0
         assert error(nnx.jit(lambda m, x: m(x))(model, X), nnx.jit(lambda m, x: m(x))(loop(), X)) < 0.01
+
+
+class Modes(nnx.Module):
+    """Multiplies by hand where it is told to."""
+
+    def __init__(self, rngs):
+        self.layer, self.own = nnx.Linear(16, 16, rngs=rngs), NnxProjection(16, 16, rngs)
+
+    def __call__(self, x, mode="layers"):
+        y = self.layer(x)
+        return self.own(y) if mode == "all" else y
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+def test_a_call_that_shows_nothing_fails_or_is_empty_decides_nothing():
+    modes = apply_policy(Modes(nnx.Rngs(0)), MIXED)
+    modes(X)
+    assert audit(lambda m: m(X, mode="all"), modes).f32_matmul_share == 0
+    for first in (X[..., :3], X[:0]):
+        model = apply_policy(NnxBlock(nnx.Rngs(0)), MIXED)
+        if first.size:
+            with pytest.raises((TypeError, ValueError), match=r"shape|incompatible|contracting"):
+                model(first)
+        else:
+            model(first)
+        assert audit(lambda m: m(X), model).f32_matmul_share == 0
+
+
+class Stateful(nnx.Module):
+    """Changes all kinds of state in its calls."""
+
+    def __init__(self, rngs):
+        self.own, self.calls, self.mode = NnxProjection(16, 4, rngs), 0, "new"
+        self.empty, self.none = nnx.Variable({}), nnx.Variable(None)
+        self.pair, self.raw = nnx.Variable((jnp.zeros(2), jnp.zeros(3))), nnx.data(jnp.zeros(2))
+
+    def __call__(self, x):
+        first, second = self.pair.get_value()
+        self.pair.set_value((first, second + 1))
+        self.calls, self.mode, self.raw = self.calls + 1, "used", self.raw + 1
+        return self.own(x)
+
+
+def test_all_kinds_of_state_are_changed_as_a_plain_call_changes_them():
+    half, wide = ported(Stateful(nnx.Rngs(0))), Stateful(nnx.Rngs(0))
+    for model in (half, wide):
+        for _ in range(2):
+            model(X)
+    assert (half.calls, half.mode) == (wide.calls, wide.mode) == (2, "used")
+    for ours, theirs in zip(jax.tree.leaves(nnx.state(half)), jax.tree.leaves(nnx.state(wide)), strict=True):
+        assert ours.dtype == theirs.dtype and jnp.array_equal(ours, theirs)
+    assert half.pair.get_value()[1][0] == half.raw[0] == 2 and half.none.get_value() is None
+
+
+def test_no_tracer_is_leaked():
+    model = ported(NnxProjection(16, 4, nnx.Rngs(0)))
+    with jax.checking_leaks():
+        model(X)
