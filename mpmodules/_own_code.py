@@ -23,6 +23,11 @@ from policy.scope import Scope, current_scope, enter
 
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
+_ADVICE = (
+    ": apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is meant, or "
+    "own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the dtype attributes of such "
+    "modules, and functions of `policy` (einsum, reductions) obey the policy in force."
+)
 
 
 class Decisions:
@@ -111,7 +116,9 @@ def _carry_handed_on(new: Any, given: Any) -> Any:
 
 
 def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]) -> str:
-    """Returns how much of a model is code of its own, by class, and what can be done; "" where none of it multiplies.
+    """Returns how much of a model is code of its own, by class, and what can be done.
+
+    "" where that code neither multiplies nor adds up anything in the dtype that it is handed.
 
     Args:
       name: of the model's class.
@@ -123,17 +130,14 @@ def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], h
     for path, flops in call.own_matmuls().items():
         by_class[_class_at(path, classes) or name] += flops
     if not by_class:
-        return ""
+        sums = sorted({_class_at(path, classes) or name for path in call.own_sums()})
+        return f"{name} adds up rows in code that no layer makes ({', '.join(sums)}){_ADVICE}" if sums else ""
     total = call.matmuls()
     flops = {cls: count / total for cls, count in by_class.items()}
     text = f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes ({_listed(flops)})"
     if sum(held.values()) >= 0.005:
         text += f", whose modules hold {_shares(held)} of its parameters ({_listed(held)})"
-    return (
-        f"{text}: apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is meant, or "
-        "own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the dtype attributes of such "
-        "modules, and functions of `policy` (einsum, reductions) obey the policy in force."
-    )
+    return text + _ADVICE
 
 
 def _shares(shares: Mapping[str, float]) -> str:

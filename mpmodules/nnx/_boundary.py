@@ -26,10 +26,18 @@ _FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
 
 
 class _Calls(threading.local):
-    """The module calls under way in this thread: how many, the innermost module, the boundaries below the outermost."""
+    """The module calls under way in this thread.
+
+    Attributes:
+      depth: how many there are.
+      ports: how many of them are outermost calls of ports.
+      module: the innermost module.
+      crossed: the boundaries below the outermost call, by class.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
+        self.ports = 0
         self.module: Any = None
         self.crossed: dict[str, Policy] = {}
 
@@ -108,18 +116,26 @@ def run_method(
             return _run_layer_for_autocast(module, plainly, args, kwargs, name=name, signature_of=signature_of)
         own = as_ours(module) if is_upstream else module
         return run_inside(lambda: method(own, *args, **kwargs), scope, module.dtype_policy)
-    if note is None or _calls.depth:
+    if note is None or _calls.ports:
         return plainly(args, kwargs)
-    return call_port(module, note, name, lambda: plainly(args, kwargs), args, kwargs, _call_under_way)
+
+    def call() -> Any:
+        with _port_under_way(depth=0):
+            return plainly(args, kwargs)
+
+    return call_port(module, note, name, call, args, kwargs, functools.partial(_port_under_way, depth=1))
 
 
 @contextlib.contextmanager
-def _call_under_way() -> Iterator[None]:
-    _calls.depth += 1
+def _port_under_way(*, depth: int) -> Iterator[None]:
+    """Makes the calls in a block inner ones of a port, `depth` levels below the one under way."""
+    _calls.depth += depth
+    _calls.ports += 1
     try:
         yield
     finally:
-        _calls.depth -= 1
+        _calls.depth -= depth
+        _calls.ports -= 1
 
 
 def _run_layer_for_autocast(

@@ -32,7 +32,7 @@ class OwnCodeOf:
     It is static metadata of the module: copies share it, and two are equal where the code runs alike.
 
     Attributes:
-      asked: "autocast", "keep", or None: under autocast where the code multiplies.
+      asked: "autocast", "keep", or None: under autocast where the code multiplies, or adds up rows.
     """
 
     def __init__(self, asked: OwnCode):

@@ -26,6 +26,7 @@ from policy.programs import opened
 from policy.tracing import Arguments, is_array
 
 _CONVOLUTIONS = frozenset(("conv_general_dilated",))
+_RUNNING_SUMS = frozenset(("scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "cumprod", "reduce_window_sum"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,20 @@ class Ported:
         """
         found: Counter[Path] = Counter()
         for site in walk(self.jaxpr):
-            if site.name in MATMULS and _sums(site.equation) and _is_wide(site.equation):
-                names = _marks(site)
-                dtype = regions.compute_dtype(names)
-                if regions.LAYER not in names and not site.in_island and dtype is not None and dtype != F32:
-                    found[site.path] += _flops(site)
+            if site.name in MATMULS and _sums(site.equation) and _is_wide(site.equation) and _is_own(site):
+                found[site.path] += _flops(site)
         return found
+
+    def own_sums(self) -> set[Path]:
+        """Returns the module paths of the model's own code that adds up rows, windows or running totals.
+
+        JAX adds these up in the dtype of what is added. `jnp.sum` and its like are left out, which add half in float32.
+        """
+        return {
+            site.path
+            for site in walk(self.jaxpr)
+            if site.name in _RUNNING_SUMS and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)
+        }
 
     def matmuls(self) -> int:
         """Returns the FLOPs of all matmuls and convolutions."""
@@ -139,6 +148,13 @@ def _narrow(array: Any, variable: Any) -> Any:
     dtype = float_dtype(array)
     is_wide = dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
     return cast(array, F32) if is_wide else array
+
+
+def _is_own(site: Site) -> bool:
+    """Returns whether an equation is of the model's own code, and to run in half."""
+    names = _marks(site)
+    dtype = regions.compute_dtype(names)
+    return regions.LAYER not in names and not site.in_island and dtype is not None and dtype != F32
 
 
 def _is_wide(equation: Any) -> bool:

@@ -409,3 +409,25 @@ def test_float64_inputs_and_parameters_are_taken_as_float32():
         variables = jax.eval_shape(Projection(4).init, KEY, wide)
         found = audit(ported(Projection(4)).apply, variables, wide)
     assert {op.operands for op in found.operations if op.primitive == "dot_general"} == {("bfloat16", "bfloat16")}
+
+
+class Graph(nn.Module):
+    """Sums the messages of a node's neighbours, as graph networks do."""
+
+    @nn.compact
+    def __call__(self, x):
+        messages = nn.Dense(8, use_bias=False)(x)
+        return jax.ops.segment_sum(messages, jnp.zeros(len(x), int), num_segments=2)
+
+
+def test_rows_are_added_up_in_float32():
+    x = jnp.ones((4096, 4))
+    variables = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), jax.eval_shape(Graph().init, KEY, x))
+    model = apply_policy(Graph(), MIXED)
+    with pytest.warns(
+        DtypePolicyWarning, match=r"^Graph adds up rows in code that no layer makes \(Graph\): apply_policy"
+    ):
+        out = jax.jit(model.apply)(variables, x)
+    np.testing.assert_allclose(out[0], 4096 * 4)
+    kept = apply_policy(Graph(), MIXED, own_code="keep")
+    assert jax.jit(kept.apply)(variables, x)[0, 0] < 2048

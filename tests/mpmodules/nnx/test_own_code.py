@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mpmodules.nnx import apply_policy
+from mpmodules.nnx import Module, apply_policy
 from policy import DtypePolicyWarning, audit, autocast
 from policy.testing import assert_same_program
 from tests.mpmodules.own_code_models import NnxBlock, NnxNet, NnxProjection, error
@@ -276,3 +276,30 @@ def test_no_tracer_is_leaked():
     model = ported(NnxProjection(16, 4, nnx.Rngs(0)))
     with jax.checking_leaks():
         model(X)
+
+
+def test_a_port_inside_of_a_module_of_ours():
+    class Outer(Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    for outer in (Outer(ported(NnxBlock(nnx.Rngs(0)))), nnx.Sequential(ported(NnxBlock(nnx.Rngs(0))))):
+        assert share(outer, X) == 0
+
+
+def test_rows_are_added_up_in_float32():
+    class Graph(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(4, 8, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jax.ops.segment_sum(self.dense(x), jnp.zeros(len(x), int), num_segments=2)
+
+    x = jnp.ones((4096, 4))
+    model = apply_policy(Graph(), MIXED)
+    with pytest.warns(DtypePolicyWarning, match=r"^Graph adds up rows in code that no layer makes \(Graph\)"):
+        out = nnx.jit(lambda m, x: m(x))(model, x)
+    assert out[0, 0] == 4096 * 4
