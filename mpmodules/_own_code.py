@@ -30,11 +30,27 @@ _ADVICE = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What a call of a port shows of the code that no layer makes.
+
+    Attributes:
+      autocasts: whether autocast is to run it.
+      text: of the warning, or "".
+    """
+
+    autocasts: bool
+    text: str = ""
+
+
+LAYERS_ONLY, ASKED_FOR = Shown(False), Shown(True)
+
+
 class Decisions:
-    """What the first call of each ported model showed: the text of its warning; "" where its layers do the work."""
+    """What the first call of each method of each ported model showed."""
 
     def __init__(self) -> None:
-        self._known: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
+        self._known: collections.OrderedDict[Hashable, Shown] = collections.OrderedDict()
         self._told: dict[type, str] = {}
         self._lock = threading.Lock()
 
@@ -42,18 +58,18 @@ class Decisions:
         """Returns the text of a class's first warning: other calls of it show other shares, and are not told again."""
         return self._told.setdefault(cls, text)
 
-    def get(self, key: Hashable) -> str | None:
+    def get(self, key: Hashable) -> Shown | None:
         """Returns what is known of a call, or None."""
         try:
             return self._known.get(key)
         except TypeError:  # a field without a hash
             return None
 
-    def put(self, key: Hashable, text: str) -> None:
+    def put(self, key: Hashable, shown: Shown) -> None:
         """Notes what a call showed; a key without a hash is not noted."""
         try:
             with self._lock:
-                self._known[key] = text
+                self._known[key] = shown
                 if len(self._known) > _MOST_DECISIONS:
                     self._known.popitem(last=False)
         except TypeError:
@@ -115,10 +131,8 @@ def _carry_handed_on(new: Any, given: Any) -> Any:
     )
 
 
-def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]) -> str:
-    """Returns how much of a model is code of its own, by class, and what can be done.
-
-    "" where that code neither multiplies nor adds up anything in the dtype that it is handed.
+def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]) -> Shown:
+    """Returns how much of a model's multiplying is code of its own, by class, and what can be done.
 
     Args:
       name: of the model's class.
@@ -130,14 +144,13 @@ def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], h
     for path, flops in call.own_matmuls().items():
         by_class[_class_at(path, classes) or name] += flops
     if not by_class:
-        sums = sorted({_class_at(path, classes) or name for path in call.own_sums()})
-        return f"{name} adds up rows in code that no layer makes ({', '.join(sums)}){_ADVICE}" if sums else ""
+        return Shown(call.needs_float32())
     total = call.matmuls()
     flops = {cls: count / total for cls, count in by_class.items()}
     text = f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes ({_listed(flops)})"
     if sum(held.values()) >= 0.005:
         text += f", whose modules hold {_shares(held)} of its parameters ({_listed(held)})"
-    return text + _ADVICE
+    return Shown(True, text + _ADVICE)
 
 
 def _shares(shares: Mapping[str, float]) -> str:

@@ -16,7 +16,7 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import Decisions, described, told_apart, tracing
+from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decisions, Shown, described, told_apart, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules.linen._calls import roots_unchecked
 from policy.amp.ported import Ported, traced
@@ -59,19 +59,18 @@ def call_port(
       plainly: calls the method as it is.
     """
     key = _key(module, method, args, kwargs)
-    text = "" if options.own_code else _decisions.get(key)
-    if text is None:
-        text = _shown(module, method, args, kwargs)
-        if text is None:
+    shown = ASKED_FOR if options.own_code else _decisions.get(key)
+    if shown is None:
+        shown = _shown(module, method, args, kwargs)
+        if shown is None:
             outputs = plainly()
-            _decisions.put(key, "")  # not before: what fails in either way shows nothing
+            _decisions.put(key, LAYERS_ONLY)  # not before: what fails in either way shows nothing
             return outputs
-        _decisions.put(key, text)
-    if not options.own_code:
-        if not text:
-            return plainly()
-        if not module.is_initializing():  # which holds no parameters yet to tell of
-            warn_once(_decisions.told(type(module), text))
+        _decisions.put(key, shown)
+    if not shown.autocasts:
+        return plainly()
+    if shown.text and not module.is_initializing():  # which holds no parameters yet to tell of
+        warn_once(_decisions.told(type(module), shown.text))
     if module.is_initializing():  # dtypes and shapes as in a call; initialisers are none of autocast's business
         with tracing():
             outputs = plainly()
@@ -87,13 +86,13 @@ def _key(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, A
     return type(module), code, module.is_initializing(), tuple(fields), told_apart(args, kwargs)
 
 
-def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shown | None:
     """Returns what a call shows of the code that no layer makes; nothing of the trace remains.
 
     None where it can't be traced in float32, as code that asks for another dtype: it is called as it is, and says
     itself what is wrong.
     """
-    found: list[str] = []
+    found: list[Shown] = []
     seen: dict[tuple[str, ...], type] = {}
 
     def look(call: Ported) -> Any:

@@ -57,9 +57,9 @@ def apply_policy(
         it was given in.
       own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
         under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
-        "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, or scatters,
-        windows and running totals, which JAX adds up in half; a warning tells once. As "keep" beside the three options
-        above.
+        "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, of which
+        a warning tells once, and where the code adds up rows or computes exponentials, logarithms or roots, which half
+        precision can't bear. As "keep" beside the three options above.
 
     Returns:
       An instance of a subclass of the model's class with the same name, constructor, fields, state, variables and

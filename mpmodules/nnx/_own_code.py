@@ -11,7 +11,7 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
-from mpmodules._own_code import described, told_apart, tracing
+from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Shown, described, told_apart, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules._references import is_reference
 from mpmodules.nnx._tracing import named_modules
@@ -32,12 +32,12 @@ class OwnCodeOf:
     It is static metadata of the module: copies share it, and two are equal where the code runs alike.
 
     Attributes:
-      asked: "autocast", "keep", or None: under autocast where the code multiplies, or adds up rows.
+      asked: "autocast", "keep", or None: under autocast where the code multiplies, or needs float32.
     """
 
     def __init__(self, asked: OwnCode):
         self.asked: OwnCode = asked
-        self.known: dict[Hashable, str] = {}
+        self.known: dict[Hashable, Shown] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnCodeOf) and other.asked == self.asked
@@ -80,27 +80,25 @@ def call_port(
         return plainly()
     policy: Policy = module.dtype_policy
     key = name, told_apart(args, kwargs)
-    text = "" if note.asked else note.known.get(key)
-    if text == "" and not note.asked:
+    shown = ASKED_FOR if note.asked else note.known.get(key)
+    if shown == LAYERS_ONLY:
         return plainly()
     try:
         with inside():
             call = _Call(module, name, args, kwargs)
     except Exception:
-        if text is not None:
+        if shown is not None:
             raise
         # Code that asks for another dtype, or one with an error, is called as it is: it says itself what is wrong.
         outputs = plainly()
-        note.known[key] = ""  # not before: what fails in either way shows nothing
+        note.known[key] = LAYERS_ONLY  # not before: what fails in either way shows nothing
         return outputs
-    if text is None:
-        text = described(type(module).__name__, call.ported, *_classes_and_shares(module))
-        told = next(filter(None, note.known.values()), text)  # by the first call, whose shares may be others
-        text = note.known[key] = text and told
-        if not text:
+    if shown is None:
+        shown = note.known[key] = described(type(module).__name__, call.ported, *_classes_and_shares(module))
+        if not shown.autocasts:
             return plainly()
-    if text:
-        warn_once(text)
+    if shown.text:  # by the first call, whose shares may be others
+        warn_once(next(known.text for known in note.known.values() if known.text))
     return carries.cast_outputs(policy, call.run(policy), has_carry=False)
 
 

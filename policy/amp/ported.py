@@ -26,7 +26,12 @@ from policy.programs import opened
 from policy.tracing import Arguments, is_array
 
 _CONVOLUTIONS = frozenset(("conv_general_dilated",))
-_RUNNING_SUMS = frozenset(("scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "cumprod", "reduce_window_sum"))
+_IN_FLOAT32 = frozenset(
+    (
+        *("scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "cumprod", "reduce_window_sum"),
+        *("exp", "exp2", "log", "log2", "log1p", "rsqrt", "sqrt", "pow"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +61,16 @@ class Ported:
                 found[site.path] += _flops(site)
         return found
 
-    def own_sums(self) -> set[Path]:
-        """Returns the module paths of the model's own code that adds up rows, windows or running totals.
+    def needs_float32(self) -> bool:
+        """Returns whether the model's own code computes what half precision can't bear.
 
-        JAX adds these up in the dtype of what is added. `jnp.sum` and its like are left out, which add half in float32.
+        Such are sums of rows and running totals, which JAX adds up in the dtype that it is handed, and exponentials,
+        logarithms and roots, as those of softmaxes and norms. `jnp.sum` and its like are none: they add half in float32.
         """
-        return {
-            site.path
+        return any(
+            site.name in _IN_FLOAT32 and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)
             for site in walk(self.jaxpr)
-            if site.name in _RUNNING_SUMS and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)
-        }
+        )
 
     def matmuls(self) -> int:
         """Returns the FLOPs of all matmuls and convolutions."""

@@ -407,16 +407,18 @@ def test_batch_statistics_and_dropout_work():
     assert not np.array_equal(updated["batch_stats"]["BatchNorm_0"]["mean"], jnp.zeros(4))
 
 
-def test_a_function_that_flax_offers_is_out_of_reach():
+def test_a_function_that_flax_offers_sums_in_float32_unless_own_code_is_kept():
     class Pools(nn.Module):
         @nn.compact
         def __call__(self, x):
             return nn.avg_pool(nn.Dense(3)(x), (2,))
 
-    ported = apply_policy(Pools(), MIXED)
-    with jax.numpy_dtype_promotion("standard"):  # Flax's avg_pool divides a half by an integer
-        ops = operations(ported.apply, jax.eval_shape(ported.init, KEY, X), X)
-    assert named(ops, "reduce_window_sum")[0].inputs == ("bfloat16",)
+    variables = jax.eval_shape(Pools().init, KEY, X)
+    for own_code, dtype in ((None, "float32"), ("keep", "bfloat16")):
+        ported = apply_policy(Pools(), MIXED, own_code=own_code)
+        with jax.numpy_dtype_promotion("standard"):  # Flax's avg_pool divides a half by an integer
+            ops = operations(ported.apply, variables, X)
+        assert named(ops, "reduce_window_sum")[0].inputs == (dtype,)
 
 
 def test_inside_jax_transformations():
