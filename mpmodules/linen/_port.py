@@ -39,7 +39,7 @@ def apply_policy(
 
     Every Flax layer in the model, at whatever depth, obeys the policy: in compact and setup style, shared, scanned,
     rematerialised, vmapped and jitted, and inside Flax's own composites. Parameters that other modules create
-    themselves come in param_dtype, and are computed with as they are. Functions (pooling, softmax) are out of reach.
+    themselves come in param_dtype. Functions (pooling, softmax) and matmuls of the model's own run under autocast.
 
     Args:
       model: an unbound linen module, Flax's own or ours. A `dtype_policy` that it carries itself is replaced.

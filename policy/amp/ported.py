@@ -65,7 +65,7 @@ class Ported:
         """Returns whether the model's own code computes what half precision can't bear.
 
         Such are sums of rows and running totals, which JAX adds up in the dtype that it is handed, and exponentials,
-        logarithms and roots, as those of softmaxes and norms. `jnp.sum` and its like are none: they add half in float32.
+        logarithms and roots, as those of softmaxes and norms. `jnp.sum` and its like add half in float32 anyway.
         """
         return any(
             site.name in _IN_FLOAT32 and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)

@@ -413,7 +413,8 @@ def test_a_function_that_flax_offers_sums_in_float32_unless_own_code_is_kept():
         def __call__(self, x):
             return nn.avg_pool(nn.Dense(3)(x), (2,))
 
-    variables = jax.eval_shape(Pools().init, KEY, X)
+    with jax.numpy_dtype_promotion("standard"):
+        variables = jax.eval_shape(Pools().init, KEY, X)
     for own_code, dtype in ((None, "float32"), ("keep", "bfloat16")):
         ported = apply_policy(Pools(), MIXED, own_code=own_code)
         with jax.numpy_dtype_promotion("standard"):  # Flax's avg_pool divides a half by an integer
