@@ -169,7 +169,7 @@ class _Port:
         if layer is not base and _is_transformed(inspect.getattr_static(base, "__call__")):
             is_layer = False
         self.options = options
-        may_multiply = not hasattr(layer, "_is_layer") or issubclass(layer, (flax_nn.RNN, flax_nn.Bidirectional))
+        may_multiply = not hasattr(layer, "_is_layer") or issubclass(base, (flax_nn.RNN, flax_nn.Bidirectional))
         self.autocasts = options.own_code != "keep" and may_multiply
         policy = None if is_layer else options.policy  # a layer is a boundary only by a policy of its own
         self.scope = Scope(policy, options.rules, options=options.beside_policy)

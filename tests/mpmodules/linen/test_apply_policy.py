@@ -415,8 +415,10 @@ def test_a_function_that_flax_offers_sums_in_float32_unless_own_code_is_kept():
 
     with jax.numpy_dtype_promotion("standard"):
         variables = jax.eval_shape(Pools().init, KEY, X)
-    for own_code, dtype in ((None, "float32"), ("keep", "bfloat16")):
-        ported = apply_policy(Pools(), MIXED, own_code=own_code)
+    for ported, dtype in (
+        (apply_policy(Pools(), MIXED), "float32"),
+        (apply_policy(Pools(), MIXED, own_code="keep"), "bfloat16"),
+    ):
         with jax.numpy_dtype_promotion("standard"):  # Flax's avg_pool divides a half by an integer
             ops = operations(ported.apply, variables, X)
         assert named(ops, "reduce_window_sum")[0].inputs == (dtype,)

@@ -64,7 +64,7 @@ def budgets(errors: dict[Any, float]) -> list[float]:
 @pytest.mark.parametrize(("seed", "modules"), [(0, 4), (1, 6), (2, 8), (3, 8)])
 def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(seed: int, modules: int, policy: str) -> None:
     model, *arguments = network(seed, modules)
-    trial = Trial(program_of(Call.of("suggest", model, arguments, {}, None), get_policy(policy)), None)
+    trial = Trial(program_of(Call.of("suggest", model, arguments, {}, None, None), get_policy(policy)), None)
     assert len(trial.paths) == modules
     errors = {wide: trial.measure(wide) for wide in subsets(trial)}
     for budget in budgets(errors):
@@ -78,7 +78,7 @@ def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(seed: int, modules
 def test_the_rules_applied_for_real_cost_no_more_than_the_cheapest_that_meet_the_budget_for_real() -> None:
     model, *arguments = network(4, 4)
     policy = get_policy("mixed_bfloat16")
-    call = Call.of("suggest", model, arguments, {}, None)
+    call = Call.of("suggest", model, arguments, {}, None, None)
     program = program_of(call, policy)
     trial = Trial(program, None)
     errors = {wide: trial.error(_applied(call, policy, program, trial, wide)[1]) for wide in subsets(trial)}
@@ -91,7 +91,7 @@ def test_the_rules_applied_for_real_cost_no_more_than_the_cheapest_that_meet_the
 
 def test_of_many_candidates_none_is_kept_that_turned_out_superfluous() -> None:
     model, *arguments = network(5, 10)
-    trial = Trial(program_of(Call.of("suggest", model, arguments, {}, None), get_policy("mixed_bfloat16")), None)
+    trial = Trial(program_of(Call.of("suggest", model, arguments, {}, None, None), get_policy("mixed_bfloat16")), None)
     search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     budget = 0.3 * trial.measure(frozenset())
     found = search.least(budget)
