@@ -20,6 +20,7 @@ from policy.amp import regions
 from policy.amp.ported import Ported
 from policy.policy import Policy
 from policy.scope import Scope, current_scope, enter
+from policy.sources import Source
 
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
@@ -82,7 +83,7 @@ def told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     return treedef, tuple(leaf if isinstance(leaf, (bool, str)) else None for leaf in leaves)
 
 
-def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None) -> Any:
+def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source | None = None) -> Any:
     """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no boundary.
 
     Args:

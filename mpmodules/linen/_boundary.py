@@ -177,7 +177,9 @@ def _run_for_autocast(
 ) -> Any:
     """Calls a module inside of a port whose own code autocast runs."""
     if not hasattr(type(module), "_is_layer"):
-        return run_inside(lambda: method(module, *args, **kwargs), scope, effective_policy(module, scope).policy)
+        effective = effective_policy(module, scope)
+        source = effective.source.for_those_inside(where(module))
+        return run_inside(lambda: method(module, *args, **kwargs), scope, effective.policy, source)
     has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
 
     def call() -> Any:

@@ -67,6 +67,18 @@ def recording() -> Iterator[Recorded]:
         calls.recorded = outer
 
 
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Leaves the calls in a block out of a summary that is being recorded."""
+    recorded = calls.recorded
+    before = {} if recorded is None else {call: list(obeyed) for call, obeyed in recorded.obeyed.items()}
+    try:
+        yield
+    finally:
+        if recorded is not None:
+            recorded.obeyed = before
+
+
 calls = _Calls()
 
 

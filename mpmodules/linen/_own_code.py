@@ -18,7 +18,7 @@ from flax.linen.transforms import decorator_lift_transform
 from mpmodules import _carries as carries
 from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decisions, Shown, described, told_apart, tracing
 from mpmodules._port_options import OwnCode
-from mpmodules.linen._calls import roots_unchecked
+from mpmodules.linen._calls import roots_unchecked, unrecorded
 from policy.amp.ported import Ported, traced
 from policy.policy import Policy
 from policy.precedence import warn_once
@@ -106,7 +106,7 @@ def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str,
         return next_fun(*args, **kwargs)
 
     try:
-        with flax_nn.intercept_methods(note):
+        with unrecorded(), flax_nn.intercept_methods(note):
             _lifted(method, look)(module, *args, **kwargs)
     except Exception:  # `_Decided`, or an error of the model's own
         return found[0] if found else None

@@ -115,7 +115,8 @@ def run_method(
         if note is None:
             return _run_layer_for_autocast(module, plainly, args, kwargs, name=name, signature_of=signature_of)
         own = as_ours(module) if is_upstream else module
-        return run_inside(lambda: method(own, *args, **kwargs), scope, module.dtype_policy)
+        source = module._policy_source.for_those_inside(type(module).__name__)
+        return run_inside(lambda: method(own, *args, **kwargs), scope, module.dtype_policy, source)
     if note is None or _calls.ports:
         return plainly(args, kwargs)
 

@@ -178,7 +178,11 @@ class Evaluator:
         traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
         if name == "convert_element_type":
             done, outputs = "author's cast", [_converted(equation, values[0])]
-        elif traced != {F32} or _is_complex(equation) or category in ("exempt", "opaque", "explicit", "control"):
+        elif (
+            traced != {F32}
+            or (category == "compute" and _is_complex(equation))
+            or category in ("exempt", "opaque", "explicit", "control")
+        ):
             done, outputs = _kind_of_opaque(equation, traced, category), _as_traced(equation, values)
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
