@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 import numpy as np
 
+from policy.amp.values import is_floating
 from policy.programs import opened, programs_of, scan_arity
 
 # Their operands are those of the one program that they hold.
@@ -221,7 +221,7 @@ class Graph:
 
 def _data(aval: Any, yields: bool, given: bool) -> Data:
     dtype = getattr(aval, "dtype", None)
-    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    is_float = dtype is not None and is_floating(dtype)
     return Data(tuple(getattr(aval, "shape", ())), is_float, yields, given)
 
 

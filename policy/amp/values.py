@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class Value:
         return self.array.dtype
 
 
+@functools.cache  # asked of every value of every equation
 def is_floating(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
