@@ -1,4 +1,4 @@
-"""What `policy.compare` costs beside the float32 function that it compares with.
+"""The cost of `policy.compare` beside the float32 function that it compares with.
 
     python -m benchmarks.inspection_compare           # the table: 2 minutes on two idle cores
     python -m benchmarks.inspection_compare --check   # exits with 1 where a figure misses its bound

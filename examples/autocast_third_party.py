@@ -397,7 +397,7 @@ def table(results: list[Result]) -> str:
 
 
 def table_of_findings(results: list[Result]) -> str:
-    """How many places of each kind `policy.audit` finds fault with, forward and backward."""
+    """Counts the findings of `policy.audit` by kind, forward and backward."""
     kinds = list(dict.fromkeys(finding.kind for result in results for finding in result.audit.findings))
     counts = [[sum(f.kind == kind for f in result.audit.findings) for result in results] for kind in kinds]
     rows = [(kind, *map(str, row)) for kind, row in zip(kinds, counts, strict=True)]

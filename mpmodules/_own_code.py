@@ -1,7 +1,7 @@
-"""A port's own code, in modules that know of no policy: where it multiplies, autocast runs it.
+"""A port's own code, in modules that know of no policy: where it multiplies or needs float32, autocast runs it.
 
 Such a port is traced with its own code in float32 and its layers in their policies' dtypes, each handing on float32;
-autocast then runs what is between the layers. A port whose layers do all the multiplying is called as it is.
+autocast then runs what is between the layers. A port whose layers do all of that is called as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What a call of a port shows of the code that no layer makes.
+    """The result of looking at a call of a port: how its own code is to run.
 
     Attributes:
       autocasts: whether autocast is to run it.
@@ -48,7 +48,7 @@ LAYERS_ONLY, ASKED_FOR = Shown(False), Shown(True)
 
 
 class Decisions:
-    """What the first call of each method of each ported model showed."""
+    """The results of looking at the first call of each method of each ported model."""
 
     def __init__(self) -> None:
         self._known: collections.OrderedDict[Hashable, Shown] = collections.OrderedDict()
@@ -60,14 +60,14 @@ class Decisions:
         return self._told.setdefault(cls, text)
 
     def get(self, key: Hashable) -> Shown | None:
-        """Returns what is known of a call, or None."""
+        """Returns the result for a call, or None."""
         try:
             return self._known.get(key)
         except TypeError:  # a field without a hash
             return None
 
     def put(self, key: Hashable, shown: Shown) -> None:
-        """Notes what a call showed; a key without a hash is not noted."""
+        """Stores the result for a call; a key without a hash is not stored."""
         try:
             with self._lock:
                 self._known[key] = shown
@@ -83,20 +83,19 @@ def told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     return treedef, tuple(leaf if isinstance(leaf, (bool, str)) else None for leaf in leaves)
 
 
-def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source | None = None) -> Any:
+def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source) -> Any:
     """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no boundary.
 
     Args:
       call: calls it.
       scope: the one in force.
-      policy: what the module obeys.
+      policy: the one that the module obeys.
+      source: where the modules inside get it from, for summaries.
     """
     if policy is None:
         return call()
-    with (
-        enter(dataclasses.replace(scope, policy=policy, boundary_open=True)),
-        regions.computes_in(policy.compute_dtype),
-    ):
+    inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
+    with enter(inner, source), regions.computes_in(policy.compute_dtype):
         return call()
 
 

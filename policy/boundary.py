@@ -20,12 +20,12 @@ IsLeaf = Callable[[Any], bool]
 
 
 def module_crosses(scope: Scope, policy: Policy | None) -> bool:
-    """Whether a module's call is a boundary: it obeys another policy than the one in force, or none is open yet."""
+    """Returns whether a module's call is a boundary: its policy is not the one in force, or none is open yet."""
     return policy is not None and (not scope.boundary_open or policy != scope.policy)
 
 
 def layer_crosses(scope: Scope, policy: Policy | None, own: bool) -> bool:
-    """Whether a bare layer's call is a boundary: it carries a policy of its own that is not the one in force."""
+    """Returns whether a bare layer's call is a boundary: it carries a policy that is not the one in force."""
     return own and policy is not None and policy != scope.policy
 
 

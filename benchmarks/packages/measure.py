@@ -1,4 +1,4 @@
-"""What a model in bfloat16 leaves in float32, and how far it is from the model in float32."""
+"""Measures the matmul FLOPs that a bfloat16 model leaves in float32, and its errors beside the float32 model."""
 
 from __future__ import annotations
 

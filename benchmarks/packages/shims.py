@@ -1,4 +1,4 @@
-"""What older packages ask of JAX that is no longer there: arguments by the names that they had."""
+"""Arguments of JAX functions under the names that they had when older packages were written."""
 
 from __future__ import annotations
 

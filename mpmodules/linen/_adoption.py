@@ -161,7 +161,7 @@ def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> context
 
 
 class _InForce(threading.local):
-    """How many adopters are in force in this thread."""
+    """The number of adopters in force in this thread."""
 
     adopters = 0
 

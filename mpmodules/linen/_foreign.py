@@ -1,4 +1,4 @@
-"""What a policy sets in modules that are no layers: their dtype fields, their parameters, and what they hand on."""
+"""Policies in modules that are no layers: dtype fields, parameters and outputs."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ _NOT_ENTERED = NOT_BOUNDARIES - {"setup"}
 
 
 class _Port:
-    """How the calls of one ported class run."""
+    """The scope, the adopter and the options with which the calls of one ported class run."""
 
     def __init__(self, base: Any, options: _Options):
         self.base = base

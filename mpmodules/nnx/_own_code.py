@@ -27,7 +27,7 @@ _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a m
 
 
 class OwnCodeOf:
-    """How a foreign module's own code runs in a port, and what the first call of each method showed of it.
+    """The choice of how a foreign module's own code runs in a port, and the results of looking at its methods' calls.
 
     It is static metadata of the module: copies share it, and two are equal where the code runs alike.
 

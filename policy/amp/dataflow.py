@@ -159,7 +159,7 @@ class Graph:
         return outputs
 
     def _held(self, equation: Any, inputs: list[Data], frame: Frame, backward: bool) -> list[Data] | None:
-        """What an equation with programs returns, or None of one without, or that is none of ours."""
+        """Returns the outputs of an equation whose programs are looked into; None of other equations."""
         name, params = equation.primitive.name, equation.params
         if name in _INLINED:
             held = next(params[key] for key in _PROGRAMS if key in params)

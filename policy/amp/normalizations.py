@@ -27,7 +27,7 @@ _ROOTS = frozenset(("rsqrt", "sqrt", "pow"))
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """What belongs to normalisations among the equations of one program.
+    """The equations of one program that belong to normalisations.
 
     Equal and hashed by content, so that programs whose normalisations are alike can share what is made of them.
 
@@ -177,7 +177,7 @@ class _Quotient:
 
 @dataclasses.dataclass
 class _Quotients:
-    """What is divided by a root.
+    """The quotients by a root.
 
     Attributes:
       operations: the divisions, or products with one divided by it.

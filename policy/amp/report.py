@@ -1,4 +1,4 @@
-"""What autocast did with each operation, and why."""
+"""Reports of the casts that autocast puts in, by operation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Record:
 
 @dataclasses.dataclass
 class Report:
-    """What autocast did with a function: ``autocast(fn, policy).explain(*args)``.
+    """The casts that autocast puts into a function: ``autocast(fn, policy).explain(*args)``.
 
     Attributes:
       records: each kind of operation, and how often it stands in the program.

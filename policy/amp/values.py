@@ -82,7 +82,7 @@ def as_dtype(value: Value, dtype: Any) -> Any:
 
 
 def fits(constant: Any, dtype: Any) -> bool:
-    """Whether a number neither overflows nor vanishes in `dtype`."""
+    """Returns whether a number neither overflows nor vanishes in `dtype`."""
     with np.errstate(over="ignore", under="ignore"):
         narrow = np.asarray(constant).astype(dtype)
     overflows = np.isinf(narrow) and not np.isinf(constant)
@@ -91,7 +91,7 @@ def fits(constant: Any, dtype: Any) -> bool:
 
 
 def saturates(constant: Any, dtype: Any) -> bool:
-    """Whether a number overflows in `dtype` by its rounding alone: float32's lowest becomes -inf in bfloat16."""
+    """Returns whether a number overflows in `dtype` by rounding alone: float32's lowest becomes -inf in bfloat16."""
     finite = bool(np.isfinite(constant)) and has_range_of_float32(dtype)
     return finite and abs(float(constant)) > float(jnp.finfo(dtype).max)
 

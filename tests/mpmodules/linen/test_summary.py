@@ -93,6 +93,30 @@ def test_the_global_policy_and_none_are_told_apart():
     assert shown(Block(dtype_policy=MIXED))[""] == (SHORT, "argument: dtype_policy")
 
 
+class Multiplies(flax_nn.Module):
+    """Has a matmul of its own, so that a port runs it under autocast."""
+
+    @flax_nn.compact
+    def __call__(self, x):
+        x = x @ self.param("w", flax_nn.initializers.ones, (4, 4))
+        return flax_nn.Dense(4, name="layer")(x)
+
+
+class Around(flax_nn.Module):
+    @flax_nn.compact
+    def __call__(self, x):
+        return flax_nn.Dense(4, name="head")(Multiplies(name="inner")(x))
+
+
+@pytest.mark.parametrize("own_code", ["autocast", "keep"])
+def test_sources_are_the_same_where_own_code_runs_under_autocast(own_code):
+    ported = nn.apply_policy(Around(), MIXED, {"inner": "p=f32,c=f16,o=f16"}, own_code=own_code)
+    with jax.numpy_dtype_promotion("standard"):
+        rows = shown(ported)
+    assert rows["inner"] == rows["inner/layer"] == ("p=f32,c=f16,o=f16", "rule: 'inner'")
+    assert rows["head"] == (SHORT, "enclosing module: Around")
+
+
 class Theirs(flax_nn.Module):
     @flax_nn.compact
     def __call__(self, x):

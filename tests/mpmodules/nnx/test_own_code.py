@@ -274,8 +274,9 @@ def test_all_kinds_of_state_are_changed_as_a_plain_call_changes_them():
 
 def test_no_tracer_is_leaked():
     model = ported(NnxProjection(16, 4, nnx.Rngs(0)))
-    with jax.checking_leaks():
-        model(X)
+    with jax.checking_leaks():  # raises where a tracer outlives its trace
+        out = model(X)
+    assert error(out, jnp.dot(X, model.w[...])) < 0.01
 
 
 def test_a_port_inside_of_a_module_of_ours():

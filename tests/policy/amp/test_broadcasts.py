@@ -107,7 +107,7 @@ def test_gradients_are_near_those_of_float64(name):
 
 
 def saved_bytes(name: str) -> int:
-    """What the backward pass keeps beside the arguments."""
+    """Returns the bytes of the residuals that are no arguments."""
     cast = autocast(MODELS[name], BF16, params=0)
     jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(lambda *args: jnp.sum(cast(*args)), *args)[1])(P, COND, X).jaxpr
     kept = {id(v): v.aval for v in jaxpr.outvars if not any(v is invar for invar in jaxpr.invars)}

@@ -1,4 +1,4 @@
-"""What autocast's casts cost: how many there are, and what a backward pass keeps of them. Traced only."""
+"""The cost of autocast's casts: their number, and the bytes of residuals. Traced only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What half precision must not touch: accumulators, masks, statistics, positions, sums of gradients."""
+"""Values that half precision must not touch: accumulators, masks, statistics, positions, sums of gradients."""
 
 from __future__ import annotations
 
