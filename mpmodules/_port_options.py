@@ -1,37 +1,56 @@
-"""Options of `apply_policy`, alike in both wings: those that exclude each other, and the spelling of dtype fields."""
+"""Options of `apply_policy`, alike in both wings: how they are checked, and the spelling of dtype fields."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from policy.policy import Policy
+from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
+from policy.scope import RulesLike, require_usable
 
 OwnCode = Literal["autocast", "keep"] | None
 
 
-def resolved_own_code(
-    own_code: OwnCode,
-    policy: Policy,
-    rules: PolicyRules | None,
+@dataclasses.dataclass(frozen=True)
+class PortOptions:
+    """The arguments of `apply_policy`, checked."""
+
+    policy: Policy
+    rules: PolicyRules | None
+    keep_explicit: bool
+    dtype_fields: bool
+    cast_submodules: bool
+    own_code: OwnCode
+
+    @property
+    def beside_policy(self) -> tuple[bool | str | None, ...]:
+        """Everything that changes a trace beside the policy and rules, for the key of JAX's caches."""
+        return self.keep_explicit, self.dtype_fields, self.cast_submodules, self.own_code
+
+
+def port_options(
+    policy: Policy | str,
+    rules: RulesLike | None,
     *,
     keep_explicit: bool,
     dtype_fields: bool,
     cast_submodules: bool,
-) -> OwnCode:
-    """Returns `own_code`, or "keep" where there is nothing for autocast to do.
-
-    Args:
-      own_code: the argument of `apply_policy`.
-      policy, rules: the port's.
-      keep_explicit, dtype_fields, cast_submodules: the arguments of `apply_policy` that ask for the code's own dtypes.
+    own_code: OwnCode,
+) -> PortOptions:
+    """Returns the arguments of `apply_policy`, checked; `own_code` is "keep" where autocast has nothing to do.
 
     Raises:
-      ValueError: options contradict each other, or `own_code` is neither None, "autocast" nor "keep".
+      ValueError: options contradict each other, `own_code` is neither None, "autocast" nor "keep", or the policy or
+        the rules are malformed.
     """
+    policy = require_usable(get_policy(policy))
+    rules = rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
+    for _, rule_policy in rules or ():
+        require_usable(rule_policy)
     if keep_explicit and dtype_fields:
         raise ValueError(
             "keep_explicit=True keeps the dtypes that modules were given, and dtype_fields=True replaces them; "
@@ -47,7 +66,8 @@ def resolved_own_code(
             f"{beside[0]}=True, or pass own_code='keep'."
         )
     is_half = any(each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ())))
-    return own_code if is_half and not beside else "keep"
+    own_code = own_code if is_half and not beside else "keep"
+    return PortOptions(policy, rules, keep_explicit, dtype_fields, cast_submodules, own_code)
 
 
 def may_be_set(value: Any) -> bool:

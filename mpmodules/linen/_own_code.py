@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import flax.linen as flax_nn
 import jax
@@ -17,10 +17,9 @@ from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
 from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decisions, Shown, described, told_apart, tracing
-from mpmodules._port_options import OwnCode
+from mpmodules._port_options import PortOptions
 from mpmodules.linen._calls import roots_unchecked, unrecorded
 from policy.amp.ported import Ported, traced
-from policy.policy import Policy
 from policy.precedence import warn_once
 
 Method = Callable[..., Any]
@@ -31,21 +30,12 @@ class _Decided(Exception):
     """Ends a trace before its results are put into the module's scope."""
 
 
-class Options(Protocol):
-    """The options of `apply_policy` that matter here."""
-
-    @property
-    def policy(self) -> Policy: ...
-    @property
-    def own_code(self) -> OwnCode: ...
-
-
 def call_port(
     module: Any,
     method: Method,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: Options,
+    options: PortOptions,
     *,
     plainly: Callable[[], Any],
 ) -> Any:

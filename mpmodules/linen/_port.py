@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules._port_options import OwnCode, resolved_own_code
+from mpmodules._port_options import OwnCode, PortOptions, port_options
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._instance_methods import InstanceMethod
 from mpmodules.linen._own_code import call_port
 from mpmodules.linen._summary import tabulate_method
-from policy.policy import Policy, get_policy
-from policy.rules import PolicyRules
-from policy.scope import RulesLike, Scope, current_scope, enter, require_usable
+from policy.policy import Policy
+from policy.scope import RulesLike, Scope, current_scope, enter
 from policy.sources import Source
 
 M = TypeVar("M", bound=flax_nn.Module)
@@ -75,42 +74,19 @@ def apply_policy(
         raise TypeError(f"apply_policy takes a linen module here, but got {model!r} of type {type(model).__name__}.")
     if model.scope is not None:
         raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
-    policy = require_usable(get_policy(policy))
-    rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
-    for _, rule_policy in rules or ():
-        require_usable(rule_policy)
-    base = getattr(type(model), "_ported_from", type(model))
-    fields, state = _fields_of(model), _state_of(model)
-    if "dtype_policy" in fields:
-        fields["dtype_policy"] = policy
-    own_code = resolved_own_code(
-        own_code,
+    options = port_options(
         policy,
         rules,
         keep_explicit=keep_explicit,
         dtype_fields=dtype_fields,
         cast_submodules=cast_submodules,
+        own_code=own_code,
     )
-    return _rebuild(
-        base, _Options(policy, rules, keep_explicit, dtype_fields, cast_submodules, own_code), fields, state
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The arguments of `apply_policy`, as the class of a port has them."""
-
-    policy: Policy
-    rules: PolicyRules | None
-    keep_explicit: bool
-    dtype_fields: bool
-    cast_submodules: bool
-    own_code: OwnCode
-
-    @property
-    def beside_policy(self) -> tuple[bool | str | None, ...]:
-        """Everything that changes a trace beside the policy and rules, for the key of JAX's caches."""
-        return self.keep_explicit, self.dtype_fields, self.cast_submodules, self.own_code
+    base = getattr(type(model), "_ported_from", type(model))
+    fields, state = _fields_of(model), _state_of(model)
+    if "dtype_policy" in fields:
+        fields["dtype_policy"] = options.policy
+    return _rebuild(base, options, fields, state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +111,7 @@ def _state_of(model: flax_nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if name not in fields | _FLAX_STATE}
 
 
-def _rebuild(base: type, options: _Options, fields: dict[str, Any], state: dict[str, Any]) -> Any:
+def _rebuild(base: type, options: PortOptions, fields: dict[str, Any], state: dict[str, Any]) -> Any:
     ported = _ported_class(base, options)(**fields, parent=None)
     vars(ported).update(state)
     return ported
@@ -162,7 +138,7 @@ _NOT_ENTERED = NOT_BOUNDARIES - {"setup"}
 class _Port:
     """The scope, the adopter and the options with which the calls of one ported class run."""
 
-    def __init__(self, base: Any, options: _Options):
+    def __init__(self, base: Any, options: PortOptions):
         self.base = base
         layer = base if hasattr(base, "_is_layer") else adopting_class(base)
         is_layer = getattr(layer, "_is_layer", False)
@@ -233,7 +209,7 @@ def _is_transformed(method: Callable[..., Any]) -> bool:
 
 
 @functools.cache
-def _ported_class(base: Any, options: _Options) -> Any:
+def _ported_class(base: Any, options: PortOptions) -> Any:
     """Makes the subclass of `base` whose calls enter the scope and the adopter, and which is `base` in all else."""
     port = _Port(base, options)
     call_wrapped_method = base._call_wrapped_method  # Flax's, through which every method runs that it wrapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -23,6 +24,23 @@ from policy.scope import current_scope, enter
 # Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
 NOT_BOUNDARIES = frozenset({"initialize_carry", "init_cache", "set_view", "train", "eval"})
 _FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method:
+    """A public method of a module.
+
+    Attributes:
+      body: the method without a boundary; Flax's own and ours are called with a module of our class.
+      name: the name that it has in its class.
+      is_upstream: whether it is Flax's own, or ours in its place.
+      signature_of: the function whose signature names the arguments, `self` first.
+    """
+
+    body: Callable[..., Any]
+    name: str
+    is_upstream: bool
+    signature_of: Any
 
 
 class _Calls(threading.local):
@@ -80,51 +98,33 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
         if not isinstance(self, flax_nnx.Module):
             return method(self, *args, **kwargs)
         body = method if is_function else lambda self, *args, **kwargs: method.__get__(self)(*args, **kwargs)
-        return run_method(self, body, args, kwargs, name=name, is_upstream=is_upstream, signature_of=method)
+        return run_method(self, Method(body, name, is_upstream, method), args, kwargs)
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call
 
 
-def run_method(
-    module: Any,
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    name: str,
-    is_upstream: bool,
-    signature_of: Any,
-) -> Any:
-    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` carries.
+def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a method of `module` under the policy that the module carries.
 
     Every call of a public method of a module that obeys policies comes through here, ours or ported.
 
     Args:
       module: the module, of its own class.
-      method: the method without a boundary; Flax's own and ours are called with a module of our class.
-      name: the name that the method has in its class.
-      is_upstream: whether the method is Flax's own, or ours in its place.
-      signature_of: the function whose signature names the arguments, `self` first.
+      method: the method.
+      args, kwargs: its arguments.
     """
     scope, note = current_scope(), own_code_of(module)
-    plainly = functools.partial(
-        _run_method, module, method, name=name, is_upstream=is_upstream, signature_of=signature_of
-    )
     if scope.hands_on_float32:
-        if note is None:
-            return _run_layer_for_autocast(module, plainly, args, kwargs, name=name, signature_of=signature_of)
-        own = as_ours(module) if is_upstream else module
-        source = module._policy_source.for_those_inside(type(module).__name__)
-        return run_inside(lambda: method(own, *args, **kwargs), scope, module.dtype_policy, source)
+        return _run_for_autocast(module, method, args, kwargs, is_layer=note is None)
     if note is None or _calls.ports:
-        return plainly(args, kwargs)
+        return _run_method(module, method, args, kwargs)
 
-    def call() -> Any:
+    def plainly() -> Any:
         with _port_under_way(depth=0):
-            return plainly(args, kwargs)
+            return _run_method(module, method, args, kwargs)
 
-    return call_port(module, note, name, call, args, kwargs, functools.partial(_port_under_way, depth=1))
+    return call_port(module, note, method.name, plainly, args, kwargs, functools.partial(_port_under_way, depth=1))
 
 
 @contextlib.contextmanager
@@ -139,51 +139,38 @@ def _port_under_way(*, depth: int) -> Iterator[None]:
         _calls.ports -= 1
 
 
-def _run_layer_for_autocast(
-    module: Any,
-    plainly: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    name: str,
-    signature_of: Any,
+def _run_for_autocast(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_layer: bool
 ) -> Any:
-    """Calls a module that obeys policies inside of a port whose own code autocast runs."""
-    is_step, is_loop = _is_step(module, name), _is_loop(module, name)
-    has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
+    """Calls a module inside of a port whose own code autocast runs."""
+    scope, policy = current_scope(), module.dtype_policy
+    if not is_layer:
+        own = as_ours(module) if method.is_upstream else module
+        source = module._policy_source.for_those_inside(type(module).__name__)
+        return run_inside(lambda: method.body(own, *args, **kwargs), scope, policy, source)
 
     def call() -> Any:
-        if module.dtype_policy is None:
-            return plainly(args, kwargs)
-        return plainly(*_cast_inputs(module, module.dtype_policy, args, kwargs, name, signature_of))
+        cast = (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        return _run_method(module, method, *cast)
 
-    return run_layer(call, current_scope(), carries.given_carry(args, kwargs) if has_carry else None)
+    return run_layer(call, scope, carries.given_carry(args, kwargs) if _has_carry(module, method, kwargs) else None)
 
 
 def _cast_inputs(
-    module: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, signature_of: Any
+    module: Any, policy: Policy, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return carries.cast_inputs(
         policy,
         args,
         kwargs,
-        is_step=_is_step(module, name),
-        is_loop=_is_loop(module, name),
+        is_step=_is_step(module, method.name),
+        is_loop=_is_loop(module, method.name),
         keep=getattr(type(module), "keep_inputs", ()),
-        signature=lambda: _without_self(signature_of),
+        signature=lambda: _without_self(method.signature_of),
     )
 
 
-def _run_method(
-    module: Any,
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    name: str,
-    is_upstream: bool,
-    signature_of: Any,
-) -> Any:
+def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scope = current_scope()
     policy, cls = module.dtype_policy, type(module)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
@@ -193,9 +180,8 @@ def _run_method(
         crosses = boundary.layer_crosses(scope, policy, module._policy_source.own)
     else:
         crosses = boundary.module_crosses(scope, policy)
-    is_step, is_loop = _is_step(module, name), _is_loop(module, name)
     if crosses and not (kind._is_layer and kind._takes_inputs_as_they_come):
-        args, kwargs = _cast_inputs(module, policy, args, kwargs, name, signature_of)
+        args, kwargs = _cast_inputs(module, policy, method, args, kwargs)
     explained = contextlib.nullcontext()
     if crosses and policy is not None:
         if _calls.depth:
@@ -207,18 +193,18 @@ def _run_method(
     try:
         inner = boundary.inside(scope, policy) if crosses else scope
         with explained, enter(inner, module._policy_source.for_those_inside(cls.__name__) if crosses else None):
-            if is_upstream and kind._is_layer:
-                outputs = as_ours(module)._call_layer(crosses, method, name, args, kwargs)
+            if method.is_upstream and kind._is_layer:
+                outputs = as_ours(module)._call_layer(crosses, method.body, method.name, args, kwargs)
             else:
-                outputs = method(as_ours(module) if is_upstream else module, *args, **kwargs)
+                outputs = method.body(as_ours(module) if method.is_upstream else module, *args, **kwargs)
     finally:
         _calls.module = caller
         _calls.depth -= 1
         if not _calls.depth:
             _calls.crossed.clear()
-    if is_step and policy is not None:
+    if _is_step(module, method.name) and policy is not None:
         outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
-    has_carry = is_step or (is_loop and carries.returns_carry(module, kwargs))
+    has_carry = _has_carry(module, method, kwargs)
     if crosses and policy is not None:
         outputs = carries.cast_outputs(policy, outputs, has_carry=has_carry)
     if caller is None or caller is module or scope.policy is None or not _casts_outputs(module):
@@ -241,6 +227,12 @@ def _is_step(module: Any, name: str) -> bool:
 def _is_loop(module: Any, name: str) -> bool:
     """Returns whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
     return name == "__call__" and isinstance(module, flax_nnx.RNN | flax_nnx.Bidirectional)
+
+
+def _has_carry(module: Any, method: Method, kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call returns a carry, as the first of a pair."""
+    returns_one = _is_loop(module, method.name) and carries.returns_carry(module, kwargs)
+    return _is_step(module, method.name) or returns_one
 
 
 def _without_self(method: Any) -> inspect.Signature:

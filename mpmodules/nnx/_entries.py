@@ -17,7 +17,7 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
-from mpmodules.nnx._boundary import NOT_BOUNDARIES, is_boundary_name, is_method, run_method
+from mpmodules.nnx._boundary import NOT_BOUNDARIES, Method, is_boundary_name, is_method, run_method
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._obeying import LAYER_OF, PORT, as_ours, is_ours
 from mpmodules.nnx._tracing import classes_lock, defined, holds_items, redefine
@@ -141,7 +141,7 @@ def _entry(owner: type, name: str, method: Any) -> Any:
             return straight(self, *args, **kwargs)
         if name in NOT_BOUNDARIES:
             return body(as_ours(self), *args, **kwargs)
-        return run_method(self, body, args, kwargs, name=name, is_upstream=is_upstream, signature_of=method)
+        return run_method(self, Method(body, name, is_upstream, method), args, kwargs)
 
     entry = call if inspect.isfunction(method) else _TransformedEntry(method, call)
     for noted in (entry, method):

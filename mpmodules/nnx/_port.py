@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from typing import Any, TypeVar, cast
@@ -11,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules._port_options import OwnCode, may_be_set, resolved_own_code, spelled_as
+from mpmodules._port_options import OwnCode, PortOptions, may_be_set, port_options, spelled_as
 from mpmodules.nnx._entries import is_container, layer_class, port_of
 from mpmodules.nnx._obeying import LAYER_OF, is_ours, obeys_policies
 from mpmodules.nnx._own_code import OwnCodeOf
 from policy.casting import cast_floating
-from policy.policy import Policy, get_policy
+from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
 from policy.rules import Pattern, PolicyRules, name_of
-from policy.scope import RulesLike, current_scope, require_usable
+from policy.scope import RulesLike, current_scope
 from policy.sources import NO_SOURCE, Source
 
 M = TypeVar("M", bound=flax_nnx.Module)
@@ -28,17 +27,7 @@ M = TypeVar("M", bound=flax_nnx.Module)
 _CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options of `apply_policy`."""
-
-    keep_explicit: bool = False
-    dtype_fields: bool = False
-    cast_submodules: bool = False
-    own_code: OwnCode = None
-
-
-def _effective(module: Any, policy: Policy | None, source: Source, options: _Options, *, where: str) -> Effective:
+def _effective(module: Any, policy: Policy | None, source: Source, options: PortOptions, *, where: str) -> Effective:
     """Returns the policy that a module is to obey, with its own dtype where that is kept."""
     if policy is None or not (_takes_dtypes(type(module)) and _has_dtypes(module)):
         return Effective(policy, policy, source)
@@ -51,7 +40,7 @@ def _effective(module: Any, policy: Policy | None, source: Source, options: _Opt
     )
 
 
-def _adopt(module: Any, policy: Policy, source: Source, options: _Options, *, is_root: bool) -> None:
+def _adopt(module: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool) -> None:
     """Makes one built module obey `policy`: its methods, its dtype attributes and its own variables."""
     if is_container(module):
         _cast_variables(module, policy)
@@ -244,21 +233,17 @@ def apply_policy(
     """
     if not isinstance(model, flax_nnx.Module):
         raise TypeError(f"apply_policy takes an nnx module here, but got {model!r} of type {type(model).__name__}.")
-    policy = require_usable(get_policy(policy))
-    rules = PolicyRules() if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
-    for _, rule_policy in rules:
-        require_usable(rule_policy)
-    paths = _paths(model)
-    rules.check({"/".join(path): type(module) for path, module in paths.items()})
-    own_code = resolved_own_code(
-        own_code,
+    options = port_options(
         policy,
         rules,
         keep_explicit=keep_explicit,
         dtype_fields=dtype_fields,
         cast_submodules=cast_submodules,
+        own_code=own_code,
     )
-    options = _Options(keep_explicit, dtype_fields, cast_submodules, own_code)
+    rules = options.rules or PolicyRules()
+    paths = _paths(model)
+    rules.check({"/".join(path): type(module) for path, module in paths.items()})
     holding: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # what the modules below each inherit
     plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
@@ -266,7 +251,7 @@ def apply_policy(
         held, source = _carried(module, path, rules) or (
             next(holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding)
             if path
-            else (policy, Source("argument", "apply_policy", own=True))
+            else (options.policy, Source("argument", "apply_policy", own=True))
         )
         holding[path] = held, source.for_those_inside(where)
         planned = plan.get(id(module))
