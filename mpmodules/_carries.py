@@ -16,6 +16,7 @@ from mpmodules.functional import is_wider
 from policy import boundary
 from policy.casting import cast_array, cast_floating, is_floating
 from policy.policy import Policy
+from policy.precedence import Effective
 
 
 def cast_inputs(
@@ -142,7 +143,7 @@ _ADVICE = "Modules inside are boundaries with a policy of their own"
 
 
 @contextlib.contextmanager
-def scan_explained(crossed: Mapping[str, Policy], at: str | None = None, *, lifting: str = "") -> Iterator[None]:
+def scan_explained(crossed: Mapping[str, Effective], at: str | None = None, *, lifting: str = "") -> Iterator[None]:
     """Adds, to JAX's error for a scan whose carry changes its dtype, the boundaries inside that change dtypes.
 
     Args:
@@ -153,12 +154,21 @@ def scan_explained(crossed: Mapping[str, Policy], at: str | None = None, *, lift
     try:
         yield
     except TypeError as error:
-        inside = {name: policy for name, policy in crossed.items() if name != at}
+        inside = {name: effective for name, effective in crossed.items() if name != at}
         explained = any(note.startswith(_ADVICE) for note in getattr(error, "__notes__", ()))
         if inside and "carry" in str(error) and not explained:
-            listed = ", ".join(f"'{name}' (returns {p.output_dtype.name})" for name, p in sorted(inside.items()))
+            listed = ", ".join(f"'{name}' ({_described(inside[name])})" for name in sorted(inside))
             error.add_note(
-                f"{_ADVICE}: {listed}. Where one is the body of a scan, give it the policy that its caller obeys, "
-                f"{lifting}or cast the carry to its output_dtype before the scan."
+                f"{_ADVICE}: {listed}. A layer inside of a model keeps float32 to itself under the policy "
+                "'f32_inside', and hands on what the code around it computes in. Where one is the body of a scan, "
+                f"give it the policy that its caller obeys, {lifting}or cast the carry to its output_dtype before the "
+                "scan."
             )
         raise
+
+
+def _described(effective: Effective) -> str:
+    policy, source = effective.policy, effective.source
+    returned = "nothing of its own" if policy is None else policy.output_dtype.name
+    by = f" by {source.kind} {source.detail}".rstrip() if source.own else ""
+    return f"returns {returned}{by}"

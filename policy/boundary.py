@@ -34,6 +34,11 @@ def inside(scope: Scope, policy: Policy | None) -> Scope:
     return dataclasses.replace(scope, policy=policy, boundary_open=policy is not None)
 
 
+def returns(scope: Scope, policy: Policy) -> Policy:
+    """The policy whose output_dtype a call returns that crossed into `policy` from `scope`."""
+    return policy.returned_to(scope.policy if scope.boundary_open else None)
+
+
 def cast_inputs(
     policy: Policy,
     args: tuple[Any, ...],

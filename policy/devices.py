@@ -19,10 +19,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.casting import require_available
+from policy.float32_cotangents import MOVING_JITS
 from policy.gradients import ScaledGradients
 from policy.policy import parse_dtype
 from policy.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
-from policy.widening import MOVING_JITS
 
 T = TypeVar("T")
 Axis: TypeAlias = Hashable | Sequence[Hashable]

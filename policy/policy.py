@@ -24,6 +24,8 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
 _name_to_dtype = {name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names}
 
 _MIXED = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
+_INSIDE = ("f32_inside", "float32_inside")
+CALLER = "caller"  # the output dtype of a policy that hands on the compute_dtype of the code around it
 _KEYS = {
     "p": "param_dtype",
     "params": "param_dtype",
@@ -104,7 +106,10 @@ class Policy:
     Attributes:
       param_dtype: what parameters are created and kept in.
       compute_dtype: what matmuls, convolutions and activations run in.
-      output_dtype: what a module hands to whoever called it from outside the policy.
+      output_dtype: what a module hands to whoever called it from outside the policy. "caller" stands for the
+        compute_dtype of the code around the module, and is stored as `compute_dtype`, which is returned where there is
+        no such code: at a model's output.
+      follows_caller: whether `output_dtype` was given as "caller".
       reduction_dtype: what statistics, softmax, losses and accumulations run in. None stands for the wider of
         float32 and `compute_dtype`, and is stored as that dtype.
       cast_inputs: whether floating inputs are cast to `compute_dtype` at a boundary. False leaves them as they
@@ -122,6 +127,7 @@ class Policy:
     output_dtype: np.dtype
     reduction_dtype: np.dtype
     cast_inputs: bool
+    follows_caller: bool
 
     def __init__(
         self,
@@ -141,13 +147,18 @@ class Policy:
             reduction = _floating_dtype("reduction_dtype", reduction_dtype)
         object.__setattr__(self, "param_dtype", _floating_dtype("param_dtype", param_dtype))
         object.__setattr__(self, "compute_dtype", compute)
-        object.__setattr__(self, "output_dtype", _floating_dtype("output_dtype", output_dtype))
+        follows_caller = isinstance(output_dtype, str) and output_dtype == CALLER
+        output = compute if follows_caller else _floating_dtype("output_dtype", output_dtype)
+        object.__setattr__(self, "output_dtype", output)
+        object.__setattr__(self, "follows_caller", follows_caller)
         object.__setattr__(self, "reduction_dtype", reduction)
         object.__setattr__(self, "cast_inputs", cast_inputs)
 
     def replace(self, **changes: Any) -> Policy:
         """This policy with some fields changed; a default `reduction_dtype` follows a changed `compute_dtype`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if fields.pop("follows_caller"):
+            fields["output_dtype"] = CALLER
         if self.reduction_dtype == _default_reduction_dtype(self.compute_dtype):
             fields["reduction_dtype"] = None
         unknown = sorted(set(changes) - set(fields))
@@ -158,6 +169,12 @@ class Policy:
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """This policy with another `output_dtype`."""
         return self.replace(output_dtype=output_dtype)
+
+    def returned_to(self, caller: Policy | None) -> Policy:
+        """This policy as it holds for the outputs of a call by code under `caller`, or by none."""
+        if not self.follows_caller:
+            return self
+        return self.replace(output_dtype=self.compute_dtype if caller is None else caller.compute_dtype)
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of a tree to `param_dtype`; everything else passes through as it is."""
@@ -175,7 +192,7 @@ class Policy:
         parts = [
             f"params={self.param_dtype.name}",
             f"compute={self.compute_dtype.name}",
-            f"output={self.output_dtype.name}",
+            f"output={CALLER if self.follows_caller else self.output_dtype.name}",
         ]
         if self.reduction_dtype != _default_reduction_dtype(self.compute_dtype):
             parts.append(f"reduction={self.reduction_dtype.name}")
@@ -207,11 +224,13 @@ def get_policy(policy: Policy | str) -> Policy:
     The text is one of
 
     - a preset: ``float32``, ``bfloat16``, ``float16``, ``float64`` (all three fields), ``mixed_bfloat16`` =
-      (float32, bfloat16, float32), ``mixed_float16`` = (float32, float16, float32);
+      (float32, bfloat16, float32), ``mixed_float16`` = (float32, float16, float32), ``f32_inside`` = (float32, float32,
+      caller), for a layer inside of a model: it computes in float32 and hands on what the code around it computes in;
     - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (what this backend prefers);
     - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with ``reduction=DTYPE`` and
       ``inputs=keep`` where they are not the default. Spaces are allowed. A missing part follows jmp's grammar:
-      params are float32, compute is as params, output is as compute.
+      params are float32, compute is as params, output is as compute. ``output=caller`` is the compute_dtype of the code
+      around the module.
 
     `str(policy)` is such a text, and ``get_policy(str(policy)) == policy``.
 
@@ -229,12 +248,14 @@ def get_policy(policy: Policy | str) -> Policy:
     text = policy.replace(" ", "")
     if text in _MIXED:
         return Policy(jnp.float32, _MIXED[text], jnp.float32)
+    if text in _INSIDE:
+        return Policy(jnp.float32, jnp.float32, CALLER)
     if "=" not in text:
         try:
             dtype = parse_dtype(text)
         except ValueError as error:
             raise ValueError(
-                f"{error} A policy's text is such a dtype, a preset ({', '.join(_MIXED)}), or "
+                f"{error} A policy's text is such a dtype, a preset ({', '.join((*_MIXED, _INSIDE[0]))}), or "
                 "'params=DTYPE,compute=DTYPE,output=DTYPE'."
             ) from None
         return Policy(dtype, dtype, dtype)
@@ -258,6 +279,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
             if value not in ("keep", "cast"):
                 raise ValueError(f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or 'cast'.")
             fields[field] = value == "cast"
+        elif field == "output_dtype" and value == CALLER:
+            fields[field] = CALLER
         else:
             fields[field] = parse_dtype(value)
     fields.setdefault("param_dtype", jnp.dtype(jnp.float32))

@@ -29,6 +29,8 @@ class Scope:
       boundary_open: whether a module's call is under way whose inputs were cast to the policy already.
       in_float32: whether half dtypes are traced as float32, for a reference; every scope inside of it says so too.
       hands_on_float32: whether layers return float32 to the code around them, which autocast then runs in half.
+      marks_reads: whether reads of a user's parameters are marked, in a trace that gives each use a cast of its own.
+      in_full_precision: whether a `full_precision` block is open: inside of it, compute is reduction_dtype.
       options: what else changes the traces of a model that was put under the policy, for the key alone.
     """
 
@@ -37,6 +39,8 @@ class Scope:
     boundary_open: bool = False
     in_float32: bool = False
     hands_on_float32: bool = False
+    marks_reads: bool = False
+    in_full_precision: bool = False
     options: Hashable = None
 
 

@@ -15,9 +15,9 @@ from mpmodules import _carries as carries
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules.linen._calls import call_under_way, calls
 from mpmodules.linen._foreign import in_compute_dtype
+from mpmodules.linen._held_parameters import hold
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
 from policy import boundary
-from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope, current_scope, enter
 
@@ -99,7 +99,9 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
     if not getattr(type(module), "_is_layer", False):
         inner = _scope_inside(scope, effective, boundary.module_crosses(scope, effective.base))
         with enter(inner, effective.source.for_those_inside(where(module))):
-            return setup()
+            outputs = setup()
+        hold(module)
+        return outputs
     with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
         return setup()
 
@@ -145,7 +147,7 @@ def run_method(
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
         source = effective.source.for_those_inside(where(module))
-        with enter(inner, source), _scan_carries_explained(module, crosses, effective.policy):
+        with enter(inner, source), _scan_carries_explained(module, crosses, effective):
             if not getattr(type(module), "_dtype_fields", False) or lifted:
                 outputs = method(module, *args, **kwargs)
             elif own_body:
@@ -159,7 +161,8 @@ def run_method(
             return outputs
         has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
         if crosses and effective.policy is not None:
-            outputs = carries.cast_outputs(effective.policy, outputs, has_carry=has_carry)
+            returned = boundary.returns(scope, effective.policy)
+            outputs = carries.cast_outputs(returned, outputs, has_carry=has_carry)
         if cast_result and scope.policy is not None:
             outputs = in_compute_dtype(module, scope.policy, outputs, given, has_carry=has_carry)
         return outputs
@@ -219,11 +222,11 @@ def _is_loop(module: Any, method: Callable[..., Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _scan_carries_explained(module: Any, crosses: bool, policy: Policy | None) -> Iterator[None]:
+def _scan_carries_explained(module: Any, crosses: bool, effective: Effective) -> Iterator[None]:
     """Notes a boundary, and adds those inside of it to JAX's error for a scan whose carry changes its dtype."""
     path = "/".join(module.path)
-    if crosses and policy is not None:
-        calls.crossed[path] = policy
+    if crosses and effective.policy is not None:
+        calls.crossed[path] = effective
     lifting = "lift its class (nn.scan(Block)) instead of a function, "
     with carries.scan_explained(calls.crossed, path, lifting=lifting):
         yield

@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope
 
@@ -19,7 +18,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.paths: list[tuple[str, ...]] = []
-        self.crossed: dict[str, Policy] = {}  # the boundaries below the outermost call, by path
+        self.crossed: dict[str, Effective] = {}  # the boundaries below the outermost call, by path
         self.seen: dict[str, set[type]] | None = None
         self.innermost: flax_nn.Module | None = None
         self.recorded: Recorded | None = None

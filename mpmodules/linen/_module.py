@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -11,7 +12,10 @@ import flax.linen as flax_nn
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
+from mpmodules._own_parameters import require_names
+from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
+from mpmodules.linen._held_parameters import held, is_held
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
@@ -57,6 +61,11 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
       dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``.
+      keep_params: names of parameters that no policy touches: ``self.param`` stores and returns them as their
+        initialisers make them. A class attribute: ``keep_params = ("scale",)``.
+
+    A method of a user's reads floating parameters in compute_dtype. They are stored in param_dtype, and their gradients
+    are summed in float32 over all uses. ``self.param(..., compute_dtype=jnp.float32)`` reads one in another dtype.
     """
 
     # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position reaches it.
@@ -66,6 +75,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         dtype_policy: DtypePolicy = dataclasses.field(default=None, kw_only=True, metadata={KW_ONLY: True})
 
     keep_inputs: ClassVar[tuple[str, ...]] = ()
+    keep_params: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
     _is_whole: ClassVar[bool] = False  # what is inside it holds parameters and computes nothing: no rule is for it
@@ -80,6 +90,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
         install_boundaries(cls)
+        require_names(cls, "keep_params")
 
     def __post_init__(self) -> None:
         policy = self.dtype_policy
@@ -93,6 +104,21 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
     if not TYPE_CHECKING:  # type checkers see Flax's, which takes the same but for `policy_columns`
         tabulate = flax_nn.nowrap(tabulate_method)
+        param = flax_nn.nowrap(own_parameters.param)
+
+        @flax_nn.nowrap
+        def _call_wrapped_method(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
+            return own_parameters.call(self, fun, args, kwargs, plainly=call)
+
+        @flax_nn.nowrap
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if not is_held(self, name):
+                    raise
+            return held(self, name)
 
 
 Module.__annotations__["dtype_policy"] = DtypePolicy  # Flax copies it into subclasses, where the name means nothing

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
 import jax
-from flax.core import lift
-from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules import _carries as carries
 from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decisions, Shown, described, told_apart, tracing
 from mpmodules._port_options import PortOptions
-from mpmodules.linen._calls import roots_unchecked, unrecorded
+from mpmodules.linen._calls import unrecorded
+from mpmodules.linen._pure_calls import Method, lifted
 from policy.amp.ported import Ported, traced
 from policy.precedence import warn_once
 
-Method = Callable[..., Any]
 _decisions = Decisions()
 
 
@@ -65,7 +61,7 @@ def call_port(
         with tracing():
             outputs = plainly()
     else:
-        outputs = _lifted(method, lambda call: call.run(options.policy))(module, *args, **kwargs)
+        outputs = _traced(method, lambda call: call.run(options.policy))(module, *args, **kwargs)
     return carries.cast_outputs(options.policy, outputs, has_carry=False)
 
 
@@ -97,80 +93,15 @@ def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str,
 
     try:
         with unrecorded(), flax_nn.intercept_methods(note):
-            _lifted(method, look)(module, *args, **kwargs)
+            _traced(method, look)(module, *args, **kwargs)
     except Exception:  # `_Decided`, or an error of the model's own
         return found[0] if found else None
     raise AssertionError("a trace that is looked at does not return")
 
 
-def _lifted(method: Method, then: Callable[[Ported], Any]) -> Method:
-    """Returns `method` as a pure function of variables and arguments, traced and handed to `then`."""
-
-    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with roots_unchecked() as checked:
-            transform = functools.partial(_transform, then=then, checked=checked)
-            return decorator_lift_transform(transform, method)(module, *args, **kwargs)
-
-    return called
-
-
-def _transform(core: Callable[..., Any], *, then: Callable[[Ported], Any], checked: Callable[[], Any]) -> Any:
-    """Lifts a function of scopes: its variables and random keys become arguments of a traced function."""
-
-    def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        params, others = _params_and_others(variables)
-
-        def call(params: Any, others: Any, inputs: Any) -> Any:
-            (variables, rngs), (args, kwargs) = others, inputs
-            with tracing(), checked():
-                scopes = scope_fn(_joined(params, variables), rngs)
-                outputs = core(scopes, *args, **kwargs)
-                return outputs, repack(scopes)
-
-        return then(traced(call, params, (others, rngs), (args, kwargs)))
-
-    packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
-
-    def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
-        counters = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
-        before = copy.deepcopy(counters)
-        try:
-            return packed(scopes, *args, **kwargs)
-        except BaseException:
-            for counts, old in zip(counters, before, strict=True):
-                _put_back(counts, old)
-            raise
-
-    return lifted
-
-
-def _put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Sets the counters of a scope's random streams, and those of scopes inside of it, to what they were."""
-    for key in list(counters):
-        if key not in before:
-            del counters[key]
-        elif isinstance(counters[key], dict):
-            _put_back(counters[key], before[key])
-        else:
-            counters[key] = before[key]
-
-
-def _params_and_others(groups: Any) -> tuple[Any, Any]:
-    """Divides the variables of each scope in each group into `params` and the rest."""
-    params = [[_only(scope, lambda name: name == "params") for scope in group] for group in groups]
-    others = [[_only(scope, lambda name: name != "params") for scope in group] for group in groups]
-    return params, others
-
-
-def _only(collections_: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, Any]:
-    return {name: tree for name, tree in collections_.items() if keeps(name)}
-
-
-def _joined(params: Any, others: Any) -> Any:
-    return tuple(
-        tuple({**of_params, **of_others} for of_params, of_others in zip(*pair, strict=True))
-        for pair in zip(params, others, strict=True)
-    )
+def _traced(method: Method, then: Callable[[Ported], Any]) -> Method:
+    """Returns `method` as a pure function of variables and arguments, traced in float32 and handed to `then`."""
+    return lifted(method, lambda call, *trees: then(traced(call, *trees)), tracing)
 
 
 def _held(module: Any, seen: Mapping[tuple[str, ...], type]) -> dict[str, float]:

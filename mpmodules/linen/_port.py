@@ -17,6 +17,7 @@ from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._instance_methods import InstanceMethod
 from mpmodules.linen._own_code import call_port
 from mpmodules.linen._summary import tabulate_method
+from policy.islands import as_in_force
 from policy.policy import Policy
 from policy.scope import RulesLike, Scope, current_scope, enter
 from policy.sources import Source
@@ -191,8 +192,15 @@ class _Port:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        is_traced_for_autocast = current_scope().hands_on_float32  # by a model around this one
-        scope = dataclasses.replace(self.scope, hands_on_float32=is_traced_for_autocast)
+        around = current_scope()
+        is_traced_for_autocast = around.hands_on_float32  # by a model around this one
+        scope = dataclasses.replace(
+            self.scope,
+            policy=as_in_force(self.scope.policy, around),
+            hands_on_float32=is_traced_for_autocast,
+            marks_reads=around.marks_reads,
+            in_full_precision=around.in_full_precision,
+        )
         _entered.ports.append(self)
         try:
             with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):

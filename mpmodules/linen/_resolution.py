@@ -11,6 +11,7 @@ import flax.linen as flax_nn
 import jax.numpy as jnp
 
 from mpmodules.linen._calls import calls, path_of
+from policy.islands import as_in_force
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
 from policy.rules import name_of
@@ -22,6 +23,7 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
     """Returns the policy that `module` would obey in a call under `scope`."""
     path = path_of(module)
     base, source = _carried(module, path, scope) or _inherited(module, path, scope)
+    base = as_in_force(base, scope)
     if not getattr(type(module), "_dtype_fields", False):
         return Effective(base, base, NO_SOURCE if base is None else source)
     declared = declared_dtypes(module)

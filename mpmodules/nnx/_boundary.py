@@ -15,10 +15,13 @@ from flax import nnx as flax_nnx
 from mpmodules import _carries as carries
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules.nnx._captured import warn_of_scope
-from mpmodules.nnx._obeying import PORT, as_ours, is_ours
+from mpmodules.nnx._obeying import PORT, as_ours, is_ours, viewed
 from mpmodules.nnx._own_code import call_port, own_code_of
+from mpmodules.nnx._own_parameters import Reader, call_reading, reads, reads_own_params
 from policy import boundary
+from policy.islands import as_in_force
 from policy.policy import Policy
+from policy.precedence import Effective
 from policy.scope import current_scope, enter
 
 # Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
@@ -57,7 +60,7 @@ class _Calls(threading.local):
         self.depth = 0
         self.ports = 0
         self.module: Any = None
-        self.crossed: dict[str, Policy] = {}
+        self.crossed: dict[str, Effective] = {}
 
 
 _calls = _Calls()
@@ -117,6 +120,8 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
     scope, note = current_scope(), own_code_of(module)
     if scope.hands_on_float32:
         return _run_for_autocast(module, method, args, kwargs, is_layer=note is None)
+    if note is None and reads_own_params(module, scope):
+        return call_reading(module, method.name, args, kwargs, functools.partial(_run_method, module, method))
     if note is None or _calls.ports:
         return _run_method(module, method, args, kwargs)
 
@@ -172,7 +177,7 @@ def _cast_inputs(
 
 def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scope = current_scope()
-    policy, cls = module.dtype_policy, type(module)
+    policy, cls = as_in_force(module.dtype_policy, scope), type(module)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if _calls.depth == 0:
         warn_of_scope(module, scope)
@@ -185,32 +190,46 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     explained = contextlib.nullcontext()
     if crosses and policy is not None:
         if _calls.depth:
-            _calls.crossed[cls.__name__] = policy
+            _calls.crossed[cls.__name__] = Effective(policy, policy, module._policy_source)
         else:
             explained = carries.scan_explained(_calls.crossed)
     caller, _calls.module = _calls.module, module
+    reader, reads.reader = reads.reader, Reader.of(module, policy)
     _calls.depth += 1
     try:
         inner = boundary.inside(scope, policy) if crosses else scope
         with explained, enter(inner, module._policy_source.for_those_inside(cls.__name__) if crosses else None):
             if method.is_upstream and kind._is_layer:
-                outputs = as_ours(module)._call_layer(crosses, method.body, method.name, args, kwargs)
+                layer = _in_policy(as_ours(module), policy)
+                outputs = layer._call_layer(crosses, method.body, method.name, args, kwargs)
+            elif method.is_upstream:
+                outputs = method.body(_in_policy(as_ours(module), policy), *args, **kwargs)
             else:
-                outputs = method.body(as_ours(module) if method.is_upstream else module, *args, **kwargs)
+                outputs = method.body(module, *args, **kwargs)
     finally:
         _calls.module = caller
+        reads.reader = reader
         _calls.depth -= 1
         if not _calls.depth:
             _calls.crossed.clear()
+            reads.users.clear()
     if _is_step(module, method.name) and policy is not None:
         outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
     has_carry = _has_carry(module, method, kwargs)
     if crosses and policy is not None:
-        outputs = carries.cast_outputs(policy, outputs, has_carry=has_carry)
+        outputs = carries.cast_outputs(boundary.returns(scope, policy), outputs, has_carry=has_carry)
     if caller is None or caller is module or scope.policy is None or not _casts_outputs(module):
         return outputs
     handed_on = scope.policy.replace(output_dtype=scope.policy.compute_dtype)
     return carries.cast_outputs(handed_on, outputs, has_carry=has_carry)
+
+
+def _in_policy(module: Any, policy: Policy | None) -> Any:
+    """Returns a view of a module of ours that computes as `policy` says: the one captured, or that of an island."""
+    if policy == module.dtype_policy:
+        return module
+    dtypes = {} if policy is None or getattr(module, "dtype", None) is None else {"dtype": policy.compute_dtype}
+    return viewed(module, dtype_policy=policy, **dtypes)
 
 
 def _casts_outputs(module: Any) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mpmodules.functional import HalfSafe, complex_input, is_half
 from mpmodules.nnx._module import Module
+from mpmodules.nnx._obeying import viewed as viewed
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
 from policy.sources import Source
@@ -106,11 +107,3 @@ def in_complex(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if layer.dtype_policy is None or layer._explicit_dtype is not None or dtype is None:
         return None
     return viewed(layer, dtype=dtype)
-
-
-def viewed(module: Any, **attributes: Any) -> Any:
-    """Makes a shallow copy with other static attributes. Variables are shared: the module sees the view's updates."""
-    view = object.__new__(type(module))
-    view.__dict__.update(module.__dict__)
-    view.__dict__.update(attributes)
-    return view

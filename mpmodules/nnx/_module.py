@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 from flax import nnx as flax_nnx
 
+from mpmodules._own_parameters import require_names
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
 from mpmodules.nnx._obeying import LAYER_OF
+from mpmodules.nnx._own_parameters import install_reads, store_in_param_dtype
 from policy.policy import Policy, get_policy
 from policy.rules import name_of
 from policy.scope import current_scope, enter, require_usable
@@ -52,6 +54,7 @@ class ModuleMeta(type(flax_nnx.Module)):
             building.frames.pop()
         if not frame.captured:
             module._capture(policy, source)
+        store_in_param_dtype(module, policy, (args, kwargs))
         if policy is not None and source.own and source.kind == "argument":
             refuse_children_from_outside(module, policy, (args, kwargs))
         return module
@@ -120,10 +123,17 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
       dtype_policy: the `Policy` captured, or None.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``.
+      keep_params: names of attributes whose parameters no policy touches: they are stored and read as they are made. A
+        class attribute: ``keep_params = ("scale",)``.
+
+    A method of a user's reads the module's own floating `nnx.Param`s in compute_dtype. They are stored in param_dtype,
+    and their gradients are summed in float32 over all uses. ``nnx.Param(x, compute_dtype=jnp.float32)`` is read in
+    another dtype.
     """
 
     dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
+    keep_params: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
 
     _policy_source = NO_SOURCE  # where the policy came from
@@ -142,6 +152,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
         install_boundaries(cls)
+        install_reads(cls)
+        require_names(cls, "keep_params")
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""

@@ -25,3 +25,11 @@ def as_ours(module: Any) -> Any:
     """Returns a view of our class on a ported module of Flax's: both have the same attributes. Others are returned."""
     port = None if is_ours(type(module)) else vars(module).get(PORT)
     return module if port is None else port.view(module)
+
+
+def viewed(module: Any, **attributes: Any) -> Any:
+    """Makes a shallow copy with other static attributes. Variables are shared: the module sees the view's updates."""
+    view = object.__new__(type(module))
+    view.__dict__.update(module.__dict__)
+    view.__dict__.update(attributes)
+    return view

@@ -13,17 +13,10 @@ from flax import nnx as flax_nnx
 from mpmodules import _carries as carries
 from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Shown, described, told_apart, tracing
 from mpmodules._port_options import OwnCode
-from mpmodules._references import is_reference
-from mpmodules.nnx._tracing import named_modules
-from policy.amp.ported import Ported, traced
-from policy.casting import cast_array
+from mpmodules.nnx._pure_calls import StatefulCall
+from policy.amp.ported import traced
 from policy.policy import Policy
 from policy.precedence import warn_once
-from policy.tracing import is_array
-
-Place = tuple[int, tuple[Any, ...]]
-Attributes = dict[Place, dict[str, Any]]
-_OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
 
 
 class OwnCodeOf:
@@ -85,7 +78,8 @@ def call_port(
         return plainly()
     try:
         with inside():
-            call = _Call(module, name, args, kwargs)
+            call = StatefulCall(module, name, args, kwargs, named=True)
+            ported = traced(call.inside(tracing), *call.trees)
     except Exception:
         if shown is not None:
             raise
@@ -94,99 +88,12 @@ def call_port(
         note.known[key] = LAYERS_ONLY  # not before: what fails in either way shows nothing
         return outputs
     if shown is None:
-        shown = note.known[key] = described(type(module).__name__, call.ported, *_classes_and_shares(module))
+        shown = note.known[key] = described(type(module).__name__, ported, *_classes_and_shares(module))
         if not shown.autocasts:
             return plainly()
     if shown.text:  # by the first call, whose shares may be others
         warn_once(next(known.text for known in note.known.values() if known.text))
-    return carries.cast_outputs(policy, call.run(policy), has_carry=False)
-
-
-class _Call:
-    """A call of a module as one of a pure function: state goes in and out.
-
-    Attributes:
-      ported: the call, traced.
-      attributes: the static attributes that it set, by node and module path.
-    """
-
-    def __init__(self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        leaves, treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_reference)
-        is_node = [isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable)) for leaf in leaves]
-        self.nodes = tuple(leaf for leaf, is_one in zip(leaves, is_node, strict=True) if is_one)
-        inputs = [leaf for leaf, is_one in zip(leaves, is_node, strict=True) if not is_one]
-        graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
-
-        def pure(params: Any, rest: Any, inputs: Any) -> Any:
-            nodes = flax_nnx.merge(graph, params, rest, copy=True)
-            merged, given = iter(nodes), iter(inputs)
-            filled = [next(merged) if is_one else next(given) for is_one in is_node]
-            root, args, kwargs = jax.tree.unflatten(treedef, filled)
-            with named_modules(nodes), tracing():
-                before = _attributes(nodes)
-                out = getattr(root, name)(*args, **kwargs)
-                self.attributes = _set_since(before, _attributes(nodes))
-            return out, flax_nnx.state(nodes)
-
-        self.attributes: Attributes = {}
-        self.ported: Ported = traced(pure, params, rest, inputs)
-
-    def run(self, policy: Policy) -> Any:
-        """Runs the call, and puts what it changed of the state in place."""
-        out, state = self.ported.run(policy)
-        before = dict(flax_nnx.to_flat_state(flax_nnx.state(self.nodes)))
-        changed = [
-            (path, _as_stored(new, before[path]) if path in before else new)
-            for path, new in flax_nnx.to_flat_state(state)
-            if path not in before or not _is_same(new, before[path])
-        ]
-        if changed:
-            flax_nnx.update(self.nodes, flax_nnx.from_flat_state(changed))
-        modules = _modules(self.nodes)
-        for place, attributes in self.attributes.items():
-            for name, value in attributes.items() if place in modules else ():
-                setattr(modules[place], name, value)
-        return out
-
-
-def _modules(nodes: tuple[Any, ...]) -> dict[Place, Any]:
-    """Returns the modules of each node, by its index and their paths."""
-    found = ((i, node) for i, node in enumerate(nodes) if isinstance(node, flax_nnx.Module))
-    return {(i, path): module for i, node in found for path, module in flax_nnx.iter_modules(node)}
-
-
-def _attributes(nodes: tuple[Any, ...]) -> Attributes:
-    """Returns the static attributes of each module: those that hold neither state nor parts."""
-
-    def is_static(name: str, value: Any) -> bool:
-        leaves = jax.tree.leaves(value, is_leaf=is_reference)
-        return not name.startswith(_OF_FLAX) and not any(is_reference(leaf) or is_array(leaf) for leaf in leaves)
-
-    return {
-        place: {name: value for name, value in vars(module).items() if is_static(name, value)}
-        for place, module in _modules(nodes).items()
-    }
-
-
-def _set_since(before: Attributes, after: Attributes) -> Attributes:
-    nothing = object()
-    return {
-        place: {name: new for name, new in found.items() if before.get(place, {}).get(name, nothing) is not new}
-        for place, found in after.items()
-    }
-
-
-def _is_same(new: Any, old: Any) -> bool:
-    """Returns whether a variable holds the very arrays that it held before."""
-    (leaves, treedef), (before, structure) = jax.tree.flatten(new), jax.tree.flatten(old)
-    return treedef == structure and all(a is b for a, b in zip(leaves, before, strict=True))
-
-
-def _as_stored(new: Any, old: Any) -> Any:
-    """Returns a variable's new value in the floating dtype of the old one: half parameters are traced in float32."""
-    if not isinstance(new, flax_nnx.Param):
-        return new
-    return jax.tree.map(lambda array, before: cast_array(array, before.dtype), new, old)
+    return carries.cast_outputs(policy, call.finish(ported.run(policy)), has_carry=False)
 
 
 def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[str, float]]:

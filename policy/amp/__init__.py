@@ -1,4 +1,3 @@
-"""Mixed precision for functions as they are: `autocast` and `full_precision`."""
+"""Mixed precision for functions as they are: `autocast`."""
 
 from policy.amp.transformation import autocast as autocast
-from policy.amp.transformation import full_precision as full_precision

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from policy.amp import regions
-from policy.amp.broadcasts import PRODUCTS, REPEATS, is_repeated, product, repeated, sharding_of
+from policy.amp.broadcasts import REPEATS, is_repeated, product
 from policy.amp.categories import MATMULS
 from policy.amp.normalizations import NOWHERE, Regions, normalizations
 from policy.amp.report import OPAQUE_MATMUL, Report
@@ -33,17 +33,11 @@ from policy.amp.values import (
 from policy.inspection.walk import walk
 from policy.paths import Path, path_of
 from policy.programs import bind, programs_of
+from policy.repeats import ELEMENTWISE, PRODUCTS, repeated, sharding_of
 
 Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
 HANDLERS: dict[str, Handler] = {}  # of the primitives that hold programs; filled by `policy.amp.calls`
 
-# One number in, one number out, at the same place: these broadcast axes of size 1 by themselves.
-_ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "clamp", "complex"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
-    )
-)
 _LINEAR = frozenset(("add", "sub"))
 # What a constant survives.
 _KEEPS_CONSTANT = frozenset(
@@ -263,7 +257,7 @@ class Evaluator:
             big = not all(_fits(value, place.compute) for value in floats)
             outputs = _as_traced(equation, values)
             return "float32", [Value(output.array, yields=not big) for output in outputs]
-        shape = equation.outvars[0].aval.shape if equation.primitive.name in _ELEMENTWISE else None
+        shape = equation.outvars[0].aval.shape if equation.primitive.name in ELEMENTWISE else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
         if equation.primitive.name in PRODUCTS and any(is_repeated(value, shape, dtype) for value in values):

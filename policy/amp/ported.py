@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.core
-import jax.extend.core as jex_core
 
 from policy.amp import calls as calls  # fills the handlers
 from policy.amp import regions
@@ -23,7 +21,8 @@ from policy.inspection.walk import Site, walk
 from policy.paths import Path
 from policy.policy import Policy
 from policy.programs import opened
-from policy.tracing import Arguments, is_array
+from policy.pure_calls import PureCall, UnreturnableError
+from policy.tracing import is_array
 
 _CONVOLUTIONS = frozenset(("conv_general_dilated",))
 _IN_FLOAT32 = frozenset(
@@ -39,16 +38,17 @@ class Ported:
     """A call of a ported model, traced with its own code in float32 and its layers in their policies' dtypes.
 
     Attributes:
-      jaxpr: the program.
-      arrays: its operands, in the dtypes that they are stored in.
+      call: the program, and its operands in the dtypes that they are stored in.
       is_param: which of them are parameters.
-      restored: puts the program's results back into what the call returned. Those that are operands stay as stored.
     """
 
-    jaxpr: Any
-    arrays: Sequence[Any]
+    call: PureCall
     is_param: Sequence[bool]
-    restored: Callable[[Sequence[Any], Sequence[Any]], Any]
+
+    @property
+    def jaxpr(self) -> Any:
+        """The program."""
+        return self.call.jaxpr
 
     def own_matmuls(self) -> Counter[Path]:
         """Returns the FLOPs of the matmuls and convolutions of the model's own code, by module path.
@@ -81,71 +81,41 @@ class Ported:
         body, consts = opened(self.jaxpr)
         settings = Settings(policy, narrows_scans=True)
         places = Places(settings, repeated(body))
-        values = [Value(_narrow(a, v), p) for a, v, p in zip(self.arrays, body.invars, self.is_param, strict=True)]
+        arrays = self.call.arrays
+        values = [Value(_narrow(a, v), p) for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)]
         outputs = Evaluator(settings, places).run(body, [Value(const) for const in consts], values)
-        given = dict(zip(body.invars, self.arrays, strict=True))
-        results = [_given(atom, given) for atom in body.outvars]
-        return self.restored([o.array if r is None else r for o, r in zip(outputs, results, strict=True)], results)
+        dtypes = [float_dtype(atom.aval) for atom in body.outvars]
+        results = [
+            operand if operand is not None else output.array if dtype is None else cast(output.array, dtype)
+            for output, operand, dtype in zip(outputs, self.call.operands(), dtypes, strict=True)
+        ]
+        return self.call.returned(results)
 
 
 def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> Ported:
     """Traces ``call(params, others, inputs)``; parameters and inputs are float32 to it."""
-    arguments = Arguments.of((params, others, inputs), {})
     counts = [sum(map(is_array, jax.tree.leaves(tree))) for tree in (params, others, inputs)]
     is_param = [kind == 0 for kind, count in enumerate(counts) for _ in range(count)]
     is_state = [kind == 1 for kind, count in enumerate(counts) for _ in range(count)]
-    arrays = [
-        array if stays or float_dtype(array) is None else cast(array, F32)
-        for array, stays in zip(arguments.arrays, is_state, strict=True)
-    ]
-    returned: list[Any] = []  # no tracers: their trace has ended when this is read
 
-    def flat(*arrays: Any) -> list[Any]:
-        (params, others, inputs), _ = arguments.filled(arrays)
-        leaves, treedef = jax.tree.flatten(call(params, others, inputs))
-        is_dynamic = [is_array(leaf) for leaf in leaves]
-        static = [None if dynamic else _static(leaf) for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
-        returned[:] = static, is_dynamic, treedef
-        return [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
+    def in_float32(arrays: Sequence[Any]) -> list[Any]:
+        return [
+            array if stays or float_dtype(array) is None else cast(array, F32)
+            for array, stays in zip(arrays, is_state, strict=True)
+        ]
 
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
-    dtypes = [float_dtype(atom.aval) for atom in opened(jaxpr)[0].outvars]
-    static, is_dynamic, treedef = returned
-
-    def restored(results: Sequence[Any], given: Sequence[Any]) -> Any:
-        arrays = iter(
-            array if dtype is None or operand is not None else cast(array, dtype)
-            for array, dtype, operand in zip(results, dtypes, given, strict=True)
-        )
-        found = [next(arrays) if dynamic else leaf for dynamic, leaf in zip(is_dynamic, static, strict=True)]
-        return jax.tree.unflatten(treedef, found)
-
-    return Ported(jaxpr, arguments.arrays, is_param, restored)
-
-
-def _static(leaf: Any) -> Any:
-    """Returns a result that is no array.
-
-    Raises:
-      TypeError: it holds arrays of the trace, which nothing can put back.
-    """
-    held = jax.tree.leaves(getattr(leaf, "__dict__", None))
-    if any(isinstance(array, jax.core.Tracer) for array in held):
+    try:
+        return Ported(PureCall.of(call, params, others, inputs, traced_as=in_float32), is_param)
+    except UnreturnableError as error:
         raise TypeError(
-            f"A port whose own code runs under autocast returned a {type(leaf).__name__}, which holds arrays and is no "
+            f"A port whose own code runs under autocast returned a {error.name}, which holds arrays and is no "
             "pytree: register the class with jax.tree_util.register_dataclass, or pass own_code='keep'."
-        )
-    return leaf
+        ) from None
 
 
 def _flops(site: Site) -> int:
     """Returns the FLOPs of a product; at least one, so that calls with an empty batch show shares too."""
     return max(site.count * flops_of(site.equation), 1)
-
-
-def _given(atom: Any, given: Mapping[Any, Any]) -> Any:
-    """Returns the operand that a result of a program is; None where it was computed."""
-    return None if isinstance(atom, jex_core.Literal) else given.get(atom)
 
 
 def _narrow(array: Any, variable: Any) -> Any:

@@ -10,12 +10,10 @@ import numpy as np
 from policy.amp import regions
 from policy.amp.categories import MATMULS, category_of
 from policy.amp.values import F32
+from policy.islands import ISLAND
 from policy.paths import Path
 from policy.policy import Policy
 from policy.rules import PolicyRules
-
-# The name of the scope that `full_precision` opens: it stays on JAX's name stack through every transformation.
-ISLAND = "policy_full_precision"
 
 
 class UnknownPrimitiveError(NotImplementedError):

@@ -17,9 +17,10 @@ from policy.amp.categories import known_primitives
 from policy.amp.evaluator import Evaluator
 from policy.amp.parameters import Params, parameters, require_params, warn_of_optimizer
 from policy.amp.report import Report
-from policy.amp.settings import ISLAND, Places, Settings
+from policy.amp.settings import Places, Settings
 from policy.amp.sharing import repeated
 from policy.amp.values import Value, cast, is_floating
+from policy.islands import ISLAND
 from policy.names import make_jaxpr
 from policy.policy import Policy, get_policy
 from policy.programs import opened
@@ -105,22 +106,6 @@ def autocast(
     return _transformed(fn, options=options, enabled=enabled)
 
 
-def full_precision(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, an island in float32 inside of what autocast transforms; elsewhere `fn` as it is.
-
-    Raises:
-      TypeError: `fn` is no function.
-    """
-    _require_callable(fn, "full_precision")
-
-    @functools.wraps(fn)
-    def island(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(ISLAND):
-            return fn(*args, **kwargs)
-
-    return island
-
-
 def _require_callable(fn: Any, what: str) -> None:
     if not callable(fn):
         raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
@@ -169,8 +154,19 @@ def _checked_paths(normalises: Any) -> PolicyRules | None:
 def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
     _require_callable(fn, "autocast")
     if not enabled:
-        return full_precision(fn)
+        return _as_traced(fn)
     return _Autocast(fn, options).wrapper()
+
+
+def _as_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` itself, which an autocast around it leaves in float32."""
+
+    @functools.wraps(fn)
+    def island(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(ISLAND):
+            return fn(*args, **kwargs)
+
+    return island
 
 
 class _Autocast:

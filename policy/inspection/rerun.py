@@ -11,8 +11,8 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
-from policy.amp.settings import ISLAND
 from policy.boundary import SCOPE_NAME as BOUNDARY
+from policy.islands import ISLAND
 from policy.paths import Path, path_of
 
 REMAT = ("remat2", "checkpoint", "remat")

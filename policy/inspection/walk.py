@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 
 from policy.amp.categories import kernels
-from policy.amp.settings import ISLAND
 from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.inspection.origins import is_jax_file
+from policy.islands import ISLAND
 from policy.names import noted
 from policy.paths import AUTOCAST, Path, path_of
 from policy.programs import opened

@@ -1,0 +1,144 @@
+"""Parameters that a user's linen module creates with `self.param`, and the calls that read them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+from flax.core import meta
+
+from mpmodules._references import is_reference
+from mpmodules.linen._boundary import NOT_BOUNDARIES
+from mpmodules.linen._held_parameters import Read, made_in_setup
+from mpmodules.linen._pure_calls import Method, lifted
+from mpmodules.linen._resolution import effective_policy, where
+from policy.casting import cast_floating, is_floating
+from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
+from policy.policy import Policy
+from policy.precedence import warn_once
+from policy.scope import current_scope, enter
+
+_KEPT = "_runs_as_it_is"  # on an instance, while a call of it that can't be traced runs
+
+
+def is_users(cls: type) -> bool:
+    """Returns whether a class is one that a user wrote, and derives from none of Flax's layers."""
+    return getattr(cls, "_upstream_class", None) is flax_nn.Module and not cls.__module__.startswith("mpmodules.")
+
+
+def param(
+    self: Any,
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+    unbox: bool = True,
+    compute_dtype: Any = None,
+    **init_kwargs: Any,
+) -> Any:
+    """Declares a parameter, and returns it in the compute_dtype of the policy in force.
+
+    Args:
+      name, init_fn, init_args, init_kwargs: as in `flax.linen.Module.param`. Under a policy, floating results of
+        `init_fn` are stored in param_dtype.
+      unbox: whether a boxed value is returned without its box. Boxed ones are returned as stored.
+      compute_dtype: the dtype to read it in; None for the policy's. A policy must be in force for either.
+
+    Returns:
+      The parameter. Its gradient is summed in float32 and returned in the dtype that it is stored in.
+    """
+    cls = type(self)
+    if not is_users(cls) or name in cls.keep_params:
+        return flax_nn.Module.param(self, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+    policy = effective_policy(self, current_scope()).policy
+    if policy is not None:
+        init_fn = _cast_after(init_fn, policy)
+    stored = flax_nn.Module.param(self, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+    if not unbox and isinstance(stored, meta.AxisMetadata):
+        return stored
+    read = Read(stored, compute_dtype)
+    value = read.value()
+    if self._state.in_setup:
+        made_in_setup(self, value, read)
+    return value
+
+
+def _cast_after(init_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Returns the initialiser with its floating results, boxed ones too, in param_dtype."""
+    return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), policy.param_dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def call(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], *, plainly: Callable[[], Any]
+) -> Any:
+    """Calls a method of a module; where it reads parameters of its own, their gradients are summed in float32.
+
+    Args:
+      module: the module.
+      method: the function that Flax calls.
+      args, kwargs: its arguments.
+      plainly: calls the method as it is.
+    """
+    if not _reads_in_half(module, method, args, kwargs):
+        outputs = plainly()
+        if getattr(type(module), "keep_params", ()) and module.scope is not None and module.is_initializing():
+            _warn_of_names(module, method)
+        return outputs
+    try:
+        return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums, _marked)(module, *args, **kwargs)
+    except CANNOT_BE_TRACED:
+        vars(module)[_KEPT] = True
+        try:
+            return plainly()
+        finally:
+            del vars(module)[_KEPT]
+
+
+def _marked() -> contextlib.AbstractContextManager[Any]:
+    return enter(dataclasses.replace(current_scope(), marks_reads=True))
+
+
+def _reads_in_half(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    scope = current_scope()
+    if scope.marks_reads or module.scope is None or not is_users(type(module)) or _KEPT in vars(module):
+        return False
+    if getattr(method, "__name__", "") in NOT_BOUNDARIES or module.is_initializing():
+        return False
+    own = own_params(module)
+    return bool(own) and needs_float32_sums(effective_policy(module, scope).policy, own, _arrays(args, kwargs))
+
+
+def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
+    return [leaf for leaf in leaves if not is_reference(leaf)]
+
+
+def own_params(module: Any) -> dict[str, Any]:
+    """Returns the floating parameters that a bound module holds itself, as stored; those of modules in it are none."""
+    params = module.scope.variables().get("params", {})
+    return {
+        name: value
+        for name, value in params.items()
+        if not isinstance(value, Mapping) and any(map(is_floating, jax.tree.leaves(value)))
+    }
+
+
+def _warn_of_names(module: Any, method: Method) -> None:
+    """Warns of names in `keep_params` that an initialised module has no parameter of."""
+    if getattr(method, "__name__", "") == "setup":
+        return
+    unknown = sorted(set(type(module).keep_params) - set(own_params(module)))
+    if unknown:
+        created = ", ".join(sorted(own_params(module))) or "none"
+        warn_once(
+            f"{type(module).__name__}.keep_params names {', '.join(unknown)}, but '{where(module)}' created no such "
+            f"parameter. It created: {created}."
+        )

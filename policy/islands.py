@@ -1,0 +1,108 @@
+"""Islands: blocks and functions inside of which compute is reduction_dtype, in layers and under autocast alike."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import jax
+
+from policy.boundary import SCOPE_NAME
+from policy.casting import cast_floating
+from policy.policy import Policy
+from policy.references import is_reference
+from policy.scope import Scope, current_scope, enter
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The name of the scope that `full_precision` opens: it stays on JAX's name stack through every transformation.
+ISLAND = "policy_full_precision"
+
+
+@overload
+def full_precision(fn: None = None) -> _Block: ...
+@overload
+def full_precision(fn: F) -> F: ...
+def full_precision(fn: F | None = None) -> F | _Block:
+    """Makes an island, inside of which compute_dtype is reduction_dtype (float32 under a half policy).
+
+    ``with full_precision():`` is a block, ``@full_precision`` a function. Inside of both, modules and their layers
+    compute and hand on reduction_dtype, whatever their own policies say, parameters of a user's modules are read in it,
+    and `policy.compute_dtype` returns it; autocast runs operations there in float32. An explicit `dtype` argument of a
+    layer holds.
+
+    A block casts no arrays: what is computed there of half arrays alone is half, unless they are cast to
+    `policy.compute_dtype`. A function is a boundary too: in a module's call under a policy, its floating arguments are
+    cast to reduction_dtype and its floating outputs to the compute_dtype of the code around it.
+
+    Args:
+      fn: the function. None makes a block, which is a decorator too that casts nothing.
+
+    Raises:
+      TypeError: `fn` is no function.
+    """
+    if fn is None:
+        return _Block()
+    if not callable(fn):
+        raise TypeError(f"full_precision takes a function, but got {fn!r} of type {type(fn).__name__}.")
+
+    @functools.wraps(fn)
+    def island(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        if scope.policy is None or not scope.boundary_open:
+            with _Block():
+                return fn(*args, **kwargs)
+        with jax.named_scope(SCOPE_NAME):
+            args, kwargs = _cast((args, kwargs), scope.policy.reduction_dtype)
+        with _Block():
+            outputs = fn(*args, **kwargs)
+        if scope.hands_on_float32:  # of a model that is traced in float32
+            return outputs
+        with jax.named_scope(SCOPE_NAME):
+            return _cast(outputs, scope.policy.compute_dtype)
+
+    return island  # type: ignore[return-value]
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    return cast_floating(tree, dtype, is_leaf=is_reference)
+
+
+class _Block(contextlib.ContextDecorator):
+    """An island as a block; may be entered again, and by several threads."""
+
+    def __init__(self) -> None:
+        self._entered = threading.local()
+
+    def __enter__(self) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(jax.named_scope(ISLAND))
+        stack.enter_context(enter(_island(current_scope())))
+        self._entered.__dict__.setdefault("stack", []).append(stack)
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.stack.pop().__exit__(*exception)
+
+
+def _island(scope: Scope) -> Scope:
+    return dataclasses.replace(scope, policy=in_island(scope.policy), in_full_precision=True)
+
+
+def in_island(policy: Policy | None) -> Policy | None:
+    """Returns a policy as it holds in an island: it computes and returns reduction_dtype."""
+    if policy is None:
+        return None
+    return policy.replace(
+        compute_dtype=policy.reduction_dtype,
+        output_dtype=policy.reduction_dtype,
+        reduction_dtype=policy.reduction_dtype,
+    )
+
+
+def as_in_force(policy: Policy | None, scope: Scope) -> Policy | None:
+    """Returns a module's policy as it holds in `scope`: inside of an island, its island's."""
+    return in_island(policy) if scope.in_full_precision else policy
