@@ -148,13 +148,14 @@ def scan_explained(crossed: Mapping[str, Effective], at: str | None = None, *, l
 
     Args:
       crossed: the boundaries crossed, by path or class; read when the error arrives.
-      at: the boundary whose call this is; it is left out.
+      at: the path of the boundary whose call this is: those below it are named. None names all.
       lifting: for the message, another remedy that the wing has.
     """
     try:
         yield
     except TypeError as error:
-        inside = {name: effective for name, effective in crossed.items() if name != at}
+        below = f"{at}/" if at else ""
+        inside = {name: effective for name, effective in crossed.items() if name != at and name.startswith(below)}
         explained = any(note.startswith(_ADVICE) for note in getattr(error, "__notes__", ()))
         if inside and "carry" in str(error) and not explained:
             listed = ", ".join(f"'{name}' ({_described(inside[name])})" for name in sorted(inside))

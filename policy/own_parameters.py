@@ -68,9 +68,5 @@ def with_float32_sums(call: Callable[..., Any], *trees: Any) -> Any:
     Raises:
       the errors in `CANNOT_BE_TRACED`: the call needs the values of arrays, or returns what holds some.
     """
-    return run(PureCall.of(call, *trees))
-
-
-def run(traced: PureCall) -> Any:
-    """Runs a traced call, each use of what its marked reads return cast by itself."""
+    traced = PureCall.of(call, *trees)
     return traced.returned([read(x) for x in evaluate(traced.jaxpr, traced.arrays)])

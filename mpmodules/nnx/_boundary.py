@@ -17,7 +17,7 @@ from mpmodules._own_code import run_inside, run_layer
 from mpmodules.nnx._captured import warn_of_scope
 from mpmodules.nnx._obeying import PORT, as_ours, is_ours, viewed
 from mpmodules.nnx._own_code import call_port, own_code_of
-from mpmodules.nnx._own_parameters import Reader, call_reading, reads, reads_own_params
+from mpmodules.nnx._own_parameters import call_reading, policy_of_reader, reads, reads_own_params
 from policy import boundary
 from policy.islands import as_in_force
 from policy.policy import Policy
@@ -120,8 +120,8 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
     scope, note = current_scope(), own_code_of(module)
     if scope.hands_on_float32:
         return _run_for_autocast(module, method, args, kwargs, is_layer=note is None)
-    if note is None and reads_own_params(module, scope):
-        return call_reading(module, method.name, args, kwargs, functools.partial(_run_method, module, method))
+    if note is None and reads_own_params(module):
+        return call_reading(module, method.name, args, kwargs)
     if note is None or _calls.ports:
         return _run_method(module, method, args, kwargs)
 
@@ -194,7 +194,7 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
         else:
             explained = carries.scan_explained(_calls.crossed)
     caller, _calls.module = _calls.module, module
-    reader, reads.reader = reads.reader, Reader.of(module, policy)
+    reader, reads.policy = reads.policy, policy_of_reader(module, policy)
     _calls.depth += 1
     try:
         inner = boundary.inside(scope, policy) if crosses else scope
@@ -208,11 +208,10 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
                 outputs = method.body(module, *args, **kwargs)
     finally:
         _calls.module = caller
-        reads.reader = reader
+        reads.policy = reader
         _calls.depth -= 1
         if not _calls.depth:
             _calls.crossed.clear()
-            reads.users.clear()
     if _is_step(module, method.name) and policy is not None:
         outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
     has_carry = _has_carry(module, method, kwargs)

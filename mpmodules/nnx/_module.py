@@ -14,7 +14,7 @@ from mpmodules._own_parameters import require_names
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
 from mpmodules.nnx._obeying import LAYER_OF
-from mpmodules.nnx._own_parameters import install_reads, store_in_param_dtype
+from mpmodules.nnx._own_parameters import store_in_param_dtype
 from policy.policy import Policy, get_policy
 from policy.rules import name_of
 from policy.scope import current_scope, enter, require_usable
@@ -152,7 +152,6 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
         install_boundaries(cls)
-        install_reads(cls)
         require_names(cls, "keep_params")
 
     def _capture(self, policy: Policy | None, source: Source) -> None:

@@ -18,11 +18,10 @@ from mpmodules.nnx._obeying import is_ours
 from mpmodules.nnx._pure_calls import StatefulCall
 from policy.casting import cast_floating, is_floating
 from policy.islands import as_in_force
-from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, read_parameter, run
+from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, read_parameter, with_float32_sums
 from policy.policy import Policy
 from policy.precedence import warn_once
-from policy.pure_calls import PureCall
-from policy.scope import Scope, current_scope, enter
+from policy.scope import current_scope, enter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose parameters they are
@@ -103,87 +102,68 @@ def _variables(tree: Any) -> Iterator[Any]:
 # Reads
 # ---------------------------------------------------------------------------------------------------------------------
 
-
-@dataclasses.dataclass(frozen=True)
-class Reader:
-    """The user's module whose method is running.
-
-    It reads parameters in compute_dtype that it got from attributes of a user's modules, its own or others'. A layer
-    reads its parameters as they are stored.
-
-    Attributes:
-      policy: the module's.
-    """
-
-    policy: Policy
-
-    @classmethod
-    def of(cls, module: Any, policy: Policy | None) -> Reader | None:
-        """Returns the reader for a call of `module` under `policy`; None where everything is read as stored."""
-        return None if policy is None or not is_users(type(module)) else cls(policy)
-
-    def value(self, param: flax_nnx.Param, value: Any) -> Any:
-        """Returns the value of a parameter for the code that reads it."""
-        if id(param) not in reads.users or id(param) in reads.as_stored:
-            return value
-        asked = param.get_metadata().get("compute_dtype")
-        dtype = cast(Policy, as_in_force(self.policy, current_scope())).compute_dtype if asked is None else asked
-        return read_parameter(value, dtype)
-
-
-def install_reads(cls: Any) -> None:
-    """Makes a user's class note which parameters are got from attributes of its instances, while one of them reads."""
-    if not is_users(cls) or cls.__getattribute__ is not object.__getattribute__:
-        return
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        if reads.reader is not None and not name.startswith("__") and name not in type(self).keep_params:
-            for param in _params_in(value):
-                reads.users[id(param)] = param
-        return value
-
-    cls.__getattribute__ = __getattribute__
+_USERS = "policy_users_own"  # metadata of a copied parameter that a user's module holds; copies of the copy have it too
 
 
 class _Reads(threading.local):
     """The reads in this thread.
 
     Attributes:
-      reader: the innermost, or None.
-      users: the parameters, by identity, that were got from attributes of a user's modules in the calls under way.
-      as_stored: the identities of parameters that are read as stored: those that a call under way writes back.
-      as_it_is: the identities of modules whose calls under way run as they are.
+      policy: the policy of the user's module whose method is running; None in a layer's, and where no policy holds.
+      are_marked: whether the modules under way are copies, whose parameters of a user's tell so.
     """
 
-    def __init__(self) -> None:
-        self.reader: Reader | None = None
-        self.users: dict[int, flax_nnx.Param] = {}
-        self.as_stored: frozenset[int] = frozenset()
-        self.as_it_is: frozenset[int] = frozenset()
+    policy: Policy | None = None
+    are_marked: bool = False
 
 
 reads = _Reads()
-_get_value, _getattr = flax_nnx.Param.get_value, flax_nnx.Param.__getattr__
+_get_value, _set_value, _getattr = (getattr(flax_nnx.Param, n) for n in ("get_value", "set_value", "__getattr__"))
+
+
+class _Written(Exception):
+    """Ends a call that writes to a parameter which it reads in compute_dtype."""
+
+
+def policy_of_reader(module: Any, policy: Policy | None) -> Policy | None:
+    """Returns the policy under which a method of `module` reads; a layer reads its parameters as they are stored."""
+    return policy if is_users(type(module)) else None
+
+
+def _is_read(param: Any) -> bool:
+    return reads.policy is not None and _USERS in object.__getattribute__(param, "_var_metadata")
+
+
+def _read(param: Any, value: Any) -> Any:
+    asked = param.get_metadata().get("compute_dtype")
+    policy = cast(Policy, as_in_force(reads.policy, current_scope()))
+    return read_parameter(value, policy.compute_dtype if asked is None else asked)
 
 
 def _value_for_reader(self: Any, **index: Any) -> Any:
-    if reads.reader is None:
+    if not _is_read(self):
         return _get_value(self, **index)
     if not current_scope().marks_reads:
-        return reads.reader.value(self, _get_value(self, **index))
-    value = reads.reader.value(self, _get_value(self))  # read first: the rows of a half table are summed up in float32
+        return _read(self, _get_value(self, **index))
+    value = _read(self, _get_value(self))  # read first: the rows of a half table are summed up in float32
     return value[index["index"]] if index and index["index"] is not ... else value
 
 
 def _attribute_for_reader(self: Any, name: str) -> Any:
-    if reads.reader is None or name in object.__getattribute__(self, "_var_metadata"):
+    if not _is_read(self) or name in object.__getattribute__(self, "_var_metadata"):
         return _getattr(self, name)
-    return getattr(reads.reader.value(self, self.get_raw_value()), name)
+    return getattr(_read(self, self.get_raw_value()), name)
+
+
+def _set_by_writer(self: Any, value: Any, **index: Any) -> None:
+    if _is_read(self):
+        raise _Written(self.get_metadata()[_USERS])
+    _set_value(self, value, **index)
 
 
 # Flax has one class of parameters, which its modules, states and filters know; outside of our calls it is as before.
 flax_nnx.Param.get_value = _value_for_reader
+flax_nnx.Param.set_value = _set_by_writer
 flax_nnx.Param.__getattr__ = _attribute_for_reader
 
 
@@ -191,22 +171,18 @@ flax_nnx.Param.__getattr__ = _attribute_for_reader
 # Calls
 # ---------------------------------------------------------------------------------------------------------------------
 
-_written: dict[Hashable, frozenset[Any]] = {}  # the parameters that a method writes back, by their paths
+_written: dict[Hashable, frozenset[str]] = {}  # the parameters that a method writes back, by their paths
 
 
-def reads_own_params(module: Any, scope: Scope) -> bool:
-    """Returns whether a call may read parameters of its module's own in another dtype than they are stored in."""
-    if scope.marks_reads or id(module) in reads.as_it_is or not is_users(type(module)):
+def reads_own_params(module: Any) -> bool:
+    """Returns whether a call may read parameters of users' modules in another dtype than they are stored in."""
+    if reads.are_marked or not is_users(type(module)) or getattr(module, "dtype_policy", None) is None:
         return False
-    policy = as_in_force(module.dtype_policy, scope)
-    values = [param.get_raw_value() for param in touched_params(module)] if policy is not None else []
-    return any(map(is_floating, jax.tree.leaves(values)))
+    return any(is_floating(leaf) for _, param in _users_params(module) for leaf in jax.tree.leaves(param))
 
 
-def call_reading(
-    module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], plainly: Callable[..., Any]
-) -> Any:
-    """Calls a method that may read parameters of its module's own; their gradients are summed in float32.
+def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a method in which users' modules read parameters; their gradients are summed in float32.
 
     A parameter that the call writes back, as an average that is kept by hand, is read as stored.
 
@@ -214,56 +190,59 @@ def call_reading(
       module: the module.
       name: the method's name.
       args, kwargs: its arguments.
-      plainly: calls the method as it is, given the arguments.
     """
     call = StatefulCall(module, name, args, kwargs, named=False)
     policy = as_in_force(module.dtype_policy, current_scope())
-    differentiates = needs_float32_sums(policy, *call.trees)
-    key = type(module), name, told_apart(args, kwargs), tuple(path for path, _ in _params(call.nodes))
-    written = _written.get(key)
-    try:
-        if written is None or differentiates:
-            traced, written = _traced(call, written or frozenset())
-            _written[key] = written
-            if differentiates:
-                return call.finish(run(traced))
-    except CANNOT_BE_TRACED:
-        written = frozenset()
-    assert written is not None
-    outer = reads.as_stored, reads.as_it_is
-    reads.as_stored |= {id(param) for path, param in _params(call.nodes) if path in written}
-    reads.as_it_is |= {id(module)}
-    try:
-        return plainly(args, kwargs)
-    finally:
-        reads.as_stored, reads.as_it_is = outer
-
-
-def _traced(call: StatefulCall, written: frozenset[Any]) -> tuple[PureCall, frozenset[Any]]:
-    """Returns a call's program, and the paths of the parameters that it writes; those are read as stored in it."""
+    key = type(module), name, told_apart(args, kwargs)
+    written = _written.get(key, frozenset())
     while True:
-        traced = PureCall.of(call.inside(functools.partial(_marked, call, written)), *call.trees)
-        computed = object()
-        operands = [computed if operand is None else operand for operand in traced.operands()]
-        _, state = traced.returned(operands)
-        found = {path for path, new in call.changed(state).items() if isinstance(new, flax_nnx.Param)}
-        if found <= written:
-            return traced, written
-        written |= found
+        try:
+            return call.finish(_run(call, written, is_traced=needs_float32_sums(policy, *call.trees)))
+        except _Written as write:
+            if write.args[0] in written:
+                raise AssertionError(f"{write.args[0]} is read as stored") from None
+            _written[key] = written = written | {write.args[0]}
+
+
+def _run(call: StatefulCall, written: frozenset[str], *, is_traced: bool) -> Any:
+    pure = call.inside(functools.partial(_marked, call, written))
+    if is_traced:
+        try:
+            return with_float32_sums(_in_marking_scope(pure), *call.trees)
+        except CANNOT_BE_TRACED:
+            pass
+    return pure(*call.trees)
+
+
+def _in_marking_scope(pure: Callable[..., Any]) -> Callable[..., Any]:
+    def marking(*trees: Any) -> Any:
+        with enter(dataclasses.replace(current_scope(), marks_reads=True)):
+            return pure(*trees)
+
+    return marking
 
 
 @contextlib.contextmanager
-def _marked(call: StatefulCall, written: frozenset[Any]) -> Iterator[None]:
-    """Marks the reads in a block, but those of parameters that are written, which are read as stored."""
-    outer = reads.as_stored
-    reads.as_stored = frozenset(id(param) for path, param in _params(call.copies) if path in written)
+def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
+    """Notes on the parameters of users' modules that they are, for a block that calls copies of the modules."""
+    copies = [node for node in call.copies if isinstance(node, flax_nnx.Module)]
+    params = {path: param for node in copies for path, param in _users_params(node)}
+    for path, param in params.items():
+        if path not in written:
+            param.set_metadata(_USERS, path)
+    outer, reads.are_marked = reads.are_marked, True
     try:
-        with enter(dataclasses.replace(current_scope(), marks_reads=True)):
-            yield
+        yield
     finally:
-        reads.as_stored = outer
+        reads.are_marked = outer
+        for _, node in flax_nnx.iter_graph(call.copies):
+            if isinstance(node, flax_nnx.Param) and _USERS in node.get_metadata():
+                node.del_metadata(_USERS)
 
 
-def _params(nodes: Any) -> list[tuple[Any, flax_nnx.Param]]:
-    """Returns the parameters of nodes and the path of each, the first where it has several."""
-    return [(path, node) for path, node in flax_nnx.iter_graph(nodes) if isinstance(node, flax_nnx.Param)]
+def _users_params(root: Any) -> Iterator[tuple[str, flax_nnx.Param]]:
+    """Yields the parameters that follow the policies of users' modules in a module, itself included, by their paths."""
+    for path, module in flax_nnx.iter_modules(root):
+        if is_users(type(module)):
+            for i, param in enumerate(touched_params(module)):
+                yield "/".join(map(str, (*path, i))), param

@@ -23,8 +23,8 @@ SHAPES = {
 
 def rotated(x: jax.Array) -> jax.Array:
     """Rotates the halves of (B, T, N, H) by the position; tables are float32, the result is as x is."""
-    frequencies = jnp.exp(-0.3 * jnp.arange(x.shape[-1] // 2))
-    angles = jnp.arange(x.shape[1])[:, None, None].astype(jnp.float32) * frequencies
+    frequencies = jnp.exp(-0.3 * jnp.arange(x.shape[-1] // 2, dtype=jnp.float32))
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None] * frequencies[None, None, None]
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
@@ -48,7 +48,7 @@ def experts(x: jax.Array, router: Any, up: Any, down: Any) -> jax.Array:
 
 
 def normalized(x: jax.Array, scale: Any) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale[None, None]
 
 
 FUNCTIONS = {"attention": attention, "mlp": mlp, "experts": experts}
@@ -57,7 +57,7 @@ FUNCTIONS = {"attention": attention, "mlp": mlp, "experts": experts}
 def by_hand(params: Any, ids: jax.Array, dtype: Any) -> jax.Array:
     """The same model with its dtypes threaded by hand: parameters are cast at their uses, norms run in float32."""
     cast = functools.partial(jax.tree.map, lambda array: array.astype(dtype))
-    x = cast(params["table"])[ids] + cast(params["position"])
+    x = cast(params["table"])[ids] + cast(params["position"])[None]
     for name, function in FUNCTIONS.items():
         scale = params[f"norm_{name}"]["scale"]
         y = normalized(x.astype(jnp.float32), scale.astype(jnp.float32)).astype(dtype)
@@ -92,10 +92,9 @@ class LinenModel(linen.Module):
     @linen.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
         table = self.param("table", init, (WORDS, WIDTH))
-        x = table[ids] + self.param("position", init, (LENGTH, WIDTH))
+        x = table[ids] + self.param("position", init, (LENGTH, WIDTH))[None]
         for kind in SHAPES:
             x = x + LinenPart(kind, name=kind)(LinenNorm(name=f"norm_{kind}")(x))
-            self.sow("intermediates", kind, x)
         return x @ table.T
 
 
@@ -131,8 +130,7 @@ class NnxModel(nnx.Module):
             setattr(self, kind, NnxPart(kind, rngs))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        x = self.table[ids] + self.position
+        x = self.table[ids] + self.position[None]
         for kind in SHAPES:
             x = x + getattr(self, kind)(getattr(self, f"norm_{kind}")(x))
-            self.sow(nnx.Intermediate, f"after_{kind}", x)
         return x @ self.table.T
