@@ -127,7 +127,7 @@ class Policy:
     output_dtype: np.dtype
     reduction_dtype: np.dtype
     cast_inputs: bool
-    follows_caller: bool
+    follows_caller: bool = dataclasses.field(init=False)
 
     def __init__(
         self,

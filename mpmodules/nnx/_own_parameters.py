@@ -225,7 +225,8 @@ def _in_marking_scope(pure: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
     """Notes on the parameters of users' modules that they are, for a block that calls copies of the modules."""
-    copies = [node for node in call.copies if isinstance(node, flax_nnx.Module)]
+    nodes, call.copies = call.copies, ()  # they may hold tracers
+    copies = [node for node in nodes if isinstance(node, flax_nnx.Module)]
     params = {path: param for node in copies for path, param in _users_params(node)}
     for path, param in params.items():
         if path not in written:
@@ -235,7 +236,7 @@ def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
         yield
     finally:
         reads.are_marked = outer
-        for _, node in flax_nnx.iter_graph(call.copies):
+        for _, node in flax_nnx.iter_graph(nodes):
             if isinstance(node, flax_nnx.Param) and _USERS in node.get_metadata():
                 node.del_metadata(_USERS)
 

@@ -58,6 +58,7 @@ class StatefulCall:
                 before = _attributes(nodes)
                 out = getattr(root, self._name)(*args, **kwargs)
                 self.attributes = _set_since(before, _attributes(nodes))
+            self.copies = ()  # they may hold tracers
             return out, flax_nnx.state(nodes)
 
         return pure

@@ -199,13 +199,13 @@ def test_a_module_may_have_attributes_called_as_flaxs_methods():
     assert found == {f"params/{name}": "bfloat16" for name in ("variable/kernel", "variable/bias", "bias")}
 
 
-def test_a_module_of_ours_and_a_subclass_of_a_layer_decide_for_their_parameters_themselves():
+def test_a_module_of_ours_inside_stores_its_parameters_in_param_dtype_too():
     class Ours(our_nn.Module):
         @our_nn.compact
         def __call__(self, x):
             return x * self.param("scale", nn.initializers.ones, ()).astype(x.dtype)
 
-    assert initialised(apply_policy(Holds(Ours()), "bf16"))["params/part/scale"] == "float32"
+    assert initialised(apply_policy(Holds(Ours()), "bf16"))["params/part/scale"] == "bfloat16"
 
 
 # --- dtype fields ---------------------------------------------------------------------------------------------------

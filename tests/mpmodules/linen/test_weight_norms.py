@@ -120,6 +120,8 @@ def test_the_layer_inside_is_handed_unrounded_weights_under_a_policy():
     seen = []
 
     class Probe(nn.Module):
+        keep_params = ("kernel",)
+
         @nn.compact
         def __call__(self, x):
             kernel = self.param("kernel", nn.initializers.normal(), (5, 2))
