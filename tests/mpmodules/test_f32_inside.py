@@ -82,7 +82,7 @@ class Step(linen.Module):
 
 
 def _promoted(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dtype = jnp.promote_types(x.dtype, y.dtype)  # as arithmetic does without strict promotion
+    dtype = max(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)  # as arithmetic does without strict promotion
     return x.astype(dtype), y.astype(dtype)
 
 
@@ -120,10 +120,10 @@ class NnxScanned(nnx.Module):
 
 def test_a_scans_carry_keeps_its_dtype_and_its_error_names_the_rule_in_nnx() -> None:
     model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32_inside"})
-    assert jax.eval_shape(lambda x: model(x), X).dtype == jnp.float32
+    assert model(X).dtype == jnp.float32
     model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32"})
     with pytest.raises(TypeError, match="carry") as error:
-        jax.eval_shape(lambda x: model(x), X)
+        model(X)
     _names_the_rule(error.value, "'Linear' (returns float32 by rule 'steps/inner')")
 
 

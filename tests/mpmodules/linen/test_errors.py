@@ -134,10 +134,11 @@ def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
 def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
     model = Stack(policy="p=f32,c=f16,o=f16")
     text = (
-        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16 by argument dtype_policy). A "
-        "layer inside of a model keeps float32 to itself under the policy 'f32_inside', and hands on what the code around "
-        "it computes in. Where one is the body of a scan, give it the policy that its caller obeys, lift its class "
-        "(nn.scan(Block)) instead of a function, or cast the carry to its output_dtype before the scan."
+        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16 by argument "
+        "dtype_policy). A layer inside of a model keeps float32 to itself under the policy 'f32_inside', and hands on "
+        "what the code around it computes in. Where one is the body of a scan, give it the policy that its caller "
+        "obeys, lift its class (nn.scan(Block)) instead of a function, or cast the carry to its output_dtype before "
+        "the scan."
     )
     with pytest.raises(TypeError, match="carry") as e:
         jax.eval_shape(lambda: model.init(KEY, X))
