@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from policy.scope import current_scope, enter
 _KEPT = "_runs_as_it_is"  # on an instance, while a call of it that can't be traced runs
 
 
+@functools.cache
 def is_users(cls: type) -> bool:
     """Returns whether a class is one that a user wrote, and derives from none of Flax's layers."""
     return getattr(cls, "_upstream_class", None) is flax_nn.Module and not cls.__module__.startswith("mpmodules.")
