@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from flax import nnx as flax_nnx
+from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
@@ -18,12 +19,20 @@ from policy.rules import name_of
 from policy.scope import current_scope, enter, require_usable
 from policy.sources import NO_SOURCE, Source, source_in_force
 
+T = TypeVar("T")
 
-class ModuleMeta(type(flax_nnx.Module)):
+
+class ModuleMeta(FlaxModuleMeta):
     """Builds a module under its policy, and stands for Flax's class of that name in ``isinstance``."""
 
     _upstream_class: type
 
+    # No `__init__` of a user's declares `dtype_policy`. Returning something else than the class is what makes a type
+    # checker that obeys metaclasses leave `__init__` alone; the class stays in the union, and so do its attributes.
+    @overload
+    def __call__(cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any) -> T | Any: ...
+    @overload
+    def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         own, kwargs = _own_policy(cls, args, kwargs)
         scope = current_scope()
@@ -122,7 +131,10 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
         ``keep_inputs = ("positions",)``.
     """
 
-    dtype_policy = None
+    if TYPE_CHECKING:
+        dtype_policy: Policy | None
+    else:
+        dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
 
