@@ -11,6 +11,7 @@ import flax.linen as flax_nn
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
+from mpmodules._docstrings import extend_docstring
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
@@ -41,6 +42,12 @@ class _ModuleMeta(_MetaOfProtocol):
         upstream = cls.__dict__.get("_upstream_class")
         return type.__subclasscheck__(cls, subclass) if upstream is None else issubclass(subclass, upstream)
 
+
+# What a layer's docstring says of the argument.
+_DTYPE_POLICY = (
+    "a `Policy` or its text form; None obeys a rule, the module around the layer, or the scope. Where the layer has "
+    "dtype and param_dtype, one that is not given is the policy's."
+)
 
 # Our layer for each of Flax's; filled as the layers are defined.
 LAYER_OF: dict[type, type] = {}
@@ -79,6 +86,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
+                    extend_docstring(cls, base, _DTYPE_POLICY)
         install_boundaries(cls)
 
     def __post_init__(self) -> None:

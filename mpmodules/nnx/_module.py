@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
+from mpmodules._docstrings import extend_docstring
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
 from mpmodules.nnx._obeying import LAYER_OF
@@ -20,6 +21,13 @@ from policy.scope import current_scope, enter, require_usable
 from policy.sources import NO_SOURCE, Source, source_in_force
 
 T = TypeVar("T")
+
+# What a layer's docstring says of the argument.
+_DTYPE_POLICY = (
+    "a `Policy` or its text form, captured when the layer is built; None takes that of a class rule, of the module "
+    "being built around the layer, or of the scope. Where the layer has dtype and param_dtype, one that is not given "
+    "is the policy's."
+)
 
 
 class ModuleMeta(FlaxModuleMeta):
@@ -150,6 +158,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                 if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
+                    extend_docstring(cls, base, _DTYPE_POLICY)
                     if hasattr(cls, "_construct"):
                         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
