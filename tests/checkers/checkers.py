@@ -48,7 +48,9 @@ def mypy(directory: Path) -> list[Report]:
         said = json.loads(line)
         revealed = re.fullmatch(r'Revealed type is "(.*)"', said["message"])
         if revealed is not None:
-            reports.append(Report(said["file"], said["line"], "reveal", revealed[1], said["message"]))
+            reports.append(
+                Report(said["file"], said["line"], "reveal", revealed[1].replace("builtins.", ""), said["message"])
+            )
         elif said["severity"] == "error":
             reports.append(Report(said["file"], said["line"], "error", said["code"], said["message"]))
     return reports
