@@ -71,6 +71,7 @@ from flax.linen import one_hot as one_hot
 from flax.linen import ones as ones
 from flax.linen import ones_init as ones_init
 from flax.linen import override_named_call as override_named_call
+from flax.linen import partitioning as partitioning
 from flax.linen import pooling as pooling
 from flax.linen import recurrent as recurrent
 from flax.linen import relu as relu

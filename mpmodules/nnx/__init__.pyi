@@ -112,6 +112,7 @@ from flax.nnx import hard_tanh as hard_tanh
 from flax.nnx import has_data as has_data
 from flax.nnx import helpers as helpers
 from flax.nnx import identity as identity
+from flax.nnx import ids as ids
 from flax.nnx import initializers as initializers
 from flax.nnx import is_data as is_data
 from flax.nnx import iter_children as iter_children

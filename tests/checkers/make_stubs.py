@@ -14,6 +14,7 @@ import builtins
 import functools
 import importlib
 import inspect
+import pkgutil
 import textwrap
 import types
 from pathlib import Path
@@ -96,7 +97,8 @@ def exported_by_flax(wing: str) -> dict[str, str]:
     """Returns the names that a wing takes from Flax as they are, with the module that a type checker finds each in."""
     package = FLAX[wing]
     tree = ast.parse(Path(inspect.getfile(package)).read_text())
-    modules = dict.fromkeys(dir(package), package.__name__)
+    submodules = [module.name for module in pkgutil.iter_modules(package.__path__)]  # our wings import them on demand
+    modules = dict.fromkeys((*dir(package), *submodules), package.__name__)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):  # a name that Flax makes on demand, and tells type checkers of
             modules |= {target.id: package.__name__ for target in node.targets if isinstance(target, ast.Name)}
