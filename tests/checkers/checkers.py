@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # As README tells users of mypy.
-_MYPY_SETTINGS = '[tool.mypy]\nplugins = ["mpmodules.mypy_plugin"]\n'
+MYPY_SETTINGS = '[tool.mypy]\nplugins = ["mpmodules.mypy_plugin"]\n'
 
 
 class Report(NamedTuple):
@@ -40,7 +40,7 @@ class Report(NamedTuple):
 def mypy(directory: Path) -> list[Report]:
     """Returns what mypy says of the Python files in `directory`."""
     settings = directory / "mypy.toml"
-    settings.write_text(_MYPY_SETTINGS)
+    settings.write_text(MYPY_SETTINGS)
     options = ["--config-file", settings, "--cache-dir", directory / "cache", "--output", "json"]
     output = _run("mypy", *options, *_files(directory), directory=directory)
     reports = []

@@ -47,6 +47,11 @@ def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_rea
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_readme_tells_users_of_mypy_of_the_plugin_that_the_test_runs_it_with():
+    (line,) = [line for line in checkers.MYPY_SETTINGS.splitlines() if line.startswith("plugins")]
+    assert line in README
+
+
 def differences(text: str, place: int, reports: list[Report], file: str) -> list[str]:
     """Returns where a checker's reports on a file are not its marks, one text for each."""
     got = {

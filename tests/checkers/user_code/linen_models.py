@@ -1,5 +1,6 @@
 """User code with linen: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``) and to reveal."""
 
+import abc
 from typing import Any
 
 import flax.linen
@@ -88,6 +89,18 @@ class Abstract(nn.RNNCellBase):
     width: int = 3
 
 
+class Contract(nn.Module, abc.ABC):
+    @abc.abstractmethod
+    def encode(self, x: jax.Array) -> jax.Array: ...
+
+
+class Keywords(nn.Module, kw_only=True):
+    first: int = 1
+    second: str
+
+
+Keywords(second="a", dtype_policy="f32")
+Keywords(first=1)  # error: call-arg; reportCallIssue
 Wide(4, False, gain=2.0, dtype_policy="f32")
 Wide(4, gian=2.0)  # error: call-arg; reportCallIssue
 Abstract(width=2, dtype_policy="f32")

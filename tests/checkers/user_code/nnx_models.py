@@ -1,5 +1,6 @@
 """User code with nnx: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``) and to reveal."""
 
+import abc
 from typing import Any
 
 import flax.nnx
@@ -84,6 +85,25 @@ class Low(nnx.Linear):
         super().__init__(width, width, rngs=rngs, **options)
 
 
+class Contract(nnx.Module, abc.ABC):
+    @abc.abstractmethod
+    def encode(self, x: jax.Array) -> jax.Array: ...
+
+
+class Bare(nnx.Module):
+    width = 3
+
+
+@nnx.dataclass
+class Fields(nnx.Module):
+    scale: nnx.Param[jax.Array]
+    width: int = 3
+
+
+Bare(dtype_policy="bf16")
+Bare(width=3)  # error: call-arg; reportCallIssue
+Fields(nnx.Param(x), width=4, dtype_policy="bf16")
+Fields(nnx.Param(x), widht=4)  # error: call-arg; reportCallIssue
 Declares(rngs, dtype_policy="bf16")
 Low(4, rngs=rngs, use_bias=False, dtype_policy="bf16")
 reveal_type(Low(4, rngs=rngs).kernel)  # reveal: flax.nnx.variablelib.Param[Any]; Param[Array]
