@@ -35,8 +35,8 @@ class ModuleMeta(FlaxModuleMeta):
 
     _upstream_class: type
 
-    # No `__init__` of a user's declares `dtype_policy`. Returning something else than the class is what makes a type
-    # checker that obeys metaclasses leave `__init__` alone; the class stays in the union, and so do its attributes.
+    # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves `__init__` alone only where
+    # this returns something else than the class: hence the union, in which the class and its attributes stay known.
     @overload
     def __call__(cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any) -> T | Any: ...
     @overload
