@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from policy.paths import folded
@@ -57,12 +57,7 @@ class PolicyRules:
     rules: tuple[tuple[Pattern, Policy], ...]
     strict: bool
 
-    def __init__(
-        self,
-        rules: PolicyRules | Mapping[Pattern, Policy | str] | Iterable[tuple[Pattern, Policy | str]] = (),
-        *,
-        strict: bool = True,
-    ):
+    def __init__(self, rules: RulesLike = (), *, strict: bool = True):
         if isinstance(rules, PolicyRules):
             pairs: list[Any] = list(rules.rules)
         elif isinstance(rules, Mapping):
@@ -104,7 +99,7 @@ class PolicyRules:
     def __len__(self) -> int:
         return len(self.rules)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[Pattern, Policy]]:
         return iter(self.rules)
 
     def __eq__(self, other: object) -> bool:
@@ -169,6 +164,11 @@ class PolicyRules:
             listed = listed or "only the root, whose path is empty"
             plural = "s" if len(unmatched) > 1 else ""
             raise ValueError(f"Rule{plural} {', '.join(unmatched)} matched no module. Modules seen: {listed}.")
+
+
+# Arguments for rules. A pattern is a text or a class, which is checked when the rules are made; its type is Any, since
+# mappings are invariant in their keys, and a dict of texts and classes is a ``dict[object, str]`` to mypy.
+RulesLike = PolicyRules | Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]]
 
 
 def _divided(text: str) -> tuple[str, str]:

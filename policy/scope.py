@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -13,10 +13,8 @@ import jax
 from policy._compat import set_global
 from policy.casting import require_available
 from policy.policy import Policy, get_policy
-from policy.rules import Pattern, PolicyRules
+from policy.rules import PolicyRules, RulesLike
 from policy.sources import Source, coming_from, source_in_force
-
-RulesLike = PolicyRules | Mapping[Pattern, Policy | str] | Iterable[tuple[Pattern, Policy | str]]
 
 
 @dataclasses.dataclass(frozen=True)

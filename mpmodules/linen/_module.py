@@ -12,6 +12,7 @@ import flax.linen as flax_nn
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
+from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_names
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
@@ -45,6 +46,12 @@ class _ModuleMeta(_MetaOfProtocol):
         upstream = cls.__dict__.get("_upstream_class")
         return type.__subclasscheck__(cls, subclass) if upstream is None else issubclass(subclass, upstream)
 
+
+# What a layer's docstring says of the argument.
+_DTYPE_POLICY = (
+    "a `Policy` or its text form; None obeys a rule, the module around the layer, or the scope. Where the layer has "
+    "dtype and param_dtype, one that is not given is the policy's."
+)
 
 # Our layer for each of Flax's; filled as the layers are defined.
 LAYER_OF: dict[type, type] = {}
@@ -89,6 +96,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
+                    extend_docstring(cls, base, _DTYPE_POLICY)
         install_boundaries(cls)
         require_names(cls, "keep_params")
 

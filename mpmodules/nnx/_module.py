@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from flax import nnx as flax_nnx
+from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
+from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_names
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
@@ -20,12 +22,27 @@ from policy.rules import name_of
 from policy.scope import current_scope, enter, require_usable
 from policy.sources import NO_SOURCE, Source, source_in_force
 
+T = TypeVar("T")
 
-class ModuleMeta(type(flax_nnx.Module)):
+# What a layer's docstring says of the argument.
+_DTYPE_POLICY = (
+    "a `Policy` or its text form, captured when the layer is built; None takes that of a class rule, of the module "
+    "being built around the layer, or of the scope. Where the layer has dtype and param_dtype, one that is not given "
+    "is the policy's."
+)
+
+
+class ModuleMeta(FlaxModuleMeta):
     """Builds a module under its policy, and stands for Flax's class of that name in ``isinstance``."""
 
     _upstream_class: type
 
+    # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves `__init__` alone only where
+    # this returns something else than the class: hence the union, in which the class and its attributes stay known.
+    @overload
+    def __call__(cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any) -> T | Any: ...
+    @overload
+    def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         own, kwargs = _own_policy(cls, args, kwargs)
         scope = current_scope()
@@ -131,7 +148,10 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     another dtype.
     """
 
-    dtype_policy = None
+    if TYPE_CHECKING:
+        dtype_policy: Policy | None
+    else:
+        dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
@@ -148,6 +168,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                 if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
+                    extend_docstring(cls, base, _DTYPE_POLICY)
                     if hasattr(cls, "_construct"):
                         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import pydoc
+import re
 from typing import Any
 
 import flax.linen as flax_nn
@@ -17,6 +19,7 @@ from flax import errors
 
 import mpmodules
 from mpmodules import linen as our_nn
+from mpmodules.linen._module import LAYER_OF
 from policy import Policy, current_policy, use_policy
 from tests.programs import apply
 
@@ -144,6 +147,31 @@ def test_auto_names_follow_the_class_name():
             return Dense(2)(our_nn.Dense(2)(x))
 
     assert sorted(Uses().init(KEY, X)["params"]) == ["Dense_0", "Dense_1"]
+
+
+def test_help_describes_flaxs_arguments_and_ours():
+    text = pydoc.plain(pydoc.render_doc(our_nn.Dense))
+    for line in (
+        "`flax.linen.Dense` that obeys policies.",
+        "features: the number of output features.",
+        "dtype_policy: a `Policy` or its text form; None obeys a rule",
+    ):
+        assert text.count(line) == 1
+    for theirs, ours in LAYER_OF.items():
+        for name in re.findall(r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE):
+            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), f"{ours.__name__}: {name}"
+        assert (ours.__doc__ or "").count("  dtype_policy: ") == 1, ours.__name__
+
+
+def test_a_docstring_keeps_the_sections_that_follow_the_arguments():
+    assert re.search(r"  dtype_policy: (.|\n)*\n\nRaises:\n  ValueError: ", our_nn.Sequential.__doc__ or "")
+
+
+def test_classes_of_users_keep_their_docstrings():
+    class Documented(our_nn.Dense):
+        """Says this."""
+
+    assert Documented.__doc__ == "Says this."
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """PReLU, and the functions that nnx shares with linen."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,5 +51,6 @@ def test_prelu_keeps_its_slope_in_param_dtype(policy):
 
 
 def test_prelu_obeys_a_promotion_of_the_users_own():
-    layer = nnx.PReLU(dtype=jnp.bfloat16, promote_dtype=lambda arrays, dtype: tuple(2 * a for a in arrays))
+    promote: Any = lambda arrays, dtype: tuple(2 * a for a in arrays)  # noqa: E731
+    layer = nnx.PReLU(dtype=jnp.bfloat16, promote_dtype=promote)
     assert layer(X).dtype == jnp.float32

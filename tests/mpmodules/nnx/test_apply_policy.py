@@ -6,6 +6,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -291,7 +292,7 @@ def test_a_user_s_subclass_keeps_its_name_and_its_methods():
 
 def test_ours_built_under_one_policy_moves_to_another():
     with use_policy("mixed_bfloat16"):
-        ours = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+        ours: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
     apply_policy(ours, "f16")
     assert ours(np.ones((2, 4), np.float32)).dtype == F16
     assert ours.layers[0].kernel.dtype == F16
@@ -299,7 +300,7 @@ def test_ours_built_under_one_policy_moves_to_another():
 
 def test_a_submodule_built_with_its_own_policy_keeps_it_and_so_do_its_children():
     with use_policy("bf16"):
-        ours = nnx.Sequential(
+        ours: Any = nnx.Sequential(
             nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0))
         )
     apply_policy(ours, "f16")
@@ -326,7 +327,7 @@ def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
 
 def test_keep_explicit_on_a_model_of_ours_that_was_built_under_a_policy_keeps_only_what_was_given():
     with use_policy("mixed_bfloat16"):
-        ours = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)))
+        ours: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)))
     apply_policy(ours, "f16", keep_explicit=True)
     assert ours.layers[0].dtype == ours.layers[1].query.dtype == F16
 

@@ -5,6 +5,7 @@
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import re
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -222,7 +223,7 @@ def test_a_bare_root_layer_returns_compute_dtype_unless_it_has_a_policy_of_its_o
 
 def test_a_sequential_is_a_module_and_a_boundary():
     with use_policy(MIXED):
-        model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.relu, Recorder())
+        model: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.relu, Recorder())
     assert model(X).dtype == F32
     assert model.layers[2].seen == ["bfloat16"]
 
@@ -379,11 +380,11 @@ class Receives(nnx.Module):
     ids=["Rngs", "RngStream", "Variable", "Module", "List", "State", "GraphDef", "Ref"],
 )
 def test_references_pass_the_boundary_by_identity(reference):
-    reference = reference()
-    x, out = Receives(dtype_policy=MIXED)(X, reference)
+    reference, receives = reference(), cast(Any, Receives(dtype_policy=MIXED))
+    x, out = receives(X, reference)
     assert out is reference
     assert x.dtype == F32
-    _, (inside, (deeper,)) = Receives(dtype_policy=MIXED)(X, None, call=lambda _, x: (reference, [reference]))
+    _, (inside, (deeper,)) = receives(X, None, call=lambda _, x: (reference, [reference]))
     assert inside is deeper is reference
     _, out = Receives(dtype_policy=MIXED)(X, {"a": [reference]})
     assert out["a"][0] is reference

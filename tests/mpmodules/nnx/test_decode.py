@@ -17,7 +17,9 @@ POLICIES = (None, "float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "flo
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=16, qkv_features=8, decode=False, rngs=rngs)
+        self.attention: Any = nnx.MultiHeadAttention(
+            num_heads=2, in_features=16, qkv_features=8, decode=False, rngs=rngs
+        )
 
     def __call__(self, x, mask=None, *, decode=False):
         return self.attention(x, mask=mask, decode=decode)

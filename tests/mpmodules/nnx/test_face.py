@@ -5,6 +5,8 @@
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import inspect
+import pydoc
+import re
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +70,20 @@ def test_every_layer_of_ours_is_documented_and_has_flax_s_parameters():
         names = [name for name in inspect.signature(ours).parameters if name != "dtype_policy"]
         assert names == list(inspect.signature(theirs.__init__).parameters)[1:]
         assert list(inspect.signature(ours.__call__).parameters) == list(inspect.signature(theirs.__call__).parameters)
+
+
+def test_help_describes_flaxs_arguments_and_ours():
+    text = pydoc.plain(pydoc.render_doc(nnx.Linear))
+    for line in (
+        "`flax.nnx.Linear` that obeys policies.",
+        "out_features: the number of output features.",
+        "dtype_policy: a `Policy` or its text form, captured when the layer is built",
+    ):
+        assert text.count(line) == 1
+    for theirs, ours in LAYER_OF.items():
+        for name in re.findall(r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE):
+            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), f"{ours.__name__}: {name}"
+        assert (ours.__doc__ or "").count("  dtype_policy: ") == 1, ours.__name__
 
 
 def test_display_repr_and_tabulate_show_the_policy_and_do_not_fail(net, capsys):

@@ -1,5 +1,7 @@
 """LoRA and LoRALinear: what the policy says comes out, and the low-rank part follows it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ X = jax.random.normal(jax.random.key(0), (3, 8))
 POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32")
 
 
-def build(layers, name, **kwargs):
+def build(layers, name, **kwargs) -> Any:
     if name == "LoRA":
         return layers.LoRA(8, 2, 4, b_initializer=flax_nnx.initializers.normal(), rngs=flax_nnx.Rngs(0), **kwargs)
     initializer = {"b_initializer": flax_nnx.initializers.normal()}

@@ -2,6 +2,7 @@
 """Rotary position embedding: angles in float32, the result in the input's dtype. Older versions of Flax lack it."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def test_half_is_rounded_once(dtype, policy):
     x = jax.random.normal(jax.random.key(1), (6, 8)).astype(dtype)
     positions = jnp.arange(6, dtype=jnp.int32) + 1001  # bfloat16 counts by 8 there
     with use_policy(None if policy is None else Policy("f32", dtype, "f32")):
-        rope = nnx.RoPE(embedding_size=8, max_seq_len=2000)
+        rope: Any = nnx.RoPE(embedding_size=8, max_seq_len=2000)
     y = rope(x, positions)
     assert y.dtype == dtype
     np.testing.assert_allclose(

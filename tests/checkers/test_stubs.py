@@ -1,0 +1,69 @@
+"""The stubs of both wings say what the code does: the same names, the same constructors."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import flax.nnx
+import pytest
+
+from tests.checkers import make_stubs
+
+WINGS = pytest.mark.parametrize("wing", make_stubs.WINGS)
+# What the newest Flax has, from which the stubs are written, and the oldest supported does not.
+NEWER = set() if hasattr(flax.nnx, "RoPE") else {"RoPE", "_RoPE", "dot_product_attention_with_rope"}
+
+
+def declared(text: str) -> dict[str, str]:
+    """Returns what a stub declares, by name: the statement as text."""
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name: ast.unparse(node) for alias in node.names}
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = ast.unparse(node)
+        elif isinstance(node, ast.Assign):
+            found[ast.unparse(node.targets[0])] = ast.unparse(node)
+    return found
+
+
+@WINGS
+def test_a_stub_is_what_the_script_writes(wing):
+    committed, written = declared(make_stubs.path_of(wing).read_text()), declared(make_stubs.stub_of(wing))
+    stale = {name for name in {*committed, *written} - NEWER if committed.get(name) != written.get(name)}
+    assert not stale, "run `python -m tests.checkers.make_stubs` with the newest supported Flax"
+
+
+@WINGS
+def test_a_stub_names_all_that_the_wing_exports(wing):
+    names = declared(make_stubs.path_of(wing).read_text())
+    public = {name for name in dir(make_stubs.WINGS[wing]) if not name.startswith("_")}
+    imported_for_itself = {"annotations"} | ({"Any"} if wing == "linen" else set())
+    assert public - imported_for_itself <= set(names)
+    for name in set(names) - NEWER:
+        if not name.startswith("_") and name != "VariableState":  # an alias that only warns
+            assert hasattr(make_stubs.WINGS[wing], name), name
+
+
+def parameters_of(node: ast.ClassDef) -> list[tuple[str, str, bool]]:
+    """Returns name, kind and whether there is a default, for each parameter of a class's constructor."""
+    (init,) = (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
+    text = ast.unparse(init.args).replace("self, ", "", 1)
+    scope: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef f({text}): ...", scope)
+    return signature_of(scope["f"])
+
+
+def signature_of(function: Any) -> list[tuple[str, str, bool]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind.name, p.default is not p.empty) for p in parameters]
+
+
+def test_the_constructors_of_the_nnx_stub_are_those_of_the_classes():
+    tree = ast.parse(make_stubs.path_of("nnx").read_text())
+    layers = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "_LayerMeta"}
+    assert {"Linear", "MultiHeadAttention", "LoRALinear", "RNN", "Sequential"} <= set(layers)
+    for name in set(layers) - NEWER:
+        assert parameters_of(layers[name]) == signature_of(getattr(make_stubs.nnx, name)), name

@@ -1,0 +1,115 @@
+"""mypy and pyright over user code: what they accept, what they refuse, what they reveal, in both wings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.checkers import checkers, make_stubs
+from tests.checkers.checkers import ROOT, Report
+
+USER_CODE = Path(__file__).parent / "user_code"
+README = (ROOT / "README.md").read_text()
+CHECKERS = {"mypy": checkers.mypy, "pyright": checkers.pyright}
+
+# Types that Flax gives what `init` and `apply` return; and optax, to mypy, has no types at all.
+FLAXS_OWN = re.compile(r"Frozen(Variable)?Dict|Skipping analyzing \"optax\"")
+
+
+class Mark(NamedTuple):
+    """What a line of user code has, or is to have: an error of that rule, or a type that is revealed."""
+
+    line: int
+    kind: str
+    text: str
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_readme(checker, tmp_path):
+    for path in USER_CODE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    calls = constructors()
+    assert len(calls) > 150  # of about 60 layers
+    (tmp_path / "constructors.py").write_text("\n".join(calls))
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        line = README[: README.index(block)].count("\n")
+        (tmp_path / f"readme_line_{line}.py").write_text(block)
+    reports = CHECKERS[checker](tmp_path)
+    wrong = []
+    for path in sorted(tmp_path.glob("*.py")):
+        text = path.read_text()
+        wrong += [f"{path.name}:{it}" for it in differences(text, list(CHECKERS).index(checker), reports, path.name)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_readme_tells_users_of_mypy_of_the_plugin_that_the_test_runs_it_with():
+    (line,) = [line for line in checkers.MYPY_SETTINGS.splitlines() if line.startswith("plugins")]
+    assert line in README
+
+
+def differences(text: str, place: int, reports: list[Report], file: str) -> list[str]:
+    """Returns where a checker's reports on a file are not its marks, one text for each."""
+    got = {
+        Mark(report.line, report.kind, report.text): report.message
+        for report in reports
+        if report.file == file and not FLAXS_OWN.search(report.message)
+    }
+    wanted, lines = marks(text, place), text.splitlines()
+    missing = [(mark, "wants this " + mark.kind) for mark in wanted - set(got)]
+    other = [(mark, f"got {mark.kind} {mark.text}: {got[mark]}") for mark in set(got) - wanted]
+    return [f"{mark.line}: {lines[mark.line - 1]}\n  {what}" for mark, what in sorted(missing + other)]
+
+
+def marks(text: str, place: int) -> set[Mark]:
+    """Returns what user code wants of the checker at that place among the marks: mypy's comes first."""
+    found = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = re.search(r"  # (error|reveal): (.*)$", line)
+        wanted = "-" if mark is None else mark[2].split("; ")[place]
+        if mark is not None and wanted != "-":
+            found.add(Mark(number, mark[1], wanted))
+    return found
+
+
+def test_an_error_that_is_missing_and_one_that_nobody_wants_are_differences():
+    text = "f(1)  # error: call-arg; reportCallIssue\nf(2)\nreveal_type(f)  # reveal: -; int\n"
+    mypys = [Report("a.py", 1, "error", "call-arg", "no"), Report("b.py", 2, "error", "call-arg", "no")]
+    assert differences(text, 0, mypys, "a.py") == []
+    assert differences(text, 0, [], "a.py") == [f"1: {text.splitlines()[0]}\n  wants this error"]
+    (other,) = differences(text, 0, [*mypys, Report("a.py", 2, "error", "attr-defined", "unknown f")], "a.py")
+    assert other == "2: f(2)\n  got error attr-defined: unknown f"
+    pyrights = [Report("a.py", 1, "error", "reportCallIssue", "no"), Report("a.py", 3, "reveal", "str", "str")]
+    assert [line.partition("\n  ")[2] for line in differences(text, 1, pyrights, "a.py")] == [
+        "wants this reveal",
+        "got reveal str: str",
+    ]
+
+
+def constructors() -> list[str]:
+    """Returns calls of all layers, with their marks: the arguments that `inspect.signature` shows, and another."""
+    lines = ["from typing import Any", "from mpmodules import linen, nnx", "def calls(anything: Any) -> None:"]
+    for wing, module in make_stubs.WINGS.items():
+        for name in make_stubs.exported_by_us(wing):
+            cls = getattr(module, name)
+            if not isinstance(cls, type) or "_upstream_class" not in vars(cls) or name in ("Module", "RNNCellBase"):
+                continue
+            parameters = inspect.signature(cls).parameters.values()
+            positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            # linen's last two are keywords to a type checker, and positions at run time
+            places = ", ".join("anything" for name in positional if name not in ("parent", "name"))
+            keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            required = ", ".join(f"{p.name}=anything" for p in keywords if p.default is p.empty)
+            alone = ", ".join(f"{p.name}=anything" for p in keywords if p.kind is p.KEYWORD_ONLY)
+            lines.append(f"    {wing}.{name}({', '.join(f'{p.name}=anything' for p in keywords)})")
+            lines.append(f"    {wing}.{name}({', '.join(filter(None, (places, alone)))})")
+            if required:
+                lines.append(f"    {wing}.{name}()  # error: call-arg; reportCallIssue")
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                extra = ", ".join(filter(None, (required, "no_such_argument=anything")))
+                lines.append(f"    {wing}.{name}({extra})  # error: call-arg; reportCallIssue")
+    return lines
