@@ -11,6 +11,7 @@ import optax
 
 from policy.devices import varying_axes
 from policy.gradients import ScaledGradients
+from policy.known_gradients import are_swapped
 from policy.optim.state import MixedPrecisionState
 from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 
@@ -41,22 +42,40 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     """Refuses a call of `update` whose arguments don't belong together.
 
     Raises:
-      TypeError: `state` is no MixedPrecisionState, or a ScaledGradients lies inside of the gradients.
+      TypeError: `state` is no MixedPrecisionState, a ScaledGradients lies inside of the gradients, or params and
+        gradients are swapped.
       ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they are no numbers, or
         differ between devices where the params don't. Each may have one axis more in front, of one length for all:
         gradients per example.
     """
     if not isinstance(state, MixedPrecisionState):
-        raise TypeError(f"state should be a MixedPrecisionState, but got {type(state).__name__}.")
+        holder = "" if not hasattr(state, "opt_state") else "; hand over its opt_state"
+        raise TypeError(
+            f"state should be a MixedPrecisionState, but got {type(state).__name__}: tx.init(params) makes one, with "
+            f"the tx of mixed_precision{holder}."
+        )
     if params is None:
         raise ValueError(
             "params are needed: the step is taken on float32 weights. Call update(gradients, state, params)."
         )
     is_scaled = lambda node: isinstance(node, ScaledGradients)  # noqa: E731
     if any(map(is_scaled, jax.tree.leaves(gradients, is_leaf=is_scaled))):
-        raise TypeError("A ScaledGradients should be the whole of the gradients, but one lies inside of their tree.")
+        raise TypeError(
+            "A ScaledGradients should be the whole of the gradients, but one lies inside of their tree. Hand over what "
+            "value_and_grad returned, as it is."
+        )
+    if are_swapped(params, gradients):
+        raise TypeError(
+            "params are gradients that value_and_grad returned, and the gradients are none: they are swapped. Call "
+            "apply_gradients(tx, params, opt_state, grads), or tx.update(grads, opt_state, params)."
+        )
     params = differentiated(params)
     if jax.tree.structure(gradients) != jax.tree.structure(params):
+        if isinstance(gradients, tuple) and jax.tree.structure(params) in map(jax.tree.structure, gradients):
+            raise ValueError(
+                f"gradients should have the tree of the params, but got a tuple of {len(gradients)} with such a tree "
+                "in it. Take it out: loss, grads = value_and_grad(loss_fn)(params)."
+            )
         ours, theirs = leaf_names(params), leaf_names(gradients)
         missing = [name for name in ours if name not in theirs]
         extra = [name for name in theirs if name not in ours]
