@@ -198,8 +198,8 @@ def value_and_grad(
 
     Raises:
       ValueError: `grads` is unknown or the scale not positive.
-      TypeError: `loss_fn` is no function, `argnums` no positions; on the call, the loss is not a floating scalar; an argument to differentiate by holds integers, PRNG
-        keys or nnx references.
+      TypeError: `loss_fn` is no function, `argnums` no positions; on the call, the loss is not a floating scalar, or an
+        argument to differentiate by holds integers, PRNG keys or nnx references.
     """
     _require_loss(loss_fn, argnums)
     finish = Finish.of(policy, loss_scale, grads)
@@ -308,8 +308,8 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
     positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not positions or not all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in positions):
         raise TypeError(
-            f"argnums should be the position of an argument, or several, but got {_shortened(argnums)}: arguments go to "
-            "what comes back, value_and_grad(loss_fn)(params, batch), and a policy in policy=."
+            f"argnums should be the position of an argument, or several, but got {_shortened(argnums)}: arguments go "
+            "to what comes back, value_and_grad(loss_fn)(params, batch), and a policy in policy=."
         )
 
 

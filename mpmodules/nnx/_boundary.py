@@ -13,6 +13,8 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
+from mpmodules._constructors import refuse_policy_set_by_hand
+from mpmodules._defined_in import package_of
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules.nnx._captured import warn_of_scope
 from mpmodules.nnx._obeying import PORT, as_ours, is_ours
@@ -91,7 +93,7 @@ def is_method(attribute: Any) -> bool:
 
 def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     is_function = inspect.isfunction(method)
-    is_upstream = is_function and method.__module__.split(".")[0] in ("flax", "mpmodules")
+    is_upstream = is_function and package_of(method) in ("flax", "mpmodules")
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +175,8 @@ def _cast_inputs(
 def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scope = current_scope()
     policy, cls = module.dtype_policy, type(module)
+    if isinstance(policy, str):
+        refuse_policy_set_by_hand(module, None)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if _calls.depth == 0:
         warn_of_scope(module, scope)

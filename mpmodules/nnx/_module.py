@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from flax import nnx as flax_nnx
 
+from mpmodules._constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
+from mpmodules._defined_in import module_of, package_of
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
 from mpmodules.nnx._obeying import LAYER_OF
@@ -25,6 +27,7 @@ class ModuleMeta(type(flax_nnx.Module)):
     _upstream_class: type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        require_keep_inputs(cls)
         own, kwargs = _own_policy(cls, args, kwargs)
         scope = current_scope()
         source = source_in_force() if own is None else Source("argument", "dtype_policy", own=True)
@@ -48,9 +51,13 @@ class ModuleMeta(type(flax_nnx.Module)):
             inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
             with enter(inner, source.for_those_inside(cls.__name__)):
                 module = super().__call__(*args, **kwargs)
+        except TypeError as error:
+            explain(error, cls, args, kwargs)
+            raise
         finally:
             building.frames.pop()
         if not frame.captured:
+            refuse_policy_set_by_hand(module, policy)
             module._capture(policy, source)
         if policy is not None and source.own and source.kind == "argument":
             refuse_children_from_outside(module, policy, (args, kwargs))
@@ -92,7 +99,9 @@ def _own_policy(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     """
     signature = inspect.signature(cls.__init__)
     if "dtype_policy" in signature.parameters:
-        given = signature.bind_partial(None, *args, **kwargs).arguments.get("dtype_policy")
+        given = signature.bind_partial(None, *args, **kwargs)
+        given.apply_defaults()
+        given = given.arguments.get("dtype_policy")
     else:
         kwargs = dict(kwargs)
         given = kwargs.pop("dtype_policy", None)
@@ -133,9 +142,9 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("mpmodules.nnx."):
+        if module_of(cls).startswith("mpmodules.nnx."):
             for base in cls.__bases__:
-                if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
+                if base.__name__ == cls.__name__ and package_of(base) == "flax":
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
                     if hasattr(cls, "_construct"):
