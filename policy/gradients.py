@@ -69,6 +69,7 @@ class ScaledGradients(metaclass=_SaysItsUse):
     """
 
     __slots__ = ("_sealed_scale", "_tree")
+    carries_its_scale = True
 
     def __init__(self, tree: Any, scale: ArrayLike):
         require_positive(scale)
@@ -272,20 +273,34 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
 
     @functools.wraps(loss_fn)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        returned, aux = loss_fn(*args, **kwargs), None
-        if has_aux:
-            if not (isinstance(returned, tuple) and len(returned) == 2):
-                length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
-                raise TypeError(
-                    f"With has_aux=True loss_fn should return a pair (loss, aux), but got "
-                    f"{type(returned).__name__}{length}."
-                )
-            returned, aux = returned
-        loss = _require_floating_scalar(returned)
+        loss, aux = _loss_and_aux(loss_fn(*args, **kwargs), has_aux)
         loss = loss.astype(working_dtype(loss.dtype))  # before the scale: float16 ends at 65504
         return scale_tree(loss, scale), (loss, aux)
 
     return scaled
+
+
+def with_scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """`loss_fn`, which raises TypeError where it returns no floating scalar, or with `has_aux` no pair."""
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        returned = loss_fn(*args, **kwargs)
+        _loss_and_aux(returned, has_aux)
+        return returned
+
+    return checked
+
+
+def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    if not has_aux:
+        return _require_floating_scalar(returned), None
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
+        raise TypeError(
+            f"With has_aux=True loss_fn should return a pair (loss, aux), but got {type(returned).__name__}{length}."
+        )
+    return _require_floating_scalar(returned[0]), returned[1]
 
 
 def _require_floating_scalar(loss: Any) -> jax.Array:

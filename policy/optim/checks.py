@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from policy.casting import is_floating
 from policy.devices import varying_axes
 from policy.gradients import ScaledGradients
 from policy.known_gradients import are_swapped
@@ -32,6 +35,44 @@ def check_params(params: Any) -> None:
             f"params should be floating arrays of 16 bits or more, but {shortened(wrong)}. Keep such leaves out of "
             "the tree, or mask them: optax.masked(mixed_precision(tx, policy), mask)."
         )
+
+
+def check_initial_params(params: Any) -> None:
+    """Refuses params that no state can be made for, and tells of trees that hold something else than parameters.
+
+    Raises:
+      ValueError: a leaf is a shape, or a float64 of NumPy's without x64; what `check_params` refuses.
+    """
+    check_params(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    shapes = [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes:
+        raise ValueError(
+            f"params should be arrays, but {shortened(shapes)} are shapes: jax.eval_shape(tx.init, params) makes the "
+            "shapes of a state."
+        )
+    wide = [path_name(path) for path, leaf in leaves if leaf.dtype.itemsize == 8 and is_floating(leaf)]
+    if wide and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"params should be of dtypes that JAX has, but {shortened(wide)} is float64 of NumPy's while x64 is "
+            "disabled: cast them, cast_floating(params, 'float32'), or call jax.config.update('jax_enable_x64', True)."
+        )
+    if not leaves:
+        warnings.warn(
+            "tx.init was given params without any array, so there is nothing to train: pass the params of the model, "
+            "such as variables['params'].",
+            stacklevel=4,
+        )
+    collections = sorted(_NO_PARAMETERS & set(params)) if isinstance(params, Mapping) else []
+    if collections:
+        warnings.warn(
+            f"tx.init was given the collection {', '.join(map(repr, collections))} as params: the optimizer would step "
+            "running state too (AdamW decays it). Keep it apart: tx.init(variables['params']).",
+            stacklevel=4,
+        )
+
+
+_NO_PARAMETERS = frozenset({"batch_stats", "cache", "intermediates"})  # collections of Flax's own layers
 
 
 def _can_step(leaf: Any) -> bool:

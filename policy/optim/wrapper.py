@@ -76,7 +76,11 @@ def mixed_precision(
       TypeError: `tx` is no transform, `policy` no policy, or `key` no key.
     """
     if not is_transform(tx):
-        raise TypeError(f"tx should be an optax transform, but got {type(tx).__name__}.")
+        hint = f"call it, {tx.__name__}(...)" if callable(tx) and hasattr(tx, "__name__") else "the policy comes second"
+        raise TypeError(
+            f"tx should be an optax transform, but got {type(tx).__name__}: {hint}, as in "
+            "mixed_precision(optax.adamw(1e-3), 'mixed_bfloat16')."
+        )
     if isinstance(tx, MixedPrecision):
         raise ValueError("tx is a mixed_precision already: wrap once, as in mixed_precision(tx, policy).")
     if isinstance(tx, optax.MultiSteps):
