@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from policy.casting import is_floating
 from policy.devices import varying_axes
@@ -85,9 +86,9 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     Raises:
       TypeError: `state` is no MixedPrecisionState, a ScaledGradients lies inside of the gradients, or params and
         gradients are swapped.
-      ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they are no numbers, or
-        differ between devices where the params don't. Each may have one axis more in front, of one length for all:
-        gradients per example.
+      ValueError: `params` are missing; an array was donated; the gradients' tree or shapes are not the params', or they
+        are no numbers, or differ between devices where the params don't. Each may have one axis more in front, of one
+        length for all: gradients per example.
     """
     if not isinstance(state, MixedPrecisionState):
         holder = "" if not hasattr(state, "opt_state") else "; hand over its opt_state"
@@ -99,6 +100,7 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         raise ValueError(
             "params are needed: the step is taken on float32 weights. Call update(gradients, state, params)."
         )
+    _check_buffers(params=params, opt_state=state, grads=gradients)
     is_scaled = lambda node: isinstance(node, ScaledGradients)  # noqa: E731
     if any(map(is_scaled, jax.tree.leaves(gradients, is_leaf=is_scaled))):
         raise TypeError(
@@ -140,6 +142,21 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             f"{shortened(wrong)}."
         )
     _check_devices(gradients, params)
+
+
+def _check_buffers(**trees: Any) -> None:
+    """Refuses arrays that an earlier step was given with `donate_argnums`: nothing is left of them."""
+    for name, tree in trees.items():
+        gone = [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if _is_deleted(leaf)]
+        if gone:
+            raise ValueError(
+                f"{name} was donated to an earlier step, and its arrays are deleted ({gone[0]}). Go on from what that "
+                "step returned: params, opt_state, finite = step(params, opt_state, batch)."
+            )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _check_devices(gradients: Any, params: Any) -> None:

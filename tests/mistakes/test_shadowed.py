@@ -16,7 +16,7 @@ def run(script: Path, *options: str, path: tuple[Path, ...] = (ROOT,)) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, *options, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, env=environment, check=False)
-    return (done.stdout + done.stderr).strip().splitlines()[-1]
+    return (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
 
 
 def script_in(folder: Path, text: str = "import mpmodules; print(mpmodules.get_policy('bf16').short)") -> Path:
