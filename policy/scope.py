@@ -98,7 +98,8 @@ class use_policy(contextlib.ContextDecorator):
     linen modules obey the policy in force where they are called, nnx modules the one in force where they were built.
     An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no policy in force. The scope belongs
     to this thread: a new thread sees the global policy. It is part of JAX's jit cache key, so a jitted function that
-    is called under another policy is traced again, and going back reuses the first program.
+    is called under another policy is traced again, and going back reuses the first program. One that is dropped without
+    having been entered warns: by itself it does nothing.
 
     Args:
       policy: a Policy, its text form, or None.

@@ -58,7 +58,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     Attributes:
       dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is made.
     """
 
     # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position reaches it.

@@ -128,7 +128,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     Attributes:
       dtype_policy: the `Policy` captured, or None.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is built.
     """
 
     dtype_policy = None

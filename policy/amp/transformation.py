@@ -75,7 +75,7 @@ def autocast(
     Args:
       fn: any function of arrays. Left out (or with the policy in its place), a decorator is returned.
       policy: a Policy or its text form; its compute_dtype is what matmuls run in. None is the one in force at the call,
-        and its rules.
+        and its rules; where none is, `fn` runs as it is, with a `DtypePolicyWarning`.
       params: which arguments are parameters, whose float32 yields to half activations: positions, names of arguments,
         or a predicate on leaves. None: the `params` collection of a mapping that has one, else the first positional
         argument if it is a container. Other arguments and closed-over arrays keep float32 what they are mixed with.

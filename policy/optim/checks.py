@@ -58,7 +58,7 @@ def check_initial_params(params: Any) -> None:
             f"params should be of dtypes that JAX has, but {shortened(wide)} is float64 of NumPy's while x64 is "
             "disabled: cast them, cast_floating(params, 'float32'), or call jax.config.update('jax_enable_x64', True)."
         )
-    if not leaves:
+    if not leaves and (params is None or isinstance(params, (Mapping, list, tuple))):  # optax has placeholders, too
         warnings.warn(
             "tx.init was given params without any array, so there is nothing to train: pass the params of the model, "
             "such as variables['params'].",
