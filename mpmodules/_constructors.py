@@ -135,8 +135,13 @@ def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
     stored = vars(module).get("dtype_policy")
     if stored is None or (_is_policy(stored) and get_policy(stored) == captured):
         return
+    raise set_by_hand(module, stored)
+
+
+def set_by_hand(module: Any, stored: Any) -> ValueError:
+    """Returns the error of a policy that was set as an attribute of a module."""
     name = type(module).__name__
-    raise ValueError(
+    return ValueError(
         f"{name}.dtype_policy was set to {stored!r} by hand, which no layer inside obeys: a policy is captured while a "
         f"module is built. Build it with {name}(..., dtype_policy={stored!r}), or call "
         "mpmodules.nnx.apply_policy(model, policy)."

@@ -94,7 +94,7 @@ class ScaledGradients(metaclass=_SaysItsUse):
         return ScaledGradients.tree_unflatten(None, (tree, self._sealed_scale))
 
     def tree_flatten_with_keys(self):
-        _refuse_optax(sys._getframe(1))
+        _refuse_optax(sys._getframe().f_back)
         keys = jax.tree_util.GetAttrKey("tree"), jax.tree_util.GetAttrKey("scale")
         return tuple(zip(keys, (self._tree, self._sealed_scale), strict=True)), None
 
@@ -344,7 +344,8 @@ def _scale_value(loss_scale: Any) -> ArrayLike:
                 "loss_scale=loss_scale_of(opt_state)."
             )
     else:
-        scale = get_loss_scale(loss_scale).loss_scale
+        given: Any = loss_scale  # of a class, too: it is refused by name
+        scale = get_loss_scale(given).loss_scale
     require_positive(scale)
     if jnp.ndim(scale):
         raise ValueError(f"loss_scale should be a scalar, but got shape {jnp.shape(scale)}.")

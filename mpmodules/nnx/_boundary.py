@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
-from mpmodules._constructors import refuse_policy_set_by_hand
+from mpmodules._constructors import set_by_hand
 from mpmodules._defined_in import package_of
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules.nnx._captured import warn_of_scope
@@ -176,7 +176,7 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     scope = current_scope()
     policy, cls = module.dtype_policy, type(module)
     if isinstance(policy, str):
-        refuse_policy_set_by_hand(module, None)
+        raise set_by_hand(module, policy)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if _calls.depth == 0:
         warn_of_scope(module, scope)
