@@ -78,6 +78,15 @@ def test_another_distribution_is_told_by_its_name_with_both_ways_out(tmp_path):
     assert "pip install --force-reinstall --no-deps mpmodules. To keep both, give mpmodules a virtual env" in last
 
 
+def test_a_distribution_that_wrote_over_our_files_is_told(tmp_path):
+    site = distribution_in(tmp_path / "site")
+    (site / "mpmodules").symlink_to(ROOT / "mpmodules")
+    for file in (ROOT / "policy").glob("*.py"):
+        if file.name != "__init__.py":
+            (site / "policy" / file.name).symlink_to(file)
+    assert "policies installs a top-level 'policy' too" in run(script_in(tmp_path / "work"), path=(site,))
+
+
 def test_an_installation_without_policy_is_called_broken(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "mpmodules").symlink_to(ROOT / "mpmodules")
