@@ -1,24 +1,17 @@
 """Flax modules with explicit dtype policies. The layers are in `mpmodules.linen` and `mpmodules.nnx`."""
 
-try:
-    from policy import Policy as Policy
-    from policy import PolicyRules as PolicyRules
-    from policy import autocast as autocast
-    from policy import current_policy as current_policy
-    from policy import full_precision as full_precision
-    from policy import get_policy as get_policy
-    from policy import set_policy as set_policy
-    from policy import use_policy as use_policy
-except ImportError as error:
-    import importlib.util as _util
+# First, before another file of the name `policy` is run in place of ours.
+from mpmodules import _shadowed as _shadowed
 
-    _spec = _util.find_spec("policy")
-    _origin = None if _spec is None else _spec.origin
-    raise ImportError(
-        f"mpmodules needs its own package 'policy', but 'import policy' finds {_origin}: "
-        "another distribution that installs a top-level 'policy' shadows it. "
-        "Uninstall that one, then reinstall mpmodules."
-    ) from error
+# isort: split
+from policy import Policy as Policy
+from policy import PolicyRules as PolicyRules
+from policy import autocast as autocast
+from policy import current_policy as current_policy
+from policy import full_precision as full_precision
+from policy import get_policy as get_policy
+from policy import set_policy as set_policy
+from policy import use_policy as use_policy
 
 # Imported for what they register: what modules are called, how states are saved, and how nnx modules go in and out of
 # autocast.

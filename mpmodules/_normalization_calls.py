@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpmodules._defined_in import package_of
 from mpmodules.functional import broadcast_like, is_half
 from mpmodules.moments import Region
 from mpmodules.normalization import normalize
@@ -115,7 +116,7 @@ def takes_exact_moments(
 
 def _is_flax_method(method: Callable[..., Any]) -> bool:
     """Returns whether `method` is Flax's own code, not a user's."""
-    return method.__module__.startswith("flax.")
+    return package_of(method) == "flax"
 
 
 def normalized(

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from mpmodules._defined_in import package_of
+from policy.callables import shown
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike, require_usable
@@ -85,3 +87,18 @@ def spelled_as(value: Any, dtype: np.dtype) -> Any:
     if isinstance(value, str):
         return dtype.name
     return dtype if value is None or isinstance(value, np.dtype) else getattr(jnp, dtype.name)
+
+
+def not_a_model(given: Any, what: str, *, other: str) -> TypeError:
+    """Returns the error of an `apply_policy` that is handed something else than a model.
+
+    Args:
+      given: what was handed over.
+      what: what is taken.
+      other: the package whose `apply_policy` takes the models of the other wing.
+    """
+    if isinstance(given, type):
+        return TypeError(f"apply_policy takes {what} here, but got the class {given.__name__}: make an instance of it.")
+    is_model = any(package_of(cls) == "flax" and cls.__name__ == "Module" for cls in type(given).__mro__)
+    hint = f"{other}.apply_policy takes it" if is_model else "Call apply_policy(model, policy)"
+    return TypeError(f"apply_policy takes {what} here, but got {shown(given)} of type {type(given).__name__}. {hint}.")

@@ -11,6 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from policy.callables import require_function, shown
 from policy.devices import make_varying, varying_axes
 from policy.gradients import ScaledGradients
 from policy.trees import is_overwritten, map_gradients, path_name, shortened, working_dtype
@@ -24,8 +25,14 @@ def split_batch(batch: T, count: int) -> T:
     Microbatch i holds examples i, i + count, i + 2 count, ...: a batch sharded over its examples stays where it is.
 
     Raises:
-      ValueError: a leaf's first axis is no multiple of `count`, or leaves differ in it.
+      ValueError: `count` is no number of microbatches; a leaf's first axis is no multiple of it, or leaves differ in
+        that axis.
     """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            f"count should be a whole number of microbatches of at least 1, but got {shown(count)}: call "
+            "split_batch(batch, count)."
+        )
 
     def split(path: Any, leaf: Any) -> Any:
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % count:
@@ -77,8 +84,9 @@ def accumulate_gradients(
 
     Raises:
       ValueError: `microbatches` has no leaf, or leaves that differ in their first axis; `weights` is not (K,).
-      TypeError: `value_and_grad_fn` returns no `(value, gradients)`.
+      TypeError: `value_and_grad_fn` is no function, or returns no `(value, gradients)`.
     """
+    require_function(value_and_grad_fn, "accumulate_gradients")
     count = _count(microbatches)
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     if weights is not None and weights.shape != (count,):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from policy.callables import require_function
 from policy.inspection.walk import walk
 from policy.names import make_jaxpr
 from policy.policy import parse_dtype
@@ -74,9 +75,11 @@ def collectives_of(
       Collectives, in the order of the program's text.
 
     Raises:
+      TypeError: `fn` is no function.
       ValueError: `stage` is another.
       RuntimeError: the partitioned program can't be read: this backend writes none.
     """
+    require_function(fn, "collectives_of")
     if stage == "traced":
         return list(_traced(make_jaxpr(fn)(*args)))
     if stage != "partitioned":

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import ArrayLike
 
+from policy.known_gradients import note_gradients
 from policy.loss_scale import LossScale, get_loss_scale, require_positive, scale_tree, unscale_tree
 from policy.policy import Policy, get_policy
 from policy.scope import current_policy, use_policy
@@ -27,9 +29,28 @@ from policy.widening import widened_value_and_grad
 
 GradientKind = Literal["float32", "compute"]
 
+_WAY_OUT = (
+    "ScaledGradients are still scaled: hand them whole to apply_gradients(tx, params, opt_state, grads), or to the "
+    "update of a tx that mixed_precision made. For a plain tree of true gradients leave out grads='compute'."
+)
+
+
+class _SaysItsUse(type):
+    """The class's repr names its use: JAX's errors on trees of another structure show the repr."""
+
+    def __repr__(cls) -> str:
+        return f"<class '{cls.__module__}.{cls.__qualname__}': hand it whole to apply_gradients>"
+
+
+def _refuses(operation: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"{operation} of ScaledGradients is refused. {_WAY_OUT}")
+
+    return refuse
+
 
 @jax.tree_util.register_pytree_with_keys_class
-class ScaledGradients:
+class ScaledGradients(metaclass=_SaysItsUse):
     """Gradients of a scaled loss, with the scale that they carry.
 
     `apply_gradients`, and `update` of `mixed_precision`, divide them by that scale, once. Everything else refuses them:
@@ -37,7 +58,7 @@ class ScaledGradients:
     bits are the data of a PRNG key array), so that arithmetic mapped over the leaves, a sum over devices included,
     raises instead of changing it.
 
-    Under a `flax.training.train_state.TrainState` it may be indexed like the tree it holds.
+    Under a `flax.training.train_state.TrainState` a tree with the collection `_overwrite_with_gradient` may be indexed.
 
     Args:
       tree: the scaled gradients, in any floating dtype.
@@ -48,6 +69,7 @@ class ScaledGradients:
     """
 
     __slots__ = ("_sealed_scale", "_tree")
+    carries_its_scale = True
 
     def __init__(self, tree: Any, scale: ArrayLike):
         require_positive(scale)
@@ -72,6 +94,7 @@ class ScaledGradients:
         return ScaledGradients.tree_unflatten(None, (tree, self._sealed_scale))
 
     def tree_flatten_with_keys(self):
+        _refuse_optax(sys._getframe().f_back)
         keys = jax.tree_util.GetAttrKey("tree"), jax.tree_util.GetAttrKey("scale")
         return tuple(zip(keys, (self._tree, self._sealed_scale), strict=True)), None
 
@@ -85,14 +108,44 @@ class ScaledGradients:
         return isinstance(self._tree, Mapping) and key in self._tree
 
     def __getitem__(self, key: Any) -> Any:
-        """The part of the tree under `key`, still scaled; fp8's overwritten collection, which is not scaled, as is."""
+        """The part of the tree under `key`, still scaled; fp8's overwritten collection, which is not scaled, as is.
+
+        Raises:
+          TypeError: the tree has no overwritten collection, so that Flax has no reason to look inside.
+        """
+        if OVERWRITE_WITH_GRADIENT not in self:
+            raise TypeError(f"Indexing ScaledGradients with [{key!r}] is refused. {_WAY_OUT}")
         part = self._tree[key]
         if key == OVERWRITE_WITH_GRADIENT:
             return part
         return ScaledGradients.tree_unflatten(None, (part, self._sealed_scale))
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(f"'ScaledGradients' object has no attribute {name!r}", name=name, obj=self)
+        raise AttributeError(f"ScaledGradients have no attribute {name!r}. {_WAY_OUT}", name=name, obj=self)
+
+    __iter__ = _refuses("Iteration")
+    __array__ = __float__ = _refuses("A conversion")
+    __neg__ = __pos__ = __abs__ = _refuses("Arithmetic")
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuses("Arithmetic")
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuses("Arithmetic")
+    __lt__ = __le__ = __gt__ = __ge__ = _refuses("A comparison")
+
     def __repr__(self) -> str:
         return f"ScaledGradients({self._tree!r})"
+
+
+def _refuse_optax(frame: Any) -> None:
+    """Refuses to be flattened by optax's own code, whose errors on the sealed scale would not say what to do.
+
+    Args:
+      frame: the caller's; those of JAX are passed over.
+    """
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jax":
+        frame = frame.f_back
+    if frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "optax":
+        raise TypeError(f"optax's {frame.f_code.co_name} takes no ScaledGradients. {_WAY_OUT}")
 
 
 def _unused(*_: Any) -> Any:
@@ -100,7 +153,7 @@ def _unused(*_: Any) -> Any:
 
 
 # Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept dtypes float32,
-# key<ScaledGradients>`.
+# key<ScaledGradients: hand them whole to apply_gradients>`.
 _SEAL: Any = define_prng_impl(
     key_shape=(1,),
     seed=_unused,
@@ -108,7 +161,7 @@ _SEAL: Any = define_prng_impl(
     random_bits=_unused,
     fold_in=_unused,
     name="ScaledGradients",
-    tag="ScaledGradients",
+    tag="ScaledGradients: hand them whole to apply_gradients",
 )
 
 
@@ -146,9 +199,10 @@ def value_and_grad(
 
     Raises:
       ValueError: `grads` is unknown or the scale not positive.
-      TypeError: on the call, the loss is not a floating scalar; an argument to differentiate by holds integers, PRNG
-        keys or nnx references.
+      TypeError: `loss_fn` is no function, `argnums` no positions; on the call, the loss is not a floating scalar, or an
+        argument to differentiate by holds integers, PRNG keys or nnx references.
     """
+    _require_loss(loss_fn, argnums)
     finish = Finish.of(policy, loss_scale, grads)
 
     @functools.wraps(loss_fn)
@@ -211,7 +265,7 @@ class Finish:
             policy = self.policy or current_policy()
             compute_dtype = jnp.dtype(jnp.float32) if policy is None else policy.compute_dtype
             return ScaledGradients(map_gradients(lambda g: _narrow(g, compute_dtype), gradients), self.scale)
-        return map_gradients(lambda g: unscale_tree(g, self.scale), gradients)
+        return note_gradients(map_gradients(lambda g: unscale_tree(g, self.scale), gradients))
 
 
 def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) -> Callable[..., Any]:
@@ -219,18 +273,34 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
 
     @functools.wraps(loss_fn)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        returned, aux = loss_fn(*args, **kwargs), None
-        if has_aux:
-            if not (isinstance(returned, tuple) and len(returned) == 2):
-                raise TypeError(
-                    f"With has_aux=True loss_fn should return a pair (loss, aux), but got {type(returned).__name__}."
-                )
-            returned, aux = returned
-        loss = _require_floating_scalar(returned)
+        loss, aux = _loss_and_aux(loss_fn(*args, **kwargs), has_aux)
         loss = loss.astype(working_dtype(loss.dtype))  # before the scale: float16 ends at 65504
         return scale_tree(loss, scale), (loss, aux)
 
     return scaled
+
+
+def with_scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """`loss_fn`, which raises TypeError where it returns no floating scalar, or with `has_aux` no pair."""
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        returned = loss_fn(*args, **kwargs)
+        _loss_and_aux(returned, has_aux)
+        return returned
+
+    return checked
+
+
+def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    if not has_aux:
+        return _require_floating_scalar(returned), None
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
+        raise TypeError(
+            f"With has_aux=True loss_fn should return a pair (loss, aux), but got {type(returned).__name__}{length}."
+        )
+    return _require_floating_scalar(returned[0]), returned[1]
 
 
 def _require_floating_scalar(loss: Any) -> jax.Array:
@@ -244,14 +314,38 @@ def _require_floating_scalar(loss: Any) -> jax.Array:
     return loss
 
 
+def _require_loss(loss_fn: Any, argnums: Any) -> None:
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn should be a function, but got {type(loss_fn).__name__}: pass the function itself, and the "
+            "arguments to what comes back, value_and_grad(loss_fn)(params, batch)."
+        )
+    positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    if not positions or not all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in positions):
+        raise TypeError(
+            f"argnums should be the position of an argument, or several, but got {_shortened(argnums)}: arguments go "
+            "to what comes back, value_and_grad(loss_fn)(params, batch), and a policy in policy=."
+        )
+
+
+def _shortened(x: Any) -> str:
+    return repr(x) if isinstance(x, (str, float, bool, tuple)) and len(repr(x)) < 80 else f"a {type(x).__name__}"
+
+
 def _scale_value(loss_scale: Any) -> ArrayLike:
     """The () scale of a loss scale object, of ours or of a like class, or of a number; traced ones too."""
     if isinstance(loss_scale, (jax.Array, np.ndarray)):
         scale = loss_scale
-    elif hasattr(loss_scale, "loss_scale"):
+    elif hasattr(loss_scale, "loss_scale") and not isinstance(loss_scale, type):
         scale = loss_scale.loss_scale
+        if hasattr(scale, "adjust"):  # a whole state, or a mixed_precision
+            raise TypeError(
+                f"loss_scale should be a loss scale, but got a {type(loss_scale).__name__}, which holds one: pass "
+                "loss_scale=loss_scale_of(opt_state)."
+            )
     else:
-        scale = get_loss_scale(loss_scale).loss_scale
+        given: Any = loss_scale  # of a class, too: it is refused by name
+        scale = get_loss_scale(given).loss_scale
     require_positive(scale)
     if jnp.ndim(scale):
         raise ValueError(f"loss_scale should be a scalar, but got shape {jnp.shape(scale)}.")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from policy.boundary import SCOPE_NAME
+from policy.callables import require_function
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.references import is_reference
@@ -47,8 +48,7 @@ def full_precision(fn: F | None = None) -> F | _Block:
     """
     if fn is None:
         return _Block()
-    if not callable(fn):
-        raise TypeError(f"full_precision takes a function, but got {fn!r} of type {type(fn).__name__}.")
+    require_function(fn, "full_precision")
 
     @functools.wraps(fn)
     def island(*args: Any, **kwargs: Any) -> Any:

@@ -246,6 +246,12 @@ def get_loss_scale(loss_scale: LossScale | str | ArrayLike | None) -> LossScale:
         if loss_scale != "dynamic":
             raise ValueError(f"loss_scale should be None, 'dynamic', a number or a loss scale, but got {loss_scale!r}.")
         return DynamicLossScale()
+    if isinstance(loss_scale, (bool, type)):
+        made = f"make one, {loss_scale.__name__}(...)" if isinstance(loss_scale, type) else "'dynamic' turns one on"
+        raise TypeError(
+            "loss_scale should be None, 'dynamic', a concrete number or a loss scale, but got "
+            f"{getattr(loss_scale, '__name__', loss_scale)}: {made}."
+        )
     if not hasattr(loss_scale, "adjust"):
         try:
             loss_scale = StaticLossScale(_python_float("loss_scale", loss_scale))
@@ -292,6 +298,7 @@ def scale_tree(tree: T, scale: ArrayLike) -> T:
 
     A traced scale that is not positive and finite makes each of them NaN.
     """
+    _refuse_scaled(tree, "scale")
     scale = _checked(scale)
     return jax.tree.map(lambda x: _in_working_dtype(jnp.multiply, x, scale), tree)
 
@@ -302,8 +309,17 @@ def unscale_tree(tree: T, scale: ArrayLike) -> T:
     It divides: the reciprocal of 3 is rounded, and that of 2^127 is subnormal, which most backends flush to zero. A
     traced scale that is not positive and finite makes each leaf NaN.
     """
+    _refuse_scaled(tree, "unscale")
     scale = _checked(scale)
     return jax.tree.map(lambda x: _in_working_dtype(jnp.divide, x, scale), tree)
+
+
+def _refuse_scaled(tree: Any, what: str) -> None:
+    if getattr(type(tree), "carries_its_scale", False):
+        raise TypeError(
+            f"loss_scale.{what} of {type(tree).__name__} is refused: they carry their scale, and a step divides by it "
+            "once. Hand them to apply_gradients(tx, params, opt_state, grads) as they are."
+        )
 
 
 def all_squares_finite(gradients: Any, scale: ArrayLike | None) -> jax.Array:
@@ -432,6 +448,10 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
     Raises:
       AssertionError: `pred` is not a boolean scalar (jmp's users and its tests expect this type).
     """
+    if isinstance(pred, (dict, list, tuple)):
+        raise AssertionError(
+            f"expected boolean scalar for pred, but got {type(pred).__name__}: call select_tree(finite, new, old)."
+        )
     if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
         raise AssertionError(
             f"expected boolean scalar for pred, but got {jnp.result_type(pred)} of shape {jnp.shape(pred)}."
@@ -459,6 +479,10 @@ def _strong_scalar(x: Any, dtype: Any) -> Any:
 
 
 def _python_float(name: str, x: Any) -> float:
+    if isinstance(x, str):
+        raise ValueError(
+            f"{name} should be a number, but got {x!r}: mixed_precision(..., loss_scale={x!r}) takes texts."
+        )
     if isinstance(x, Tracer):
         raise TypeError(f"{name} should be a concrete number, but got the traced {x.aval}: make it outside of jit.")
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) else float(np.asarray(x).astype(np.float64))

@@ -55,12 +55,13 @@ def softmax_cross_entropy_with_integer_labels(
       (...) in reduction_dtype.
 
     Raises:
-      ValueError: `labels` are no integers, `logits` are complex, or a weight is out of range.
+      ValueError: `labels` are no integers or of another shape, `logits` are complex, or a weight is out of range.
     """
     logits = jnp.asarray(logits)
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels should be integers, but got {labels.dtype}; softmax_cross_entropy takes dense ones.")
+    _check_labels(labels.shape, logits.shape, axis)
     _check_weights(label_smoothing, z_loss)
 
     if jnp.issubdtype(logits.dtype, jnp.complexfloating):
@@ -75,6 +76,17 @@ def softmax_cross_entropy_with_integer_labels(
         logits, axis = _flat_classes(logits, axis), -1
     labels = _class_indices(jnp.expand_dims(labels, axis), logits.shape[axis])  # (..., 1)
     return _sparse_cross_entropy(logits, labels, where, axis, label_smoothing, z_loss, wide).squeeze(axis)
+
+
+def _check_labels(labels: tuple[int, ...], logits: tuple[int, ...], axis: Any) -> None:
+    axes = {a % len(logits) for a in (axis if isinstance(axis, tuple) else (axis,))} if logits else set()
+    examples = tuple(length for i, length in enumerate(logits) if i not in axes)
+    fits = len(labels) == len(examples)
+    if not (fits and all(1 in (a, b) or a == b for a, b in zip(labels, examples, strict=True))):
+        raise ValueError(
+            f"labels should have the shape of logits without their classes, {examples}, but got {labels} for logits of "
+            f"shape {logits}."
+        )
 
 
 def _class_mask(where: ArrayLike | None, logits: jax.Array, axis: Any) -> jax.Array | None:
@@ -175,8 +187,14 @@ def softmax_cross_entropy(
       (...) in reduction_dtype.
 
     Raises:
-      ValueError: a weight is out of range.
+      ValueError: a weight is out of range, or `labels` are the integers of classes.
     """
+    if jnp.ndim(labels) < jnp.ndim(logits) and jnp.issubdtype(jnp.result_type(labels), jnp.integer):
+        raise ValueError(
+            f"labels should be probabilities over the classes, but got {jnp.result_type(labels)} of shape "
+            f"{jnp.shape(labels)} for logits of shape {jnp.shape(logits)}: softmax_cross_entropy_with_integer_labels "
+            "takes the classes themselves."
+        )
     _check_weights(label_smoothing, z_loss)
     kept = _class_mask(where, jnp.asarray(logits), axis)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +101,26 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
     return dtype
 
 
+P = ParamSpec("P")
+
+
+def _naming_get_policy(init: Callable[P, None]) -> Callable[P, None]:
+    """Returns Policy's constructor with errors on missing and unknown arguments that say how a text is read."""
+
+    @functools.wraps(init)
+    def __init__(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            init(*args, **kwargs)
+        except TypeError as error:
+            if "argument" in str(error):
+                example = next((arg for arg in args if isinstance(arg, str)), "mixed_bfloat16")
+                dtypes = "Policy takes three dtypes, as in Policy('f32', 'bf16', 'f32')"
+                error.args = (f"{error}. {dtypes}; get_policy({example!r}) takes a text.",)
+            raise
+
+    return __init__
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
     """The dtypes that numbers are stored, multiplied, summed and returned in.
@@ -129,6 +151,7 @@ class Policy:
     cast_inputs: bool
     follows_caller: bool = dataclasses.field(init=False)
 
+    @_naming_get_policy
     def __init__(
         self,
         param_dtype: DTypeLike,

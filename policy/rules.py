@@ -203,14 +203,19 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
     try:
         pattern, policy = pair
     except (TypeError, ValueError):
-        raise TypeError(f"A policy rule should be a (pattern, policy) pair, but got {pair!r}.") from None
+        is_text = isinstance(pair, str) and "=" in pair
+        hint = "PolicyRules.from_texts takes a list of PATH=TEXT" if is_text else "Rules are written {'head': 'f32'}"
+        raise TypeError(f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}.") from None
     if isinstance(pattern, str):
         try:
             _compiled(pattern)
         except re.error as error:
-            raise ValueError(f"Rule '{pattern}' is not a regular expression: {error}.") from None
+            hint = f" Any name is '.*', not '*': '{pattern.replace('*', '.*')}'." if pattern[:1] == "*" else ""
+            raise ValueError(f"Rule '{pattern}' is not a regular expression: {error}.{hint}") from None
     elif not isinstance(pattern, type):
-        raise TypeError(f"A rule's pattern should be a path pattern or a layer class, but got {pattern!r}.")
+        is_module = hasattr(pattern, "dtype_policy")
+        got = f"a {type(pattern).__name__}: give its class" if is_module else repr(pattern)
+        raise TypeError(f"A rule's pattern should be a path pattern or a layer class, but got {got}.")
     try:
         return pattern, get_policy(policy)
     except (TypeError, ValueError) as error:

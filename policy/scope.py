@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Hashable
+import warnings
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -99,7 +100,8 @@ class use_policy(contextlib.ContextDecorator):
     linen modules obey the policy in force where they are called, nnx modules the one in force where they were built.
     An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no policy in force. The scope belongs
     to this thread: a new thread sees the global policy. It is part of JAX's jit cache key, so a jitted function that
-    is called under another policy is traced again, and going back reuses the first program.
+    is called under another policy is traced again, and going back reuses the first program. One that is dropped without
+    having been entered warns: by itself it does nothing.
 
     Args:
       policy: a Policy, its text form, or None.
@@ -112,8 +114,23 @@ class use_policy(contextlib.ContextDecorator):
     def __init__(self, policy: Policy | str | None, rules: RulesLike | None = None):
         self._policy, self._rules = _checked(policy, rules)
         self._entered = threading.local()  # one object may be entered again, and by several threads
+        self._is_used = False
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, each call of it in a block of its own."""
+        self._is_used = True
+        return super().__call__(function)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_used", True):
+            warnings.warn(
+                f"use_policy({str(self._policy)!r}) was made and dropped without a block: nothing obeyed it. Write "
+                "`with use_policy(...):` around the calls, or set_policy(...) for the whole process.",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Policy | None:
+        self._is_used = True
         outer = current_scope()
         rules = outer.rules if self._rules is None else self._rules
         entered = enter(dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope"))

@@ -332,7 +332,12 @@ def _names(dtype: DTypes) -> frozenset[str]:
 def _dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str) and (dtype in _KNOWN or dtype == "backend"):
         return dtype if dtype == "backend" else parse_dtype(dtype).name
-    return jnp.dtype(dtype).name
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        raise TypeError(
+            f"dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got {dtype!r}."
+        ) from None
 
 
 def _listed(dtypes: frozenset[str]) -> str:

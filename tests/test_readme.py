@@ -29,16 +29,6 @@ def test_the_readme_lists_every_example():
     assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
-def test_a_shadowed_policy_package_is_named_in_one_line(tmp_path):
-    (tmp_path / "policy.py").write_text("")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({str(ROOT)!r}); import mpmodules"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert result.returncode != 0
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: mpmodules needs its own package 'policy', but 'import policy' finds")
-    assert "shadows it. Uninstall that one, then reinstall mpmodules." in last
-
-
 def test_one_import_is_enough_for_a_model_author():
     import mpmodules
     import policy

@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules import _carries as carries
+from mpmodules._defined_in import package_of
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules.linen._calls import call_under_way, calls
 from mpmodules.linen._foreign import in_compute_dtype
@@ -65,7 +66,7 @@ def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
 
 def is_upstream(method: Callable[..., Any]) -> bool:
     """Returns whether a layer's method is Flax's own (or ours), rather than a user's on top of it."""
-    return method.__module__.split(".")[0] in ("flax", "mpmodules")
+    return package_of(method) in ("flax", "mpmodules")
 
 
 def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:

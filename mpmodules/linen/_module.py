@@ -12,6 +12,8 @@ import flax.linen as flax_nn
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
+from mpmodules._constructors import require_dtypes, require_keep_inputs, with_explained_errors
+from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_names
 from mpmodules.linen import _own_parameters as own_parameters
@@ -67,7 +69,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     Attributes:
       dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is made.
       keep_params: names of parameters that no policy touches: ``self.param`` stores and returns them as their
         initialisers make them. A class attribute: ``keep_params = ("scale",)``.
 
@@ -88,12 +90,15 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     _is_whole: ClassVar[bool] = False  # what is inside it holds parameters and computes nothing: no rule is for it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if cls.__module__.startswith("mpmodules.linen."):
+        is_ours = module_of(cls).startswith("mpmodules.linen.")
+        if is_ours:
             _keep_from_flax(cls)
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("mpmodules.linen."):
+        # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
+        type.__setattr__(cls, "__init__", with_explained_errors(cls.__init__))
+        if is_ours:
             for base in cls.__bases__:
-                if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
+                if base.__name__ == cls.__name__ and package_of(base) == "flax":
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
                     extend_docstring(cls, base, _DTYPE_POLICY)
@@ -101,6 +106,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         require_names(cls, "keep_params")
 
     def __post_init__(self) -> None:
+        require_keep_inputs(type(self))
+        if getattr(type(self), "_dtype_fields", False):
+            require_dtypes(type(self).__name__, vars(self))
         policy = self.dtype_policy
         if policy is not None and not isinstance(policy, Policy):
             try:

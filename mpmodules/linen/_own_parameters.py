@@ -12,6 +12,7 @@ import flax.linen as flax_nn
 import jax
 from flax.core import meta
 
+from mpmodules._defined_in import package_of
 from mpmodules._references import is_reference
 from mpmodules.linen._boundary import NOT_BOUNDARIES
 from mpmodules.linen._held_parameters import Read, made_in_setup
@@ -29,7 +30,7 @@ _KEPT = "_runs_as_it_is"  # on an instance, while a call of it that can't be tra
 @functools.cache
 def is_users(cls: type) -> bool:
     """Returns whether a class is one that a user wrote, and derives from none of Flax's layers."""
-    return getattr(cls, "_upstream_class", None) is flax_nn.Module and not cls.__module__.startswith("mpmodules.")
+    return getattr(cls, "_upstream_class", None) is flax_nn.Module and package_of(cls) != "mpmodules"
 
 
 def param(

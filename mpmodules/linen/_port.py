@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules._port_options import OwnCode, PortOptions, port_options
+from mpmodules._port_options import OwnCode, PortOptions, not_a_model, port_options
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._instance_methods import InstanceMethod
@@ -72,7 +72,7 @@ def apply_policy(
         contradict each other.
     """
     if not isinstance(model, flax_nn.Module):
-        raise TypeError(f"apply_policy takes a linen module here, but got {model!r} of type {type(model).__name__}.")
+        raise not_a_model(model, "a linen module", other="mpmodules.nnx")
     if model.scope is not None:
         raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
     options = port_options(

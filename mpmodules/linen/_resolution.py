@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mpmodules.linen._calls import calls, path_of
 from policy.islands import as_in_force
-from policy.policy import Policy
+from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
 from policy.rules import name_of
 from policy.scope import Scope
@@ -42,7 +42,7 @@ def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[P
     own = getattr(module, "dtype_policy", None)
     if own is not None:
         ported = getattr(type(module), "_ported_policy", None)
-        return own, Source("argument", "dtype_policy" if ported is None else "apply_policy", own=True)
+        return get_policy(own), Source("argument", "dtype_policy" if ported is None else "apply_policy", own=True)
     rule = scope.rules.rule_for("/".join(path), type(module)) if scope.rules and path is not None else None
     return None if rule is None else (rule[1], Source("rule", name_of(rule[0]), own=True))
 

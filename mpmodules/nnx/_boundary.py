@@ -13,6 +13,8 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules import _carries as carries
+from mpmodules._constructors import set_by_hand
+from mpmodules._defined_in import package_of
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules.nnx._captured import warn_of_scope
 from mpmodules.nnx._obeying import PORT, as_ours, is_ours, viewed
@@ -94,7 +96,7 @@ def is_method(attribute: Any) -> bool:
 
 def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     is_function = inspect.isfunction(method)
-    is_upstream = is_function and method.__module__.split(".")[0] in ("flax", "mpmodules")
+    is_upstream = is_function and package_of(method) in ("flax", "mpmodules")
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +179,10 @@ def _cast_inputs(
 
 def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scope = current_scope()
-    policy, cls = as_in_force(module.dtype_policy, scope), type(module)
+    policy, cls = module.dtype_policy, type(module)
+    if isinstance(policy, str):
+        raise set_by_hand(module, policy)
+    policy = as_in_force(policy, scope)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if _calls.depth == 0:
         warn_of_scope(module, scope)

@@ -17,6 +17,7 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
+from mpmodules._defined_in import package_of
 from mpmodules.nnx._boundary import NOT_BOUNDARIES, Method, is_boundary_name, is_method, run_method
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._obeying import LAYER_OF, PORT, as_ours, is_ours
@@ -89,7 +90,7 @@ def wrap_methods(cls: type) -> None:
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
     """Yields the methods of a class that get an entry, ``__call__`` before its aliases."""
-    is_standard = cls.__module__.split(".")[0] in sys.stdlib_module_names  # as Generic is, and MutableMapping
+    is_standard = package_of(cls) in sys.stdlib_module_names  # as Generic is, and MutableMapping
     if is_ours(cls) or (is_standard and not issubclass(cls, flax_nnx.Module)):
         return
     is_upstream, ours = _is_upstream(cls), LAYER_OF.get(cls)
@@ -105,7 +106,7 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_upstream(cls: type) -> bool:
-    return cls.__module__.split(".")[0] == "flax"
+    return package_of(cls) == "flax"
 
 
 class _TransformedEntry:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from mpmodules import functional
-from policy.gradients import Finish, GradientKind, scaled_loss
+from policy.gradients import Finish, GradientKind, scaled_loss, with_scalar_loss
 from policy.loss_scale import LossScale
 from policy.policy import Policy
 
@@ -72,7 +72,8 @@ def value_and_grad(
         )
     finish = Finish.of(policy, loss_scale, grads)
     if policy is None and loss_scale is None and grads == "float32":
-        differentiated = nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
+        checked = f if options.get("holomorphic") else with_scalar_loss(f, has_aux)
+        differentiated = nnx.value_and_grad(checked, argnums=argnums, has_aux=has_aux, **options)
 
         @functools.wraps(f)
         def flaxs_value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from mpmodules._constructors import require_dtypes
 from mpmodules.functional import HalfSafe, complex_input, is_half
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._obeying import viewed as viewed
@@ -61,6 +62,7 @@ def constructor_dtypes(
     in half precision where parameters are half.
     """
     kwargs = dict(kwargs)
+    require_dtypes(type(layer).__name__, kwargs)
     accepted = inspect.signature(upstream_init).parameters
     dtype, param_dtype = kwargs.get("dtype"), kwargs.get("param_dtype")
     if param_dtype is None:

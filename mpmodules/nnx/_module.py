@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
+from mpmodules._constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
+from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_names
 from mpmodules.nnx._boundary import install_boundaries
@@ -44,6 +46,7 @@ class ModuleMeta(FlaxModuleMeta):
     @overload
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        require_keep_inputs(cls)
         own, kwargs = _own_policy(cls, args, kwargs)
         scope = current_scope()
         source = source_in_force() if own is None else Source("argument", "dtype_policy", own=True)
@@ -67,9 +70,13 @@ class ModuleMeta(FlaxModuleMeta):
             inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
             with enter(inner, source.for_those_inside(cls.__name__)):
                 module = super().__call__(*args, **kwargs)
+        except TypeError as error:
+            explain(error, cls, args, kwargs)
+            raise
         finally:
             building.frames.pop()
         if not frame.captured:
+            refuse_policy_set_by_hand(module, policy)
             module._capture(policy, source)
         store_in_param_dtype(module, policy, (args, kwargs))
         if policy is not None and source.own and source.kind == "argument":
@@ -112,7 +119,9 @@ def _own_policy(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     """
     signature = inspect.signature(cls.__init__)
     if "dtype_policy" in signature.parameters:
-        given = signature.bind_partial(None, *args, **kwargs).arguments.get("dtype_policy")
+        given = signature.bind_partial(None, *args, **kwargs)
+        given.apply_defaults()
+        given = given.arguments.get("dtype_policy")
     else:
         kwargs = dict(kwargs)
         given = kwargs.pop("dtype_policy", None)
@@ -139,7 +148,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     Attributes:
       dtype_policy: the `Policy` captured, or None.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is built.
       keep_params: names of attributes whose parameters no policy touches: they are stored and read as they are made. A
         class attribute: ``keep_params = ("scale",)``.
 
@@ -163,9 +172,9 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("mpmodules.nnx."):
+        if module_of(cls).startswith("mpmodules.nnx."):
             for base in cls.__bases__:
-                if base.__name__ == cls.__name__ and base.__module__.startswith("flax."):
+                if base.__name__ == cls.__name__ and package_of(base) == "flax":
                     cls._upstream_class = base
                     LAYER_OF[base] = cls
                     extend_docstring(cls, base, _DTYPE_POLICY)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 from flax import nnx as flax_nnx
 
+from mpmodules._defined_in import package_of
 from mpmodules._own_code import told_apart
 from mpmodules._references import is_reference
 from mpmodules.nnx._obeying import is_ours
@@ -32,7 +33,7 @@ from policy.scope import current_scope, enter
 def is_users(cls: type) -> bool:
     """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's layers."""
     is_plain = is_ours(cls) and getattr(cls, "_upstream_class", None) is flax_nnx.Module
-    return is_plain and not cls.__module__.startswith("mpmodules.")
+    return is_plain and package_of(cls) != "mpmodules"
 
 
 def own_params(module: Any) -> Iterator[tuple[str, flax_nnx.Param]]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules._port_options import OwnCode, PortOptions, may_be_set, port_options, spelled_as
+from mpmodules._port_options import OwnCode, PortOptions, may_be_set, not_a_model, port_options, spelled_as
 from mpmodules.nnx._entries import is_container, layer_class, port_of
 from mpmodules.nnx._obeying import LAYER_OF, is_ours, obeys_policies
 from mpmodules.nnx._own_code import OwnCodeOf
@@ -232,7 +232,7 @@ def apply_policy(
         of the above, or options contradict each other. The model is then as it was.
     """
     if not isinstance(model, flax_nnx.Module):
-        raise TypeError(f"apply_policy takes an nnx module here, but got {model!r} of type {type(model).__name__}.")
+        raise not_a_model(model, "an nnx module", other="mpmodules.linen")
     options = port_options(
         policy,
         rules,

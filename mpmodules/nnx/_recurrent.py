@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from mpmodules._carries import indexing_lengths, step_in
+from mpmodules._defined_in import package_of
 from mpmodules.functional import HalfSafe, is_half, widen
 from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
 from mpmodules.nnx._module import Module
@@ -197,7 +198,7 @@ class RNN(Module, flax_nnx.RNN):
         cell: Any = as_ours(self.cell)
         if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
             return False
-        if inspect.unwrap(type(cell).__call__).__module__.split(".")[0] not in ("flax", "mpmodules"):
+        if package_of(inspect.unwrap(type(cell).__call__)) not in ("flax", "mpmodules"):
             return False
         return any(is_half(x.dtype) for x in jax.tree.leaves(flax_nnx.state(cell, flax_nnx.Param)))
 

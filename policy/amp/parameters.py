@@ -79,6 +79,21 @@ def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return is_one
 
     jax.tree.leaves((args, kwargs), is_leaf=is_state)
+    _warn_of(found)
+
+
+def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Points out a call that is handed an `nnx.Optimizer`, whose state is one of variables when it is traced."""
+    _warn_of(
+        [
+            type(arg).__name__
+            for arg in (*args, *kwargs.values())
+            if hasattr(arg, "opt_state") and (type(arg).__module__ or "").startswith("flax.nnx")
+        ]
+    )
+
+
+def _warn_of(found: list[str]) -> None:
     if found:
         warn_once(
             f"autocast is around a function that is handed an optimizer's state ({', '.join(dict.fromkeys(found))}): "

@@ -15,16 +15,18 @@ from jax.extend.core.primitives import convert_element_type_p
 from policy.amp import calls as calls
 from policy.amp.categories import known_primitives
 from policy.amp.evaluator import Evaluator
-from policy.amp.parameters import Params, parameters, require_params, warn_of_optimizer
+from policy.amp.parameters import Params, parameters, require_params, warn_of_nnx_optimizer, warn_of_optimizer
 from policy.amp.report import Report
 from policy.amp.settings import Places, Settings
 from policy.amp.sharing import repeated
 from policy.amp.values import Value, cast, is_floating
+from policy.callables import require_function
 from policy.islands import ISLAND
 from policy.names import make_jaxpr
 from policy.policy import Policy, get_policy
+from policy.precedence import warn_once
 from policy.programs import opened
-from policy.rules import PolicyRules
+from policy.rules import PolicyRules, name_of
 from policy.scope import RulesLike, current_scope, require_usable
 from policy.tracing import Arguments, lowered
 
@@ -74,7 +76,7 @@ def autocast(
     Args:
       fn: any function of arrays. Left out (or with the policy in its place), a decorator is returned.
       policy: a Policy or its text form; its compute_dtype is what matmuls run in. None is the one in force at the call,
-        and its rules.
+        and its rules; where none is, `fn` runs as it is, with a `DtypePolicyWarning`.
       params: which arguments are parameters, whose float32 yields to half activations: positions, names of arguments,
         or a predicate on leaves. None: the `params` collection of a mapping that has one, else the first positional
         argument if it is a container. Other arguments and closed-over arrays keep float32 what they are mixed with.
@@ -95,8 +97,8 @@ def autocast(
 
     Raises:
       TypeError: `fn` is no function, or `rules`, `allow`, ... are not of the kinds above.
-      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset; at the call, a rule or a
-        path in `normalises` that matches nothing.
+      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset, a primitive given twice; at
+        the call, a rule or a path in `normalises` that matches nothing.
     """
     if isinstance(fn, (str, Policy)) and policy is None:
         fn, policy = None, fn
@@ -104,11 +106,6 @@ def autocast(
     if fn is None:
         return functools.partial(_transformed, options=options, enabled=enabled)
     return _transformed(fn, options=options, enabled=enabled)
-
-
-def _require_callable(fn: Any, what: str) -> None:
-    if not callable(fn):
-        raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
 
 
 def _checked(
@@ -129,6 +126,12 @@ def _checked(
     require_params(params)
     policy = None if policy is None else get_policy(policy)
     rules = None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    classes = [name_of(pattern) for pattern, _ in rules or () if isinstance(pattern, type)]
+    if classes:
+        raise TypeError(
+            f"autocast's rules go by module path, and know no classes, but got {', '.join(classes)}: give a path "
+            "pattern, as in {'.*/norm': 'f32'}."
+        )
     settings = Settings(
         policy or get_policy("float32"),
         rules,
@@ -139,6 +142,11 @@ def _checked(
         on_unknown == "raise",
         _checked_paths(normalises),
     )
+    twice = (settings.allow & settings.deny) | (settings.opaque & (settings.allow | settings.deny))
+    if twice:
+        raise ValueError(
+            f"{', '.join(map(repr, sorted(twice)))} stands in more than one of allow, deny and opaque: leave it in one."
+        )
     return _Options(policy, params, settings)
 
 
@@ -152,7 +160,9 @@ def _checked_paths(normalises: Any) -> PolicyRules | None:
 
 
 def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
-    _require_callable(fn, "autocast")
+    require_function(fn, "autocast")
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled should be True or False, but got {enabled!r}.")
     if not enabled:
         return _as_traced(fn)
     return _Autocast(fn, options).wrapper()
@@ -184,7 +194,12 @@ class _Autocast:
         def transformed(*args: Any, **kwargs: Any) -> Any:
             settings = self.options.resolved()
             if settings is None:
+                warn_once(
+                    f"autocast({_name_of(self.fn)}) has no policy of its own, and none is in force here: it runs as it "
+                    "is. Give it one, as in autocast(fn, 'mixed_bfloat16'), or call it in a use_policy block."
+                )
                 return self.fn(*args, **kwargs)
+            warn_of_nnx_optimizer(args, kwargs)
             target, arguments, finish = self.lowered(args, kwargs)
             return finish(target._program(arguments, settings)(*arguments.arrays))
 
@@ -265,7 +280,7 @@ class _Autocast:
             results = [_like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)]
             return jax.tree.unflatten(structure, results)
 
-        rewritten.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        rewritten.__name__ = _name_of(self.fn)
         return rewritten
 
 
@@ -275,6 +290,10 @@ def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
     if not shape.weak_type or jax.typeof(array).weak_type:
         return array
     return convert_element_type_p.bind(array, new_dtype=shape.dtype, weak_type=True, sharding=None)
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _is_key(array: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.amp.parameters import Params
+from policy.callables import require_function
 from policy.inspection.costs import bytes_of, flops_of
 from policy.inspection.differentiating import traced_call
 from policy.inspection.findings import findings_of
@@ -43,8 +44,7 @@ def audit(fn: Any, *args: Any, backward: bool = False, params: Params = None, **
       ValueError: `backward`, and there is nothing floating to differentiate, or by; `params` without `backward`, or
         naming arguments where modules hold the parameters.
     """
-    if not callable(fn):
-        raise TypeError(f"audit takes a function or a module, but got {fn!r} of type {type(fn).__name__}.")
+    require_function(fn, "audit", takes="a function or a module")
     with noticing() as lost:
         traced = traced_call(fn, args, kwargs, backward, params)
     graph = Graph(traced.jaxpr)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from policy.amp import autocast
 from policy.amp.categories import MATMULS
 from policy.amp.parameters import Params
+from policy.callables import require_function
 from policy.inspection.differentiating import explicit_or_lowered, places_of_parameters
 from policy.inspection.float32_trace import in_float32, wide_arguments
 from policy.inspection.pairing import Reference, reference_of
@@ -80,8 +81,7 @@ class Call:
             says which arguments are parameters.
           ValueError: `params` names arguments of a call of modules.
         """
-        if not callable(fn):
-            raise TypeError(f"{what} takes a function, but got {fn!r} of type {type(fn).__name__}.")
+        require_function(fn, what)
         call = lowered(fn, args, kwargs)
         params = explicit_or_lowered(params, call)
         if call is not None:

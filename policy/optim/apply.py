@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from policy.gradients import ScaledGradients
 from policy.optim.checks import check_params
 from policy.optim.masters import init_masters, without_overwritten
 from policy.optim.state import MixedPrecisionState, states_in
@@ -38,9 +39,10 @@ def apply_gradients(
       (`select_tree`).
 
     Raises:
-      TypeError: `tx` or `state` is not `mixed_precision`'s own.
+      TypeError: `tx` or `state` is not `mixed_precision`'s own, or arguments are in another order.
       ValueError: trees, shapes or dtypes don't fit.
     """
+    _require_order(tx=tx, params=params, state=state, grads=grads)
     recipe = _require_ours(tx, state).recipe
     params, state = recipe.apply(params, state, grads, extra_args)
     return params, state, state.finite
@@ -66,6 +68,26 @@ def init_from_master(tx: optax.GradientTransformation, f32_params: Any) -> tuple
     check_params(f32_params)
     params, masters = init_masters(f32_params, recipe.policy.param_dtype, recipe.master_weights)
     return params, recipe.make_state(without_overwritten(params), masters)
+
+
+def _require_order(**given: Any) -> None:
+    """Refuses arguments in an order that their types tell to be another than `tx, params, state, grads`."""
+    found = {name: _place_of(value) for name, value in given.items()}
+    if any(place not in (None, name) for name, place in found.items()):
+        listed = ", ".join(f"{type(value).__name__} for {name}" for name, value in given.items())
+        raise TypeError(
+            f"The arguments of apply_gradients are in another order than theirs: got {listed}. Call "
+            "apply_gradients(tx, params, opt_state, grads)."
+        )
+
+
+def _place_of(value: Any) -> str | None:
+    """Returns the argument that a value can only be, or None for a tree, which may be params or gradients."""
+    if isinstance(value, optax.GradientTransformation):
+        return "tx"
+    if isinstance(value, ScaledGradients):
+        return "grads"
+    return "state" if isinstance(value, MixedPrecisionState) else None
 
 
 def _require_ours(tx: Any, state: Any) -> MixedPrecision:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
+from policy.casting import is_floating
 from policy.devices import varying_axes
 from policy.gradients import ScaledGradients
+from policy.known_gradients import are_swapped
 from policy.optim.state import MixedPrecisionState
 from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 
@@ -33,6 +38,44 @@ def check_params(params: Any) -> None:
         )
 
 
+def check_initial_params(params: Any) -> None:
+    """Refuses params that no state can be made for, and tells of trees that hold something else than parameters.
+
+    Raises:
+      ValueError: a leaf is a shape, or a float64 of NumPy's without x64; what `check_params` refuses.
+    """
+    check_params(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    shapes = [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes:
+        raise ValueError(
+            f"params should be arrays, but {shortened(shapes)} are shapes: jax.eval_shape(tx.init, params) makes the "
+            "shapes of a state."
+        )
+    wide = [path_name(path) for path, leaf in leaves if leaf.dtype.itemsize == 8 and is_floating(leaf)]
+    if wide and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"params should be of dtypes that JAX has, but {shortened(wide)} is float64 of NumPy's while x64 is "
+            "disabled: cast them, cast_floating(params, 'float32'), or call jax.config.update('jax_enable_x64', True)."
+        )
+    if not leaves and (params is None or isinstance(params, (Mapping, list, tuple))):  # optax has placeholders, too
+        warnings.warn(
+            "tx.init was given params without any array, so there is nothing to train: pass the params of the model, "
+            "such as variables['params'].",
+            stacklevel=4,
+        )
+    collections = sorted(_NO_PARAMETERS & set(params)) if isinstance(params, Mapping) else []
+    if collections:
+        warnings.warn(
+            f"tx.init was given the collection {', '.join(map(repr, collections))} as params: the optimizer would step "
+            "running state too (AdamW decays it). Keep it apart: tx.init(variables['params']).",
+            stacklevel=4,
+        )
+
+
+_NO_PARAMETERS = frozenset({"batch_stats", "cache", "intermediates"})  # collections of Flax's own layers
+
+
 def _can_step(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and is_inexact(leaf) and np.dtype(leaf.dtype).itemsize >= 2
 
@@ -41,22 +84,41 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     """Refuses a call of `update` whose arguments don't belong together.
 
     Raises:
-      TypeError: `state` is no MixedPrecisionState, or a ScaledGradients lies inside of the gradients.
-      ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they are no numbers, or
-        differ between devices where the params don't. Each may have one axis more in front, of one length for all:
-        gradients per example.
+      TypeError: `state` is no MixedPrecisionState, a ScaledGradients lies inside of the gradients, or params and
+        gradients are swapped.
+      ValueError: `params` are missing; an array was donated; the gradients' tree or shapes are not the params', or they
+        are no numbers, or differ between devices where the params don't. Each may have one axis more in front, of one
+        length for all: gradients per example.
     """
     if not isinstance(state, MixedPrecisionState):
-        raise TypeError(f"state should be a MixedPrecisionState, but got {type(state).__name__}.")
+        holder = "" if not hasattr(state, "opt_state") else "; hand over its opt_state"
+        raise TypeError(
+            f"state should be a MixedPrecisionState, but got {type(state).__name__}: tx.init(params) makes one, with "
+            f"the tx of mixed_precision{holder}."
+        )
     if params is None:
         raise ValueError(
             "params are needed: the step is taken on float32 weights. Call update(gradients, state, params)."
         )
+    _check_buffers(params=params, opt_state=state, grads=gradients)
     is_scaled = lambda node: isinstance(node, ScaledGradients)  # noqa: E731
     if any(map(is_scaled, jax.tree.leaves(gradients, is_leaf=is_scaled))):
-        raise TypeError("A ScaledGradients should be the whole of the gradients, but one lies inside of their tree.")
+        raise TypeError(
+            "A ScaledGradients should be the whole of the gradients, but one lies inside of their tree. Hand over what "
+            "value_and_grad returned, as it is."
+        )
+    if are_swapped(params, gradients):
+        raise TypeError(
+            "params are gradients that value_and_grad returned, and the gradients are none: they are swapped. Call "
+            "apply_gradients(tx, params, opt_state, grads), or tx.update(grads, opt_state, params)."
+        )
     params = differentiated(params)
     if jax.tree.structure(gradients) != jax.tree.structure(params):
+        if isinstance(gradients, tuple) and jax.tree.structure(params) in map(jax.tree.structure, gradients):
+            raise ValueError(
+                f"gradients should have the tree of the params, but got a tuple of {len(gradients)} with such a tree "
+                "in it. Take it out: loss, grads = value_and_grad(loss_fn)(params)."
+            )
         ours, theirs = leaf_names(params), leaf_names(gradients)
         missing = [name for name in ours if name not in theirs]
         extra = [name for name in theirs if name not in ours]
@@ -80,6 +142,21 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             f"{shortened(wrong)}."
         )
     _check_devices(gradients, params)
+
+
+def _check_buffers(**trees: Any) -> None:
+    """Refuses arrays that an earlier step was given with `donate_argnums`: nothing is left of them."""
+    for name, tree in trees.items():
+        gone = [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if _is_deleted(leaf)]
+        if gone:
+            raise ValueError(
+                f"{name} was donated to an earlier step, and its arrays are deleted ({gone[0]}). Go on from what that "
+                "step returned: params, opt_state, finite = step(params, opt_state, batch)."
+            )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _check_devices(gradients: Any, params: Any) -> None:

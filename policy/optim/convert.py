@@ -50,7 +50,10 @@ def convert(state: MixedPrecisionState, params: Any, *, to: MixedPrecision | Mas
         tree, moments are taken as they are.
     """
     if not isinstance(state, MixedPrecisionState):
-        raise TypeError(f"convert takes a MixedPrecisionState, but got {type(state).__name__}.")
+        raise TypeError(
+            f"convert takes a MixedPrecisionState, but got {type(state).__name__}: call "
+            "convert(opt_state, params, to=tx)."
+        )
     if not isinstance(to, MixedPrecision) and to not in MASTER_WEIGHTS:
         modes = ", ".join(map(repr, MASTER_WEIGHTS))
         raise TypeError(f"to should be what mixed_precision returned, or one of {modes}, but got {to!r}.")

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from policy.optim.rounding import round_to
-from policy.optim.state import Layout, MixedPrecisionState, find_state, strong
+from policy.optim.state import Layout, MixedPrecisionState, find_state, states_in, strong
 from policy.optim.state_checks import check_tree, has_mode, require_storage
 from policy.optim.storage import MasterWeights, beside, hold, kind_of, release, widen_leaf
 from policy.trees import boxed_like, is_overwritten, leaf_names, path_name, shortened, unboxed, working_dtype
@@ -66,6 +66,11 @@ def master_params(params: Any, state: Any) -> Any:
       ValueError: `state` holds none, params differ from those it was made from, or masters were restored from another
         storage mode. In a traced function such masters are NaN.
     """
+    if states_in(params):
+        raise ValueError(
+            f"params should be a tree of arrays, but got a {type(params).__name__}, which holds an optimizer state: "
+            "call master_params(params, opt_state)."
+        )
     state, plain = find_state(state), unboxed(params)
     state = state._replace(masters=unboxed(state.masters))
     mode = state.layout.master_weights
@@ -98,7 +103,9 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
         another storage mode. In a traced function all of those start from the params.
     """
     if not isinstance(state, MixedPrecisionState):
-        raise TypeError(f"resync takes a MixedPrecisionState, but got {type(state).__name__}.")
+        raise TypeError(
+            f"resync takes a MixedPrecisionState, but got {type(state).__name__}: call resync(params, opt_state)."
+        )
     params, boxes = without_overwritten(unboxed(params)), (state.masters, state.mode)
     state = state._replace(masters=unboxed(boxes[0]))
     mode = state.layout.master_weights

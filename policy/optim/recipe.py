@@ -31,7 +31,7 @@ from policy.loss_scale import (
     unscale_by_reciprocal,
 )
 from policy.optim.branches import Branches, selected
-from policy.optim.checks import check_gradients, check_params, check_stepped, differentiated, per_example
+from policy.optim.checks import check_gradients, check_initial_params, check_stepped, differentiated, per_example
 from policy.optim.clip import clip_to_norm, global_norm, mapped_axes
 from policy.optim.delivery import Delivery
 from policy.optim.masters import layout_of, make_masters, widen, without_overwritten
@@ -62,7 +62,7 @@ class Recipe:
 
     def init(self, params: optax.Params) -> MixedPrecisionState:
         """A state for `params`. Raises ValueError where a param can't be stepped."""
-        check_params(params)
+        check_initial_params(params)
         params = without_overwritten(params)
         return self.make_state(params, make_masters(params, self.master_weights))
 

@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from policy.optim.checks import is_transform
 from policy.trees import path_name, shortened
 
 
@@ -29,9 +30,14 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
       A tree like the state, of shardings.
 
     Raises:
+      TypeError: `tx` is no transform.
       ValueError: a param says no sharding, or one that is neither a NamedSharding nor a single device's; or meshes
         differ.
     """
+    if not is_transform(tx):
+        raise TypeError(
+            f"tx should be an optax transform, but got {type(tx).__name__}: call state_shardings(tx, params)."
+        )
     known = {path: (leaf.shape, _sharding(path, leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     everywhere = _everywhere(known)
 

@@ -76,7 +76,12 @@ def mixed_precision(
       TypeError: `tx` is no transform, `policy` no policy, or `key` no key.
     """
     if not is_transform(tx):
-        raise TypeError(f"tx should be an optax transform, but got {type(tx).__name__}.")
+        name = getattr(tx, "__name__", None) if callable(tx) else None
+        hint = f"call it, {name}(...)" if name else "the policy comes second"
+        raise TypeError(
+            f"tx should be an optax transform, but got {type(tx).__name__}: {hint}, as in "
+            "mixed_precision(optax.adamw(1e-3), 'mixed_bfloat16')."
+        )
     if isinstance(tx, MixedPrecision):
         raise ValueError("tx is a mixed_precision already: wrap once, as in mixed_precision(tx, policy).")
     if isinstance(tx, optax.MultiSteps):

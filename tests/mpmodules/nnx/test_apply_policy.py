@@ -225,7 +225,7 @@ def test_other_errors_leave_the_model_as_it_was_too():
         with pytest.raises(error, match=match):
             apply_policy(theirs, *arguments)
     assert flax_nnx.graphdef(theirs) == before
-    with pytest.raises(TypeError, match=r"^apply_policy takes an nnx module here, but got .* of type dict\.$"):
+    with pytest.raises(TypeError, match=r"^apply_policy takes an nnx module here, but got .* of type dict\. Call "):
         apply_policy({}, "bf16")
 
 

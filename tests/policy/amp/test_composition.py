@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy import use_policy
+from policy import DtypePolicyWarning, use_policy
 from policy.amp import autocast
 from tests.policy.amp.models import KEY, SQUARE
 from tests.programs import named, operations
@@ -236,7 +236,8 @@ def test_it_is_traced_once_for_its_shapes_and_again_under_another_policy():
         return layer(w, x)
 
     cast = autocast(fn)
-    cast(W, X)
+    with pytest.warns(DtypePolicyWarning, match=r"autocast\(fn\) has no policy of its own, and none is in force here"):
+        cast(W, X)
     assert count == 1  # no policy in force: called as it is
     for policy, traces in ((BF16, 2), (BF16, 2), ("mixed_float16", 3), (BF16, 3), ("float32", 4)):
         with use_policy(policy):

@@ -440,7 +440,9 @@ def test_the_overwritten_collection_takes_its_new_value_unless_the_step_is_skipp
 def test_empty_trees_step():
     for params in ({}, {"a": None}, ()):
         tx = mixed_precision(optax.adam(1e-2), "bfloat16", clip_global_norm=1.0)
-        new, state, finite = apply_gradients(tx, params, tx.init(params), params)
+        with pytest.warns(UserWarning, match="tx.init was given params without any array"):
+            state = tx.init(params)
+        new, state, finite = apply_gradients(tx, params, state, params)
         assert new == params
         assert finite
         assert state.count == 1

@@ -1,0 +1,15 @@
+"""Where a class or a method was defined. One made by `exec`, or by hand, may not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def module_of(definition: Any) -> str:
+    """Returns the name of the Python module that a class or function was defined in, or "" where it does not say."""
+    return getattr(definition, "__module__", None) or ""
+
+
+def package_of(definition: Any) -> str:
+    """Returns the top-level package that a class or function was defined in, or "" where it does not say."""
+    return module_of(definition).partition(".")[0]
