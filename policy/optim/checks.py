@@ -12,6 +12,8 @@ import optax
 from policy.devices import varying_axes
 from policy.gradients import ScaledGradients
 from policy.optim.state import MixedPrecisionState
+from policy.policy import Policy
+from policy.precedence import warn_once
 from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 
 
@@ -29,7 +31,20 @@ def check_params(params: Any) -> None:
     if wrong:
         raise ValueError(
             f"params should be floating arrays of 16 bits or more, but {shortened(wrong)}. Keep such leaves out of "
-            "the tree, or mask them: optax.masked(mixed_precision(tx, policy), mask)."
+            "the tree that is differentiated and stepped."
+        )
+
+
+def warn_of_wide_params(params: Any, policy: Policy) -> None:
+    """Warns where the policy stores params in half precision, and each of them is wider: nobody has cast them."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    half = policy.param_dtype.itemsize < 4
+    if half and dtypes and all(dtype.itemsize >= 4 for dtype in dtypes):
+        warn_once(
+            f"params are {', '.join(sorted(map(str, dtypes)))}, none of them {policy.param_dtype.name} as the policy "
+            f"'{policy}' stores them, and an optimizer casts no params. From a float32 checkpoint, start with "
+            "params, opt_state = init_from_master(tx, f32_params), which keeps what rounding drops in the masters; "
+            "where float32 params are meant, say so in the policy: params=float32."
         )
 
 
