@@ -12,6 +12,7 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 
 from mpmodules.linen._boundary import install_boundaries
+from mpmodules.linen._initialised import missing_policy, noting_policy
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
@@ -93,6 +94,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
     if not TYPE_CHECKING:  # type checkers see Flax's, which takes the same but for `policy_columns`
         tabulate = flax_nn.nowrap(tabulate_method)
+        init_with_output = flax_nn.nowrap(noting_policy(flax_nn.Module.init_with_output))
+        apply = flax_nn.nowrap(missing_policy(flax_nn.Module.apply))
 
 
 Module.__annotations__["dtype_policy"] = DtypePolicy  # Flax copies it into subclasses, where the name means nothing

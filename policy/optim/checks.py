@@ -56,7 +56,7 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     """Refuses a call of `update` whose arguments don't belong together.
 
     Raises:
-      TypeError: `state` is no MixedPrecisionState, or a ScaledGradients lies inside of the gradients.
+      TypeError: `state` is no MixedPrecisionState, or a ScaledGradients lies inside of the gradients or was taken apart.
       ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they are no numbers, or
         differ between devices where the params don't. Each may have one axis more in front, of one length for all:
         gradients per example.
@@ -73,6 +73,11 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     params = differentiated(params)
     if jax.tree.structure(gradients) != jax.tree.structure(params):
         ours, theirs = leaf_names(params), leaf_names(gradients)
+        if theirs == [f"tree/{name}" for name in ours]:
+            raise TypeError(
+                "gradients are what lies inside of a ScaledGradients, without its scale: flax.nnx.Optimizer took it "
+                "apart. Use mpmodules.nnx.Optimizer, which keeps the scale."
+            )
         missing = [name for name in ours if name not in theirs]
         extra = [name for name in theirs if name not in ours]
         raise ValueError(
