@@ -39,7 +39,7 @@ def test_the_adamw_master_trajectory_equals_plain_float32_optax_bit_for_bit(dtyp
     params, steps = params_in(dtype), 1000
     gradients = gradients_for(params, steps)
     adamw = optax.adamw(optax.cosine_decay_schedule(1e-2, steps), weight_decay=1e-2)
-    tx = mixed_precision(adamw, "bfloat16", loss_scale="dynamic")
+    tx = mixed_precision(adamw, jnp.dtype(dtype).name, loss_scale="dynamic")
 
     def ours(carry, gradient):
         params, state = carry
@@ -307,7 +307,7 @@ def test_bad_calls_are_refused():
     with pytest.raises(TypeError, match="resync takes a MixedPrecisionState, but got tuple"):
         resync({}, ())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="params should be the tree that the optimizer state was made from"):
-        resync({"w": jnp.ones(2)}, tx.init({"v": jnp.ones(2)}))
+        resync({"w": jnp.ones(2, jnp.bfloat16)}, tx.init({"v": jnp.ones(2, jnp.bfloat16)}))
     with pytest.raises(TypeError, match="tx should be what mixed_precision returned, but got GradientTransformation"):
         init_from_master(optax.sgd(0.1), {"w": jnp.ones(2)})
     with pytest.raises(ValueError, match="params should be floating arrays of 16 bits or more, but n is int32"):
