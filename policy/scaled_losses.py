@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from policy.precedence import warn_once
@@ -26,6 +27,7 @@ class _Pending(threading.local):
 
 
 _pending = _Pending()
+_ABSENT: Any = object()
 
 
 def note_scaled(tree: Any, scale: Any) -> None:
@@ -33,8 +35,8 @@ def note_scaled(tree: Any, scale: Any) -> None:
     leaves = jax.tree.leaves(tree)
     if len(leaves) == 1 and isinstance(leaves[0], Tracer) and not leaves[0].ndim:
         if jnp.issubdtype(leaves[0].dtype, jnp.floating):
-            number = isinstance(scale, (int, float))
-            _pending.scales[_key(scale)] = None if number else weakref.ref(scale)
+            key, scales = _key(scale), _pending.scales
+            scales[key] = None if _is_number(scale) else weakref.ref(scale, lambda _: scales.pop(key, None))
 
 
 def note_unscaled() -> None:
@@ -44,11 +46,7 @@ def note_unscaled() -> None:
 
 def warn_if_scaled(scale: Any) -> None:
     """Warns where a loss was multiplied by `scale`, the optimizer's own, and nothing was unscaled since."""
-    key = _key(scale)
-    if key not in _pending.scales:
-        return
-    reference = _pending.scales.pop(key)
-    if reference is None or reference() is scale:
+    if _pending.scales.pop(_key(scale), _ABSENT) is not _ABSENT:
         warn_once(
             "loss_scale.scale(loss) was differentiated, and its gradients reached mixed_precision without "
             "loss_scale.unscale: a plain tree counts as true gradients, so that each step is too long by the loss "
@@ -58,4 +56,8 @@ def warn_if_scaled(scale: Any) -> None:
 
 
 def _key(scale: Any) -> Hashable:
-    return float(scale) if isinstance(scale, (int, float)) else id(scale)
+    return float(scale) if _is_number(scale) else id(scale)
+
+
+def _is_number(scale: Any) -> bool:
+    return isinstance(scale, (int, float, np.generic))  # which take no weak reference
