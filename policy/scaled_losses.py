@@ -33,10 +33,9 @@ _ABSENT: Any = object()
 def note_scaled(tree: Any, scale: Any) -> None:
     """Notes that a loss under differentiation was scaled: a tree of one floating scalar that is traced."""
     leaves = jax.tree.leaves(tree)
-    if len(leaves) == 1 and isinstance(leaves[0], Tracer) and not leaves[0].ndim:
-        if jnp.issubdtype(leaves[0].dtype, jnp.floating):
-            key, scales = _key(scale), _pending.scales
-            scales[key] = None if _is_number(scale) else weakref.ref(scale, lambda _: scales.pop(key, None))
+    if len(leaves) == 1 and isinstance(leaves[0], Tracer) and _is_loss(leaves[0]):
+        key, scales = _key(scale), _pending.scales
+        scales[key] = None if _is_number(scale) else weakref.ref(scale, lambda _: scales.pop(key, None))
 
 
 def note_unscaled() -> None:
@@ -57,6 +56,10 @@ def warn_if_scaled(scale: Any) -> None:
 
 def _key(scale: Any) -> Hashable:
     return float(scale) if _is_number(scale) else id(scale)
+
+
+def _is_loss(x: jax.Array) -> bool:
+    return not x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _is_number(scale: Any) -> bool:

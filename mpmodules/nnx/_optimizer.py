@@ -43,7 +43,7 @@ class Optimizer(flax_nnx.Optimizer[M]):
           TypeError: `grads` are ScaledGradients, and the transform is not `mixed_precision`'s.
         """
         if grads is _MISSING:
-            return super().update(model, **kwargs)  # Flax says what is missing
+            return super().update(model, **kwargs)  # pyright: ignore[reportCallIssue]  (Flax says what is missing)
         optimizer = self
         if isinstance(grads, ScaledGradients):
             if not isinstance(self.tx, MixedPrecision):
@@ -57,7 +57,7 @@ class Optimizer(flax_nnx.Optimizer[M]):
             return super(Optimizer, optimizer).update(model, grads, **kwargs)
 
 
-class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):
+class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too."""
 
 

@@ -38,8 +38,9 @@ def mixed_precision(
 
     A step whose gradients hold a NaN, an infinity, or a number whose float32 square is infinite is skipped: params, the
     inner state, masters and counts stay, only `skipped`, `finite` and the loss scale move. Clip, schedules,
-    `optax.MultiSteps`, `masked`, `partition` and so on go inside; `init` refuses to be called by one of them. A state of another storage mode, moment_dtype, kind of loss scale
-    or transform is refused; `convert` migrates it. docs/faults.md says what is skipped, refused and not checked.
+    `optax.MultiSteps`, `masked`, `partition` and so on go inside; `init` refuses to be called by one of them. A state
+    of another storage mode, moment_dtype, kind of loss scale or transform is refused; `convert` migrates it.
+    docs/faults.md says what is skipped, refused and not checked.
 
     Args:
       tx: any optax transform.

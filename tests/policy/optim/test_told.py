@@ -67,7 +67,7 @@ def test_other_params_are_silent(policy, dtypes):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16", "params=bfloat16,compute=float16"])
 def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
-    told = r"no loss scale under 'params=.*compute=float16.* Pass loss_scale='dynamic' here and loss_scale=loss_scale_of"
+    told = r"no loss scale under 'params=.*compute=float16.* Pass loss_scale='dynamic' here and loss_scale=loss_scale_"
     with pytest.warns(DtypePolicyWarning, match=told):
         tx = mixed_precision(optax.sgd(0.1), policy)
     assert tx.loss_scale == NoOpLossScale()

@@ -549,7 +549,8 @@ def test_a_transform_that_cannot_be_wrapped_is_refused_by_name(update, text):
 def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
     params = {"w": jnp.ones(2)}
     tx = mixed_precision(optax.sgd(0.1), "float32")
-    outer = optax.GradientTransformation(lambda p: (tx.init(p),), tx.update)  # optax's own are refused by init
+    # optax's own are refused by init
+    outer: Any = optax.GradientTransformation(lambda params: (tx.init(params),), tx.update)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"with a mixed_precision inside\. Put it outermost: mixed_precision\(optax"):
         apply_gradients(outer, params, outer.init(params), params)
     plain = optax.sgd(0.1)

@@ -1,7 +1,7 @@
 """Optax's wrappers inside of `mixed_precision` and around it, in every way in which a step is taken.
 
-Inside, each moves the float32 weights as it would by hand in float32, with the skipped step left out. Around it, each is
-refused where the state is made, with the right order.
+Inside, each moves the float32 weights as it would by hand in float32, with the skipped step left out. Around it, each
+is refused where the state is made, with the right order.
 """
 
 from typing import Any
@@ -220,7 +220,7 @@ def test_flaxs_optimizer_refuses_scaled_gradients_by_the_name_of_ours():
 
 
 def test_only_callers_that_are_transforms_count():
-    tx = mixed_precision(optax.adam(0.1), "mixed_bfloat16")
+    tx: Any = mixed_precision(optax.adam(0.1), "mixed_bfloat16")
     state = tx.init(PARAMS)
     optax.tree_map_params(tx, lambda x: x, state)  # asks for a state to learn where the params are
     jax.eval_shape(jax.jit(tx.init), PARAMS)
