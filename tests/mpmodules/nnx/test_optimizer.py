@@ -11,6 +11,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx
 from policy import (
+    DtypePolicyWarning,
     DynamicLossScale,
     apply_gradients,
     finite_of,
@@ -276,6 +277,18 @@ def test_a_plain_transform_refuses_them_and_a_call_without_gradients_is_flaxs_er
         optimizer.update(model)
     with pytest.raises(TypeError, match="Missing required argument `wrt`"):
         nnx.Optimizer(model, optax.sgd(0.1))  # pyright: ignore[reportCallIssue]
+
+
+def test_a_loss_that_was_scaled_by_hand_is_told():
+    model, optimizer = trained("mixed_float16", wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss_scale = loss_scale_of(optimizer)
+        optimizer.update(model, nnx.grad(lambda model: loss_scale.scale(loss_fn(model, x)))(model))
+
+    with pytest.warns(DtypePolicyWarning, match=r"reached mixed_precision without loss_scale\.unscale"):
+        step(model, optimizer, X)
 
 
 def test_float32_params_start_from_masters():
