@@ -22,6 +22,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from policy.scaled_losses import note_scaled, note_unscaled
 from policy.trees import is_inexact, working_dtype
 
 T = TypeVar("T")
@@ -73,10 +74,12 @@ class StaticLossScale:
         Raises:
           ValueError: the scale is not positive and finite.
         """
+        note_scaled(tree, self.loss_scale)
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divides the floating leaves of `tree`, narrow ones in float32. Raises as `scale` does."""
+        note_unscaled()
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> StaticLossScale:
@@ -160,10 +163,12 @@ class DynamicLossScale:
         Raises:
           ValueError: the scale is concrete, and not positive and finite.
         """
+        note_scaled(tree, self.loss_scale)
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divides the floating leaves of `tree`, narrow ones in float32. Raises as `scale` does."""
+        note_unscaled()
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> DynamicLossScale:

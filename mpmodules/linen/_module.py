@@ -19,6 +19,7 @@ from mpmodules._own_parameters import require_names
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._held_parameters import held, is_held
+from mpmodules.linen._initialised import missing_policy, noting_policy
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
@@ -135,6 +136,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 if not is_held(self, name):
                     raise
             return held(self, name)
+        init_with_output = flax_nn.nowrap(noting_policy(flax_nn.Module.init_with_output))
+        apply = flax_nn.nowrap(missing_policy(flax_nn.Module.apply))
 
 
 Module.__annotations__["dtype_policy"] = DtypePolicy  # Flax copies it into subclasses, where the name means nothing

@@ -35,6 +35,8 @@ from mpmodules.nnx._normalization import GroupNorm as GroupNorm
 from mpmodules.nnx._normalization import InstanceNorm as InstanceNorm
 from mpmodules.nnx._normalization import LayerNorm as LayerNorm
 from mpmodules.nnx._normalization import RMSNorm as RMSNorm
+from mpmodules.nnx._optimizer import ModelAndOptimizer as ModelAndOptimizer
+from mpmodules.nnx._optimizer import Optimizer as Optimizer
 from mpmodules.nnx._port import apply_policy as apply_policy
 from mpmodules.nnx._recurrent import RNN as RNN
 from mpmodules.nnx._recurrent import Bidirectional as Bidirectional

@@ -17,6 +17,8 @@ from policy.devices import varying_axes
 from policy.gradients import ScaledGradients
 from policy.known_gradients import are_swapped
 from policy.optim.state import MixedPrecisionState
+from policy.policy import Policy
+from policy.precedence import warn_once
 from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 
 
@@ -34,7 +36,20 @@ def check_params(params: Any) -> None:
     if wrong:
         raise ValueError(
             f"params should be floating arrays of 16 bits or more, but {shortened(wrong)}. Keep such leaves out of "
-            "the tree, or mask them: optax.masked(mixed_precision(tx, policy), mask)."
+            "the tree that is differentiated and stepped."
+        )
+
+
+def warn_of_wide_params(params: Any, policy: Policy) -> None:
+    """Warns where the policy stores params in half precision, and each of them is wider: nobody has cast them."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    half = policy.param_dtype.itemsize < 4
+    if half and dtypes and all(dtype.itemsize >= 4 for dtype in dtypes):
+        warn_once(
+            f"params are {', '.join(sorted(map(str, dtypes)))}, none of them {policy.param_dtype.name} as the policy "
+            f"'{policy}' stores them, and an optimizer casts no params. From a float32 checkpoint, start with "
+            "params, opt_state = init_from_master(tx, f32_params), which keeps what rounding drops in the masters; "
+            "where float32 params are meant, say so in the policy: params=float32."
         )
 
 
@@ -84,8 +99,8 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     """Refuses a call of `update` whose arguments don't belong together.
 
     Raises:
-      TypeError: `state` is no MixedPrecisionState, a ScaledGradients lies inside of the gradients, or params and
-        gradients are swapped.
+      TypeError: `state` is no MixedPrecisionState, a ScaledGradients lies inside of the gradients or was taken apart, or
+        params and gradients are swapped.
       ValueError: `params` are missing; an array was donated; the gradients' tree or shapes are not the params', or they
         are no numbers, or differ between devices where the params don't. Each may have one axis more in front, of one
         length for all: gradients per example.
@@ -120,6 +135,11 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
                 "in it. Take it out: loss, grads = value_and_grad(loss_fn)(params)."
             )
         ours, theirs = leaf_names(params), leaf_names(gradients)
+        if theirs == [f"tree/{name}" for name in ours]:
+            raise TypeError(
+                "gradients are what lies inside of a ScaledGradients, without its scale: flax.nnx.Optimizer took it "
+                "apart. Use mpmodules.nnx.Optimizer, which keeps the scale."
+            )
         missing = [name for name in ours if name not in theirs]
         extra = [name for name in theirs if name not in ours]
         raise ValueError(

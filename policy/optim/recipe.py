@@ -31,16 +31,25 @@ from policy.loss_scale import (
     unscale_by_reciprocal,
 )
 from policy.optim.branches import Branches, selected
-from policy.optim.checks import check_gradients, check_initial_params, check_stepped, differentiated, per_example
+from policy.optim.checks import (
+    check_gradients,
+    check_initial_params,
+    check_stepped,
+    differentiated,
+    per_example,
+    warn_of_wide_params,
+)
 from policy.optim.clip import clip_to_norm, global_norm, mapped_axes
 from policy.optim.delivery import Delivery
 from policy.optim.masters import layout_of, make_masters, widen, without_overwritten
 from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
 from policy.optim.naming import optimizer_name
+from policy.optim.outermost import require_outermost
 from policy.optim.state import MixedPrecisionState, states_in, strengthened, strong
 from policy.optim.state_checks import InnerLike, check_inner, check_loss_scale, inner_like, require_storage
 from policy.optim.storage import PACKED, MasterWeights, kind_of
 from policy.policy import Policy
+from policy.scaled_losses import warn_if_scaled
 from policy.trees import is_overwritten, working_dtype
 
 
@@ -62,8 +71,10 @@ class Recipe:
 
     def init(self, params: optax.Params) -> MixedPrecisionState:
         """A state for `params`. Raises ValueError where a param can't be stepped."""
+        require_outermost(Recipe.make_state)
         check_initial_params(params)
         params = without_overwritten(params)
+        warn_of_wide_params(params, self.policy)
         return self.make_state(params, make_masters(params, self.master_weights))
 
     def make_state(self, params: Any, masters: Any) -> MixedPrecisionState:
@@ -135,6 +146,7 @@ class Recipe:
         if isinstance(gradients, ScaledGradients):
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
+        warn_if_scaled(state.loss_scale.loss_scale)
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         belongs = self.check_state(params, state)
         scales = [require_positive(each) for each in (scale, state.loss_scale.loss_scale) if each is not None]

@@ -77,7 +77,7 @@ def loss_scale_of(opt_state: Any) -> LossScale:
     """The current loss scale in an optimizer state, for `value_and_grad`.
 
     Args:
-      opt_state: a `MixedPrecisionState`, a state that holds one (`optax.chain`'s, `nnx.Optimizer`'s), or what has one
+      opt_state: a `MixedPrecisionState`, a tree that holds one (`nnx.Optimizer`'s), or what has one
         as its attribute `opt_state` (a `TrainState`).
 
     Raises:

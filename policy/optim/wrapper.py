@@ -18,6 +18,7 @@ from policy.optim.recipe import Recipe
 from policy.optim.state import MixedPrecisionState
 from policy.optim.storage import MASTER_WEIGHTS, MasterWeights
 from policy.policy import Policy, get_policy
+from policy.precedence import warn_once
 
 
 def mixed_precision(
@@ -37,13 +38,15 @@ def mixed_precision(
 
     A step whose gradients hold a NaN, an infinity, or a number whose float32 square is infinite is skipped: params, the
     inner state, masters and counts stay, only `skipped`, `finite` and the loss scale move. Clip, schedules,
-    `optax.MultiSteps`, `masked` and so on go inside. A state of another storage mode, moment_dtype, kind of loss scale
-    or transform is refused; `convert` migrates it. docs/faults.md says what is skipped, refused and not checked.
+    `optax.MultiSteps`, `masked`, `partition` and so on go inside; `init` refuses to be called by one of them. A state
+    of another storage mode, moment_dtype, kind of loss scale or transform is refused; `convert` migrates it.
+    docs/faults.md says what is skipped, refused and not checked.
 
     Args:
       tx: any optax transform.
       policy: a Policy or its text form.
-      loss_scale: None, "dynamic", a positive number or a loss scale. What `loss_scale_of(state)` starts with.
+      loss_scale: None, "dynamic", a positive number or a loss scale. What `loss_scale_of(state)` starts with. There is
+        no default, as the loss must be scaled too; None where the compute_dtype is float16 warns.
       master_weights: how the float32 value of a bfloat16 or float16 param is kept, in bytes an element beside it. A
         param that is float32 or wider is its own master, always.
         "auto": "remainder" for bfloat16, "full" for float16.
@@ -73,7 +76,8 @@ def mixed_precision(
     Raises:
       ValueError: an argument's value breaks its rule. `init` raises it where `moment_dtype` names no field of the
         state, or one that can't be narrow: copies of params, running sums, means that would never decay.
-      TypeError: `tx` is no transform, `policy` no policy, or `key` no key.
+      TypeError: `tx` is no transform, `policy` no policy, or `key` no key. `init` raises it inside of an optax
+        transform.
     """
     if not is_transform(tx):
         name = getattr(tx, "__name__", None) if callable(tx) else None
@@ -97,10 +101,17 @@ def mixed_precision(
             "skip_nonfinite=False never looks for the overflow that a dynamic loss scale is steered by: leave it True, "
             "or pass a fixed loss_scale."
         )
+    policy = get_policy(policy)
+    if loss_scale is None and policy.compute_dtype == jnp.float16:
+        warn_once(
+            f"mixed_precision has no loss scale under '{policy}': float16 gradients below 6e-8 become 0, and their "
+            "steps are lost. Pass loss_scale='dynamic' here and loss_scale=loss_scale_of(opt_state) to value_and_grad, "
+            "or loss_scale=NoOpLossScale() where none is wanted."
+        )
     names = () if axis_name is None else tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     recipe = Recipe(
         inner=optax.with_extra_args_support(tx),
-        policy=get_policy(policy),
+        policy=policy,
         loss_scale=scale,
         master_weights=master_weights or "none",
         moment_dtypes=moment_dtypes,

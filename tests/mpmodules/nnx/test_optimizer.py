@@ -10,7 +10,18 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import nnx
-from policy import apply_gradients, finite_of, loss_scale_of, master_params, mixed_precision, resync
+from policy import (
+    DtypePolicyWarning,
+    DynamicLossScale,
+    apply_gradients,
+    finite_of,
+    init_from_master,
+    loss_scale_of,
+    master_params,
+    mixed_precision,
+    resync,
+    select_tree,
+)
 from policy.optim.rounding import round_to
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
@@ -128,3 +139,165 @@ def test_multi_steps_goes_inside():
         step(model, optimizer)
         after = values(nnx.state(model, nnx.Param))
         assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)) != expected_to_move
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients that are still scaled
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(3, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.drop, self.head = nnx.Dropout(0.25, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+
+def trained(policy, loss_scale: Any = "dynamic", optimizer_class: Any = nnx.Optimizer, **options) -> Any:
+    model = Net(nnx.Rngs(0), dtype_policy=policy)
+    tx = mixed_precision(optax.adamw(0.05), policy, loss_scale=loss_scale, clip_global_norm=1.0)
+    return model, optimizer_class(model, tx, **options)
+
+
+def train_step(grads):
+    @nnx.jit
+    def step(model, optimizer, x):
+        before = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+        differentiated = nnx.value_and_grad(loss_fn, loss_scale=loss_scale_of(optimizer), grads=grads)
+        loss, gradients = differentiated(model, x)
+        updates = optimizer.update(model, gradients)
+        after = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+        nnx.update(model, select_tree(finite_of(optimizer), after, before))
+        return loss, updates
+
+    return step
+
+
+def everything(*parts):
+    leaves = jax.tree.leaves(nnx.as_pure(nnx.state(parts)))
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in leaves]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "float16"])
+def test_scaled_gradients_step_as_true_ones_do_within_their_rounding(policy):
+    ends = {}
+    for grads in ("float32", "compute"):
+        model, optimizer = trained(policy, wrt=nnx.Param)
+        step = train_step(grads)
+        _, _, updates = (step(model, optimizer, X)[1] for _ in range(3))
+        assert jax.tree.structure(updates) == jax.tree.structure(nnx.as_pure(nnx.state(model, nnx.Param)))
+        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+        assert (optimizer.opt_state.count[...], optimizer.step[...]) == (3, 3)
+        ends[grads] = values(master_params(nnx.state(model, nnx.Param), optimizer))
+    for scaled, true in zip(ends["compute"], ends["float32"], strict=True):
+        np.testing.assert_allclose(scaled, true, rtol=0, atol=0.01)  # three Adam steps of 0.05, from rounded gradients
+
+
+@pytest.mark.parametrize("grads", ["float32", "compute"])
+def test_a_skipped_step_leaves_params_statistics_and_moments_and_halves_the_scale(grads):
+    model, optimizer = trained("mixed_float16", wrt=nnx.Param)
+    step = train_step(grads)
+    step(model, optimizer, X)
+    kept = lambda: everything(  # noqa: E731
+        nnx.state(model, nnx.Param, nnx.BatchStat), optimizer.opt_state.inner, optimizer.opt_state.count
+    )
+    before = kept()
+    step(model, optimizer, X.at[0, 0].set(jnp.inf))
+    for a, b in zip(kept(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not finite_of(optimizer)
+    assert loss_scale_of(optimizer).loss_scale == 2.0**14
+    assert optimizer.opt_state.skipped[...] == 1
+    step(model, optimizer, X)
+    assert finite_of(optimizer)
+
+
+def test_a_scale_that_float16_cannot_hold_is_found_by_skipping():
+    model, optimizer = trained("mixed_float16", DynamicLossScale(2.0**30), wrt=nnx.Param)
+    step = train_step("compute")
+    finite = []
+    for _ in range(24):
+        step(model, optimizer, X)
+        finite.append(bool(finite_of(optimizer)))
+    first = finite.index(True)
+    assert 0 < first < 24
+    assert all(finite[first:])
+    assert loss_scale_of(optimizer).loss_scale == 2.0 ** (30 - first)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(policy, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    step = train_step("compute")
+    model, optimizer = trained(policy, DynamicLossScale(2.0**10, period=3), wrt=nnx.Param)
+    for x in (X, X.at[0, 0].set(jnp.nan), X, X):
+        step(model, optimizer, x)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", nnx.state((model, optimizer)))
+    again: Any = trained(policy, DynamicLossScale(2.0**10, period=3), wrt=nnx.Param)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        nnx.update(again, checkpointer.restore(tmp_path / "step", nnx.state(again)))
+    for _ in range(4):
+        assert step(model, optimizer, X)[0] == step(again[0], again[1], X)[0]
+    for a, b in zip(everything(model, optimizer), everything(*again), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert loss_scale_of(again[1]).loss_scale == 2.0**11  # fell once, and grew twice
+
+
+def test_the_optimizer_of_a_model_takes_them_too():
+    _, optimizer = trained("mixed_float16", optimizer_class=nnx.ModelAndOptimizer)
+    before = everything(optimizer.model)
+    gradients = nnx.grad(loss_fn, loss_scale=loss_scale_of(optimizer), grads="compute")(optimizer.model, X)
+    optimizer.update(gradients)
+    assert any((a != b).any() for a, b in zip(everything(optimizer.model), before, strict=True))
+
+
+def test_half_precision_params_step_under_strict_promotion_as_under_the_standard():
+    ends = []
+    for promotion in ("strict", "standard"):
+        model, optimizer = trained("bfloat16", None, wrt=nnx.Param)
+        gradients = nnx.grad(loss_fn)(model, X)
+        with jax.numpy_dtype_promotion(promotion):
+            optimizer.update(model, gradients)
+        ends.append(values(nnx.state(model, nnx.Param)))
+    for a, b in zip(*ends, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_plain_transform_refuses_them_and_a_call_without_gradients_is_flaxs_error():
+    model, _ = trained("bfloat16", None, wrt=nnx.Param)
+    optimizer: Any = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"^grads are ScaledGradients, .* but tx is GradientTransformation\w*: make"):
+        optimizer.update(model, nnx.grad(loss_fn, grads="compute")(model, X))
+    with pytest.raises(TypeError, match="Missing required argument `grads`"):
+        optimizer.update(model)
+    with pytest.raises(TypeError, match="Missing required argument `wrt`"):
+        nnx.Optimizer(model, optax.sgd(0.1))  # pyright: ignore[reportCallIssue]
+
+
+def test_a_loss_that_was_scaled_by_hand_is_told():
+    model, optimizer = trained("mixed_float16", wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss_scale = loss_scale_of(optimizer)
+        optimizer.update(model, nnx.grad(lambda model: loss_scale.scale(loss_fn(model, x)))(model))
+
+    with pytest.warns(DtypePolicyWarning, match=r"reached mixed_precision without loss_scale\.unscale"):
+        step(model, optimizer, X)
+
+
+def test_float32_params_start_from_masters():
+    trained_params = nnx.state(Net(nnx.Rngs(7)), nnx.Param)
+    model, optimizer = trained("bfloat16", None, wrt=nnx.Param)
+    params, state = init_from_master(optimizer.tx, nnx.as_pure(trained_params))
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    masters = master_params(nnx.state(model, nnx.Param), optimizer)
+    for a, b in zip(values(masters), values(trained_params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    train_step("compute")(model, optimizer, X)

@@ -49,7 +49,7 @@ MODES = [
 def test_parameters_and_moments_of_mixed_precision_are_no_finding(mode, dtype, moments):
     key = jax.random.key(0) if mode == "stochastic" else None
     tx = policy.mixed_precision(
-        optax.adam(1e-3), jnp.dtype(dtype).name, master_weights=mode, moment_dtype=moments, key=key
+        optax.adam(1e-3), jnp.dtype(dtype).name, loss_scale=1.0, master_weights=mode, moment_dtype=moments, key=key
     )
     params = {"w": shape(4, 4, dtype=dtype)}
     state = jax.eval_shape(tx.init, params)

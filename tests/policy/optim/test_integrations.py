@@ -94,15 +94,13 @@ def test_an_injected_schedule_keeps_every_float32_value_on_half_precision_params
     np.testing.assert_array_equal(b2, np.float32(0.999))  # there it is 1
 
 
-@pytest.mark.parametrize("holder", ["state", "chain", "TrainState"])
+@pytest.mark.parametrize("holder", ["state", "TrainState"])
 def test_hyperparameters_are_set_wherever_the_state_lies_and_masters_stay(holder):
     tx: Any = mixed_precision(
         optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)),
         "bfloat16",
         loss_scale="dynamic",
     )
-    if holder == "chain":
-        tx = optax.chain(tx)
     train_state: Any = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     with jax.numpy_dtype_promotion("standard"):
         train_state = train_state.apply_gradients(grads=wide(PARAMS))

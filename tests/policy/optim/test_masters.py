@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from policy.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, init_from_master, master_params, mixed_precision, resync
 from policy.optim.rounding import round_to
 
@@ -38,7 +39,7 @@ def test_the_adamw_master_trajectory_equals_plain_float32_optax_bit_for_bit(dtyp
     params, steps = params_in(dtype), 1000
     gradients = gradients_for(params, steps)
     adamw = optax.adamw(optax.cosine_decay_schedule(1e-2, steps), weight_decay=1e-2)
-    tx = mixed_precision(adamw, "bfloat16", loss_scale="dynamic")
+    tx = mixed_precision(adamw, jnp.dtype(dtype).name, loss_scale="dynamic")
 
     def ours(carry, gradient):
         params, state = carry
@@ -115,7 +116,7 @@ def test_each_mode_keeps_what_it_says_beside_each_dtype():
 
 
 def test_remainder_for_float16_is_refused_by_name():
-    tx = mixed_precision(optax.sgd(0.1), "float16", master_weights="remainder")
+    tx = mixed_precision(optax.sgd(0.1), "float16", loss_scale=8.0, master_weights="remainder")
     half = {"a": {"w": jnp.ones(2, jnp.float16)}, "b": jnp.ones(2, jnp.bfloat16)}
     text = "master_weights='remainder' is for bfloat16 params, but a/w should be float16: use 'auto'"
     with pytest.raises(ValueError, match=text):
@@ -216,7 +217,8 @@ def test_params_without_a_master_are_rounded_after_each_step():
 def test_init_from_master_keeps_the_low_bits(mode, dtype, bits):
     wide = {"w": jnp.asarray(RNG.uniform(1, 2, size=50), jnp.float32), "_overwrite_with_gradient": {"s": jnp.ones(2)}}
     key = KEY if mode == "stochastic" else None
-    tx = mixed_precision(optax.adam(1e-2), dtype, master_weights=mode, key=key)
+    none = NoOpLossScale()
+    tx = mixed_precision(optax.adam(1e-2), dtype, loss_scale=none, master_weights=mode, key=key)
     params, state = init_from_master(tx, wide)
     assert params["w"].dtype == dtype
     assert params["_overwrite_with_gradient"]["s"].dtype == jnp.float32
@@ -267,7 +269,7 @@ def test_resync_starts_from_the_params_where_nothing_tells_what_was_written(mode
 
 def test_a_full_master_hands_its_low_bits_to_a_remainder_when_float16_becomes_bfloat16():
     wide = jnp.asarray(RNG.normal(size=50), jnp.float32)
-    tx = mixed_precision(optax.sgd(1e-3), "float16")
+    tx = mixed_precision(optax.sgd(1e-3), "float16", loss_scale=NoOpLossScale())
     params, state = init_from_master(tx, wide)
     cast = round_to(master_params(params, state), jnp.bfloat16)
     state = resync(cast, state)
@@ -305,7 +307,7 @@ def test_bad_calls_are_refused():
     with pytest.raises(TypeError, match="resync takes a MixedPrecisionState, but got tuple"):
         resync({}, ())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="params should be the tree that the optimizer state was made from"):
-        resync({"w": jnp.ones(2)}, tx.init({"v": jnp.ones(2)}))
+        resync({"w": jnp.ones(2, jnp.bfloat16)}, tx.init({"v": jnp.ones(2, jnp.bfloat16)}))
     with pytest.raises(TypeError, match="tx should be what mixed_precision returned, but got GradientTransformation"):
         init_from_master(optax.sgd(0.1), {"w": jnp.ones(2)})
     with pytest.raises(ValueError, match="params should be floating arrays of 16 bits or more, but n is int32"):

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx, serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.loss_scale import NoOpLossScale
 from policy.optim import (
     apply_gradients,
     convert,
@@ -41,7 +42,8 @@ GRADIENTS = jax.tree.map(lambda x: jnp.full(np.shape(x), 0.5), WIDE)
 @functools.cache
 def transform(mode, dtype) -> Any:
     key = jax.random.key(0) if mode == "stochastic" else None
-    return mixed_precision(optax.sgd(0.0, momentum=0.9), dtype, master_weights=mode, key=key)
+    none = NoOpLossScale()
+    return mixed_precision(optax.sgd(0.0, momentum=0.9), dtype, loss_scale=none, master_weights=mode, key=key)
 
 
 @functools.cache
@@ -274,7 +276,7 @@ def test_convert_takes_params_that_are_not_finite_as_they_are(value):
 
 def test_convert_changes_the_dtype_of_moments_and_the_kind_of_loss_scale():
     params = jax.tree.map(jnp.asarray, WIDE)
-    plain = mixed_precision(optax.adam(0.1), "mixed_float16")
+    plain = mixed_precision(optax.adam(0.1), "mixed_float16", loss_scale=NoOpLossScale())
     narrow = mixed_precision(optax.adam(0.1), "mixed_float16", moment_dtype="bf16", loss_scale="dynamic")
     _, state, _ = apply_gradients(plain, params, plain.init(params), GRADIENTS)
     state: Any = state

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from policy.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, master_params, mixed_precision
 from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
 from policy.optim.storage import Kind, beside, hold, hold_same, release, widen_leaf
@@ -120,7 +121,8 @@ STORED = [
 def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
     params = jnp.asarray(RNG.normal(size=64), dtype)
     key = jax.random.key(0) if mode == "stochastic" else None
-    tx = mixed_precision(optax.adamw(1e-2), dtype, master_weights=mode, key=key)
+    none = NoOpLossScale()
+    tx = mixed_precision(optax.adamw(1e-2), dtype, loss_scale=none, master_weights=mode, key=key)
     step = jax.jit(lambda p, s: apply_gradients(tx, p, s, jnp.ones(64))[:2])
     params, state = step(params, tx.init(params))
     half = np.arange(64) % 2 == 0

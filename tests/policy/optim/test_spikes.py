@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from policy.gradients import ScaledGradients, value_and_grad
-from policy.loss_scale import DynamicLossScale
+from policy.loss_scale import DynamicLossScale, NoOpLossScale
 from policy.optim import apply_gradients, loss_scale_of, mixed_precision
 
 LAST = np.iinfo(np.int32).max
@@ -165,7 +165,7 @@ def test_a_traced_loss_scale_that_is_no_scale_skips_the_step_and_heals(scale, gr
 
 @pytest.mark.parametrize("scale", [0.0, -4.0, np.inf, np.nan])
 def test_gradients_that_carry_a_traced_scale_that_is_no_scale_skip_the_step(scale):
-    tx = mixed_precision(optax.sgd(0.1), "mixed_float16")
+    tx = mixed_precision(optax.sgd(0.1), "mixed_float16", loss_scale=NoOpLossScale())
     params = {"w": jnp.ones(3)}
     step = jax.jit(lambda g, s: apply_gradients(tx, params, tx.init(params), ScaledGradients({"w": g}, s)))
     new, _, finite = step(jnp.ones(3), jnp.float32(scale))

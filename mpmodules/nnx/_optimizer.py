@@ -1,0 +1,75 @@
+"""nnx's optimizers, which take gradients that are still scaled."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TypeVar
+
+import jax
+import optax
+from flax import nnx as flax_nnx
+
+from mpmodules.nnx._layer import viewed
+from policy.gradients import ScaledGradients
+from policy.optim import MixedPrecision
+
+M = TypeVar("M")
+
+_MISSING: Any = object()
+
+
+class Optimizer(flax_nnx.Optimizer[M]):
+    """`flax.nnx.Optimizer` that takes `ScaledGradients` too.
+
+    ``optimizer = nnx.Optimizer(model, mixed_precision(tx, policy), wrt=nnx.Param)``
+
+    A skipped step leaves the model's params as they are. `finite_of(optimizer)` tells, and gates what else the forward
+    pass wrote to the model, such as BatchNorm statistics. `optimizer.step` counts skipped steps too, as in Flax.
+    """
+
+    def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> optax.Updates:
+        """Steps the model's params and the optimizer's state in place.
+
+        Args:
+          model: the model that the optimizer was made for.
+          grads: a State of true gradients, or the `ScaledGradients` of ``value_and_grad(..., grads="compute")``,
+            which are divided by the scale that they carry.
+          **kwargs: handed to the transform's update.
+
+        Returns:
+          The updates, a State like the params: what was added to them.
+
+        Raises:
+          TypeError: `grads` are ScaledGradients, and the transform is not `mixed_precision`'s.
+        """
+        if grads is _MISSING:
+            return super().update(model, **kwargs)  # pyright: ignore[reportCallIssue]  (Flax says what is missing)
+        optimizer = self
+        if isinstance(grads, ScaledGradients):
+            if not isinstance(self.tx, MixedPrecision):
+                raise TypeError(
+                    "grads are ScaledGradients, which only mixed_precision divides by their scale, but tx is "
+                    f"{type(self.tx).__name__}: make the optimizer with mixed_precision(tx, policy), or take true "
+                    "gradients, value_and_grad(..., grads='float32')."
+                )
+            optimizer, grads = viewed(self, tx=_taking_like(grads, self.tx)), grads.tree
+        with _promotion_of(self.tx):
+            return super(Optimizer, optimizer).update(model, grads, **kwargs)
+
+
+class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too."""
+
+
+def _taking_like(scaled: ScaledGradients, tx: MixedPrecision) -> optax.GradientTransformationExtraArgs:
+    """Returns `tx` for the tree inside of `scaled`, which Flax takes apart: the scale is put back."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return tx.update(scaled.with_tree(updates), state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _promotion_of(tx: Any) -> contextlib.AbstractContextManager[Any]:
+    """Lets `optax.apply_updates` add our float32 updates to half-precision params where promotion is strict."""
+    return jax.numpy_dtype_promotion("standard") if isinstance(tx, MixedPrecision) else contextlib.nullcontext()

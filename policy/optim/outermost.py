@@ -1,0 +1,40 @@
+"""The place of `mixed_precision` among optax's wrappers: around all of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def require_outermost(make_state: Callable[..., Any]) -> None:
+    """Refuses an `init` that is called by one of optax's transforms.
+
+    A wrapper says nothing of itself to what it wraps, but each of them makes its state by calling the wrapped `init`.
+    So one look at the callers, once for each state, covers every way in which the state is used later on.
+
+    Args:
+      make_state: the function by which a `mixed_precision` calls its inner transform's `init`, and refuses another
+        `mixed_precision` in there itself.
+
+    Raises:
+      TypeError: by the wrapper's name.
+    """
+    frame, name = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_code is make_state.__code__:
+            return
+        if _is_transform(frame.f_globals.get("__name__", "")):
+            name = frame.f_code.co_qualname.partition(".")[0]  # the outermost: partition calls masked
+        frame = frame.f_back
+    if name is not None:
+        raise TypeError(
+            f"mixed_precision should be outermost, but lies inside of optax's {name}, which would see gradients of "
+            "steps that are skipped, and change updates after they were rounded. Put it outermost: "
+            f"mixed_precision(optax.{name}(...), policy)."
+        )
+
+
+def _is_transform(module: str) -> bool:
+    """Returns whether a module of optax defines transforms, rather than functions that only call them on trees."""
+    return module.startswith("optax.") and not module.startswith("optax.tree_utils")

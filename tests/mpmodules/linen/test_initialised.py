@@ -1,0 +1,104 @@
+"""A model that was initialised under a policy and is applied with none in force tells so, and no other model does."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mpmodules import linen as nn
+from mpmodules.linen import _initialised
+from policy import DtypePolicyWarning, audit, compare, set_policy, use_policy
+
+X = jnp.ones((2, 4))
+TEXT = r"^Net was initialised under 'params=float32,compute=bfloat16,.*', and is applied with no policy in force: "
+
+
+class Net(nn.Module):
+    width: int = 3
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x)
+
+
+def initialised(policy="mixed_bfloat16", **fields):
+    model = Net(**fields)
+    with use_policy(policy):
+        return model, model.init(jax.random.key(0), X)
+
+
+def test_apply_without_the_policy_of_init_warns_once_for_a_class():
+    model, variables = initialised()
+    other, _ = initialised(width=3)
+    with pytest.warns(DtypePolicyWarning, match=TEXT) as told:
+        model.apply(variables, X)
+        model.apply(variables, X)
+        jax.jit(model.apply)(variables, X)
+        other.apply(variables, X)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("make", [jax.jit, lambda init: lambda *args: jax.eval_shape(init, *args)])
+def test_a_traced_init_counts(make):
+    model = Net()
+    with use_policy("mixed_bfloat16"):
+        make(model.init)(jax.random.key(0), X)
+    with pytest.warns(DtypePolicyWarning, match=r"use_policy\(None\) around the call says that no policy is meant"):
+        model.apply(Net().init(jax.random.key(0), X), X)
+
+
+def test_the_global_policy_counts():
+    model = Net()
+    set_policy("mixed_bfloat16")
+    variables = model.init(jax.random.key(0), X)
+    model.apply(variables, X)
+    set_policy(None)
+    with pytest.warns(DtypePolicyWarning, match=TEXT):
+        model.apply(variables, X)
+
+
+def test_a_block_around_the_call_is_an_answer_whatever_it_says():
+    model, variables = initialised()
+    for policy in (None, "float32", "mixed_bfloat16", "float16"):
+        with use_policy(policy):
+            model.apply(variables, X)
+            jax.jit(lambda v, x: model.apply(v, x))(variables, X)
+
+
+def test_models_that_no_policy_made_are_silent():
+    _, variables = initialised()
+    Net().apply(variables, X)  # another instance
+    model, _ = initialised()
+    model.init(jax.random.key(0), X)  # made again, without
+    model.apply(variables, X)
+    model, _ = initialised("float32")  # which computes as no policy does
+    model.apply(variables, X)
+
+
+def test_models_that_carry_their_policy_are_silent():
+    own = Net(dtype_policy="mixed_bfloat16")
+    ported = nn.apply_policy(Net(), "mixed_bfloat16")
+    for model in (own, ported):
+        with use_policy("float16"):
+            variables = model.init(jax.random.key(0), X)
+        assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float32
+
+
+def test_summaries_and_reports_are_silent():
+    model, variables = initialised()
+    with use_policy("mixed_bfloat16"):
+        Net().tabulate(jax.random.key(0), X)
+    compare(model.apply, variables, X, policy="mixed_bfloat16")
+    with use_policy("mixed_bfloat16"):
+        audit(model.apply, variables, X)
+
+
+def test_nothing_is_kept_of_a_model_that_is_gone():
+    gc.collect()
+    before = len(_initialised._initialised)
+    model, _ = initialised()
+    assert len(_initialised._initialised) == before + 1
+    del model
+    gc.collect()
+    assert len(_initialised._initialised) == before
