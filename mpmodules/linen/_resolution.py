@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as flax_nn
 import jax.numpy as jnp
 
-from mpmodules.linen._calls import calls, path_of
+from mpmodules.linen._calls import calls, model_of, path_of
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
 from policy.rules import name_of
@@ -41,7 +41,9 @@ def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[P
     if own is not None:
         ported = getattr(type(module), "_ported_policy", None)
         return own, Source("argument", "dtype_policy" if ported is None else "apply_policy", own=True)
-    rule = scope.rules.rule_for("/".join(path), type(module)) if scope.rules and path is not None else None
+    if not scope.rules or path is None:
+        return None
+    rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
     return None if rule is None else (rule[1], Source("rule", name_of(rule[0]), own=True))
 
 
@@ -60,7 +62,7 @@ def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple
         if policy is not None:
             return policy, Source("enclosing module", where(ancestor))
         cls = None if ancestor is None else type(ancestor)
-        rule = scope.rules.rule_for("/".join(above), cls) if scope.rules else None
+        rule = scope.rules.rule_for("/".join(above), cls, model=model_of(module)) if scope.rules else None
         if rule is not None:
             return rule[1], Source("rule", name_of(rule[0]))
         ancestor = None if ancestor is None else ancestor.parent

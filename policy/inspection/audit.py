@@ -13,6 +13,7 @@ from policy.inspection.lost import noticing
 from policy.inspection.operations import accumulation_of, kind_of, operands_of, result_of
 from policy.inspection.report import Audit, Operation
 from policy.inspection.states import states_of
+from policy.paths import naming, spelled
 
 
 def audit(fn: Any, *args: Any, backward: bool = False, params: Params = None, **kwargs: Any) -> Audit:
@@ -48,7 +49,8 @@ def audit(fn: Any, *args: Any, backward: bool = False, params: Params = None, **
     with noticing() as lost:
         traced = traced_call(fn, args, kwargs, backward, params)
     graph = Graph(traced.jaxpr)
-    return Audit(_operations(graph), findings_of(graph, lost, states_of(traced)), _name(fn))
+    with naming(node.site.path for node in graph.nodes):
+        return Audit(_operations(graph), findings_of(graph, lost, states_of(traced)), _name(fn))
 
 
 def _name(fn: Any) -> str:
@@ -66,7 +68,7 @@ def _operations(graph: Graph) -> tuple[Operation, ...]:
         equation, site = node.site.equation, node.site
         kind = kind_of(site.name)
         key = (
-            "/".join(site.path),
+            spelled(site.path),
             kind,
             site.name,
             operands_of(equation),

@@ -213,7 +213,7 @@ class _Listening(PolicyRules):
         super().__init__([("(?!)", "float32")], strict=False)
         object.__setattr__(self, "heard", heard)
 
-    def rule_for(self, path: str | None, cls: type | None = None) -> None:
+    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> None:
         if path is not None:
             self.heard.add(path)
 

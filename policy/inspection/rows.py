@@ -16,6 +16,7 @@ from policy.inspection.program import Program
 from policy.inspection.rerun import Place, lost_prefixes
 from policy.inspection.statistics import NAMES, is_discrete, limit_of
 from policy.inspection.widened import dtypes_of, is_half
+from policy.paths import naming, spelled
 from policy.programs import opened
 
 # How many times what comes in an error has to be, to be called the module's own.
@@ -156,13 +157,20 @@ def comparison_of(
 ) -> Comparison:
     """The comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
+    with naming(place.path for place in findings.places()):
+        return _comparison(program, log, findings, has_nan, name, policy)
+
+
+def _comparison(
+    program: Program, log: Log, findings: Findings, has_nan: Sequence[Any], name: str, policy: str
+) -> Comparison:
     jump = findings.first_jump()
     rows = [*_modules(findings), *_returned(program, findings)]
     apart = [place.path for place in log.places] if program.refused else log.unpaired
-    unpaired = tuple(dict.fromkeys("/".join(path) for path in apart))
+    unpaired = tuple(dict.fromkeys(map(spelled, apart)))
     return Comparison(
         tuple(sorted(rows, key=lambda row: ("activation", "gradient", "parameter", "output").index(row.kind))),
-        None if jump is None else "/".join(jump[0].path),
+        None if jump is None else spelled(jump[0].path),
         None if jump is None else jump[1],
         tuple(_notes(program, rows, unpaired, has_nan)),
         name,
@@ -177,7 +185,7 @@ def _modules(findings: Findings) -> Iterable[Row]:
         leaving = findings.leaving(place)
         if leaving:
             kind = "gradient" if place.direction == "backward" else "activation"
-            yield _row("/".join(place.path), kind, leaving, findings, place)
+            yield _row(spelled(place.path), kind, leaving, findings, place)
 
 
 def _returned(program: Program, findings: Findings) -> Iterable[Row]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 import re
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from policy.inspection.report import Audit, Finding, Operation
+from policy.paths import parts_of
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool"}
 _STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
@@ -31,7 +34,7 @@ def show(audit: Audit, file: TextIO | None = None) -> None:
 def text(audit: Audit, *, colour: bool = False) -> str:
     """An audit as text: a summary, its findings, and a tree of the modules with what they run.
 
-    Modules of one name but for a number that run the same are one: ``block_{0..11}``. Operations that neither multiply
+    Modules of one name but for a number that run the same are one, as a pattern that rules take: ``block_[0-3]``. Operations that neither multiply
     nor sum, and casts, are counted in the figures and not listed.
     """
     paint = _Paint(colour)
@@ -77,42 +80,56 @@ def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
         yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
 
 
+_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A path whose numbers stand apart: ``Net/block_{}/Dense_{}`` and (3, 0)."""
+    """A path whose numbers stand apart: ``("block_", "/Dense_", "")`` and (3, 0)."""
 
-    pattern: str
+    between: tuple[str, ...]
     numbers: tuple[int, ...]
 
     @classmethod
     def of(cls, path: str) -> _Place:
-        numbers = re.findall(r"\d+", path)
-        return cls(re.sub(r"\d+", "{}", path.replace("{", "{{").replace("}", "}}")), tuple(map(int, numbers)))
+        return cls(tuple(_NUMBER.split(path)), tuple(map(int, _NUMBER.findall(path))))
 
 
 def folded(paths: Iterable[str]) -> str:
-    """Paths that differ in numbers only, as one: ``Net/block_{0..11}/Dense_0``.
+    """Paths that differ in numbers only, as one pattern that rules take; as several where one would match others.
 
-    >>> folded(["Net/block_0/Dense_0", "Net/block_1/Dense_0"])
-    'Net/block_{0..1}/Dense_0'
+    >>> folded(["block_0/Dense_0", "block_1/Dense_0"])
+    'block_[0-1]/Dense_0'
     """
-    places = [_Place.of(path) for path in paths]
-    columns = [sorted(set(column)) for column in zip(*(place.numbers for place in places), strict=True)]
-    return places[0].pattern.format(*map(_span, columns))
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for place in dict.fromkeys(map(_Place.of, paths)):
+        groups.setdefault(place.between, []).append(place.numbers)
+    return ", ".join(text for between, rows in groups.items() for text in _patterns(between, rows))
+
+
+def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]]) -> list[str]:
+    """Returns a pattern for paths of one form, whose numbers are `rows`; several where not all combinations are there."""
+    columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
+    if math.prod(map(len, columns)) != len(rows):
+        differing = next(i for i, column in enumerate(columns) if len(column) > 1)
+        apart = ([row for row in rows if row[differing] == number] for number in columns[differing])
+        return [pattern for alike in apart for pattern in _patterns(between, alike)]
+    escaped = map(re.escape, between) if len(rows) > 1 else between  # a single path stands as it is
+    return ["".join(map("".join, itertools.zip_longest(escaped, map(_span, columns), fillvalue="")))]
 
 
 def _span(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return f"{{{','.join(map(str, numbers))}}}"
+    if numbers[-1] < 10 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"[{numbers[0]}-{numbers[-1]}]"
+    return f"(?:{'|'.join(map(str, numbers))})"
 
 
 def _findings(findings: tuple[Finding, ...], paint: _Paint) -> Iterator[str]:
     groups: dict[Any, list[Finding]] = {}
     for f in findings:
-        key = (f.kind, _Place.of(f.path).pattern, f.primitive, f.dtypes, f.source, f.is_backward)
+        key = (f.kind, _Place.of(f.path).between, f.primitive, f.dtypes, f.source, f.is_backward)
         groups.setdefault(key, []).append(f)
     if groups:
         yield paint("bold", "findings")
@@ -140,7 +157,7 @@ class _Module:
 
     def at(self, path: str) -> _Module:
         module = self
-        for name in filter(None, path.split("/")):
+        for name in parts_of(path):
             module = module.below.setdefault(name, _Module())
         return module
 
@@ -194,6 +211,6 @@ def _alike(module: _Module) -> Iterator[tuple[list[str], _Module]]:
     """The modules below one, with those of equal content and of names that differ in a number in one entry."""
     groups: dict[Any, tuple[list[str], _Module]] = {}
     for name, child in module.below.items():
-        key = (_Place.of(name).pattern, child.signature())
+        key = (_Place.of(name).between, child.signature())
         groups.setdefault(key, ([], child))[0].append(name)
     yield from groups.values()

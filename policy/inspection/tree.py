@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from policy.inspection.report import Audit
+from policy.paths import parts_of
 
 if TYPE_CHECKING:
     from policy.inspection.report import Operation
@@ -50,8 +51,9 @@ class Node:
     def at(self, path: str) -> Node:
         """The node at a path below, made where there is none."""
         node = self
-        for name in filter(None, path.split("/")):
-            above = f"{node.path}/{name}" if node.path else name
+        for name in parts_of(path):
+            between = "" if node.path.endswith(":") or not node.path else "/"
+            above = f"{node.path}{between}{name}"
             node = node.children.setdefault(name, Node(above, name))
         return node
 
