@@ -91,21 +91,9 @@ _names_models: contextvars.ContextVar[bool] = contextvars.ContextVar("names_mode
 
 @contextlib.contextmanager
 def naming(paths: Iterable[Path]) -> Iterator[None]:
-    """Lets `spelled` name the model of each module in a block, where `paths` lead into more than one model.
-
-    Also where a scope outside of the model has the path of one of its modules.
-    """
-    models: set[str] = set()
-    inside: set[Path] = set()
-    outside: set[Path] = set()
-    for path in set(paths):
-        found = divided(path)
-        if found is None:
-            outside.update(path[:n] for n in range(1, len(path) + 1))
-        else:
-            models.add(found[0])
-            inside.update(found[1][:n] for n in range(1, len(found[1]) + 1))
-    token = _names_models.set(len(models) > 1 or not inside.isdisjoint(outside))
+    """Lets `spelled` name the model of each module in a block, where `paths` lead into more than one model."""
+    models = {found[0] for path in set(paths) if (found := divided(path)) is not None}
+    token = _names_models.set(len(models) > 1)
     try:
         yield
     finally:

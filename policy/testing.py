@@ -53,8 +53,8 @@ def assert_reductions_in(
       dtype: a dtype, or several that are right.
       backward: whether the gradients are asserted about as well; `policy.audit` says of what.
       params: which arguments gradients are taken by; see `policy.audit`.
-      allow: path patterns of what is left out: regular expressions that match a module's path in full, with or without
-        the root's class, and hold for what is below it.
+      allow: path patterns of what is left out: regular expressions that match a module's path in full, as
+        rules do, and hold for what is below it.
 
     Raises:
       AssertionError: names the path, the operation, its dtypes and its source line, of every one in another dtype; or

@@ -19,6 +19,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f6
 _STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
 _LISTED = ("dot", "convolution", "reduction", "scatter-add", "transcendental", "collective", "opaque")
 _WIDTH = 118
+_FEW = 10  # numbers that a pattern lists one by one
 
 
 def shows_colour(file: TextIO) -> bool:
@@ -38,7 +39,7 @@ def text(audit: Audit, *, colour: bool = False) -> str:
     nor sum, and casts, are counted in the figures and not listed.
     """
     paint = _Paint(colour)
-    parts = [_summary(audit, paint), _findings(audit.findings, paint), _tree(audit.operations, paint)]
+    parts = [_summary(audit, paint), _findings(audit, paint), _tree(audit.operations, paint)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -95,21 +96,35 @@ class _Place:
         return cls(tuple(_NUMBER.split(path)), tuple(map(int, _NUMBER.findall(path))))
 
 
-def folded(paths: Iterable[str]) -> str:
+def folded(paths: Iterable[str], among: Iterable[str] = ()) -> str:
     """Paths that differ in numbers only, as one pattern that rules take; as several where one would match others.
 
     >>> folded(["block_0/Dense_0", "block_1/Dense_0"])
     'block_[0-1]/Dense_0'
+
+    Args:
+      among: all the paths that there are; where these are all of their form, ``\\d+`` stands for more than ten numbers.
     """
+    groups, known = _by_form(paths), _by_form(among)
+    patterns = (
+        _patterns(between, rows, is_all=set(rows) == set(known.get(between, ()))) for between, rows in groups.items()
+    )
+    return ", ".join(itertools.chain.from_iterable(patterns))
+
+
+def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for place in dict.fromkeys(map(_Place.of, paths)):
         groups.setdefault(place.between, []).append(place.numbers)
-    return ", ".join(text for between, rows in groups.items() for text in _patterns(between, rows))
+    return groups
 
 
-def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]]) -> list[str]:
+def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False) -> list[str]:
     """Returns a pattern for paths of one form, whose numbers are `rows`; several where not all combinations are there."""
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
+    if is_all and any(len(column) > _FEW for column in columns):
+        spans = [_span(column) if len(column) == 1 else r"\d+" for column in columns]
+        return ["".join(map("".join, itertools.zip_longest(map(re.escape, between), spans, fillvalue="")))]
     if math.prod(map(len, columns)) != len(rows):
         differing = next(i for i, column in enumerate(columns) if len(column) > 1)
         apart = ([row for row in rows if row[differing] == number] for number in columns[differing])
@@ -126,16 +141,16 @@ def _span(numbers: list[int]) -> str:
     return f"(?:{'|'.join(map(str, numbers))})"
 
 
-def _findings(findings: tuple[Finding, ...], paint: _Paint) -> Iterator[str]:
+def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
     groups: dict[Any, list[Finding]] = {}
-    for f in findings:
+    for f in audit.findings:
         key = (f.kind, _Place.of(f.path).between, f.primitive, f.dtypes, f.source, f.is_backward)
         groups.setdefault(key, []).append(f)
     if groups:
         yield paint("bold", "findings")
     for found in groups.values():
         first, times = found[0], sum(finding.count for finding in found)
-        where = folded(finding.path for finding in found) or "(top level)"
+        where = folded((finding.path for finding in found), audit.paths) or "(top level)"
         dtypes = ", ".join(map(short, first.dtypes))
         marks = " backward" * first.is_backward + (f" x{times}" if times > 1 else "")
         yield f"  {paint('bad', first.kind)}  {paint('bold', where)}  {first.primitive} {dtypes}{paint('dim', marks)}"
@@ -203,7 +218,7 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
     for names, child in _alike(module):
         flops = child.flops() * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
-        yield f"{'  ' * (depth + 1)}{paint('bold', folded(names))}{'  ' + paint('dim', share) if share else ''}"
+        yield f"{'  ' * (depth + 1)}{paint('bold', folded(names, module.below))}{'  ' + paint('dim', share) if share else ''}"
         yield from _lines(child, depth + 1, total, paint)
 
 

@@ -266,7 +266,7 @@ def test_a_rule_for_a_module_leaves_its_own_loops_alone():
 
     model = Sums()
     variables = jax.eval_shape(model.init, KEY, SQUARE)
-    assert carried(autocast(model.apply, BF16, rules={"Sums": "bfloat16"}), variables, SQUARE) == {"float32"}
+    assert carried(autocast(model.apply, BF16, rules={"Sums:": "bfloat16"}), variables, SQUARE) == {"float32"}
 
 
 def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
@@ -304,4 +304,4 @@ def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: 
     report = audit(model.apply, variables, SEQUENCE)
     paths = {operation.path for operation in report.operations if operation.kind == "dot"}
     assert "Doubled_0" in paths
-    assert ("SelfAttention_0/query" in paths) == rule.startswith("Self")
+    assert rule in paths

@@ -275,7 +275,7 @@ def test_the_page_of_a_real_model_is_alive_in_a_browser(example):
     assert console == [] and seen["fetched"] == []
     assert (seen["ready"], seen["title"]) == ("true", f"Audit of {HOSTILE}")
     assert (seen["findings"], seen["rows"]) == (len(audit.findings), len(audit.operations))
-    assert {"", "Transformer/layer_0/attn/query", "Transformer/head"} <= set(seen["nodes"])
+    assert {"", "layer_0/attn/query", "head"} <= set(seen["nodes"])
     assert set(audit.paths) <= set(seen["nodes"])
 
 
