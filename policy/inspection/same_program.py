@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspection.walk import source_of
+from policy.inspection.sources import source_of
 from policy.paths import Path, path_of, spelled
 from policy.programs import opened
 

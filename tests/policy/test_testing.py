@@ -70,7 +70,7 @@ def test_a_sum_in_half_is_named_with_its_path_dtype_and_line(pooled):
 
 
 def test_the_sums_of_a_gradient_are_named_as_backward(pooled):
-    with pytest.raises(AssertionError, match=r"reduce_sum at 'up' in bfloat16, backward: linear.py:\d+"):
+    with pytest.raises(AssertionError, match=r"reduce_sum at 'up' in bfloat16, backward: test_testing.py:\d+"):
         assert_reductions_in(*pooled, dtype=F32, backward=True, allow=("pool",))
 
 
@@ -123,7 +123,7 @@ def test_a_dot_in_another_dtype_is_named_with_its_path_dtypes_and_line(pooled):
     with pytest.raises(AssertionError, match="1 operation should multiply bfloat16:") as error:
         assert_dots_in(*pooled, dtype="bf16")
     assert re.search(
-        r"  dot_general at 'head' in float32, float32: linear.py:\d+ \(Dense.__call__\)", said(error)
+        r"  dot_general at 'head' in float32, float32: test_testing.py:\d+ \(Pooled.__call__\)", said(error)
     )
     assert_dots_in(*pooled, dtype=(BF16, F32))
 
@@ -253,7 +253,7 @@ def test_what_an_init_returns_is_all_of_one_dtype():
     assert_params_keep_dtype(init, args, "f32")
     with pytest.raises(AssertionError, match=r"^4 of 4 parameters of init change:") as error:
         assert_params_keep_dtype(init, args, BF16)
-    assert re.search(r"\['up'\]\['kernel'\]: float32 instead of bfloat16, from mul, linear.py:\d+", said(error))
+    assert re.search(r"\['up'\]\['kernel'\]: float32 instead of bfloat16, from mul, test_testing.py:\d+", said(error))
     with pytest.raises(AssertionError, match="no floating parameter: nothing would be asserted"):
         assert_params_keep_dtype(lambda x: x, (half(2, dtype=jnp.int32),))
 

@@ -35,7 +35,7 @@ def narrowed_states(flow: Flow) -> Iterator[Finding]:
         state, node = next(((state, node) for state, node in sums if node is not None), (None, None))
         if state is not None and node is not None:
             dtype = flow.graph.arguments[state.argument].dtype
-            found[*node.site.path, node.site.source, node.name, dtype].append((state, node))
+            found[*node.site.path, written_at(node.site.equation), node.name, dtype].append((state, node))
     for alike in found.values():
         yield finding(CARRY, alike[0][1], _message(flow, [state for state, _ in alike]))
 
