@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules._module_names import model_name
+from policy.asked import note_obeyed
 from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope
@@ -27,7 +28,10 @@ class _Calls(threading.local):
         self.recorded: Recorded | None = None
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
-        """Notes the policy that a module obeys in a call, where a summary is being recorded."""
+        """Notes the policy that a module obeys in a call, where a summary or a report is being made."""
+        path = path_of(module)
+        if path is not None:
+            note_obeyed(model_of(module), "/".join(path), effective.policy)
         if self.recorded is not None:
             self.recorded.note(module, effective)
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 from flax import nnx as flax_nnx
 
+from policy.asked import note_given, note_obeyed
 from policy.inspection.differentiating import NO_PARAMETERS
 from policy.names import note, note_repeated, note_root
 from policy.tracing import LOWERINGS, Lowered
@@ -178,7 +179,10 @@ def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
     for key in {key for path, _ in below for key in path}:
         note(key)
     note_root(name)
-    for path, _ in below:
+    for path, module in below:
+        note_obeyed(name, "/".join(path[1:]), getattr(module, "dtype_policy", None))
+        if type(module).__module__.startswith(("flax.nnx.", "mpmodules.nnx.")):
+            note_given(name, "/".join(path[1:]), getattr(module, "dtype", None))
         if path[-2:-1] == path[-1:]:
             note_repeated(path[-1])
     return below

@@ -10,6 +10,7 @@ import numpy as np
 from policy.amp import regions
 from policy.amp.categories import MATMULS, category_of
 from policy.amp.values import F32
+from policy.asked import note_obeyed
 from policy.paths import Path, divided, once
 from policy.policy import Policy
 from policy.rules import PolicyRules
@@ -120,6 +121,8 @@ class Places:
             compute = F32
         may_be_named = settings.narrows and policy is None and compute != F32
         named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
+        name, model = _names(without_marks(path))[-1]
+        note_obeyed(model, name, policy or settings.policy)
         return Place(compute, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:

@@ -58,7 +58,7 @@ def _resource(name: str) -> str:
 
 
 def _sections(audit: Audit, tree: Node, comparison: Comparison | None) -> Iterable[Markup]:
-    yield _section("findings", f"Findings ({len(audit.findings)})", _findings(audit.findings, tree))
+    yield _section("findings", f"Findings ({len(audit.findings)})", _findings(audit.findings, tree, audit.policy))
     shares = join((bar("FLOPs", audit.flops_by_dtype, count_text), bar("Bytes", audit.bytes_by_dtype, bytes_text)))
     yield _section("shares", "Shares by dtype", shares)
     buttons = tag(
@@ -102,9 +102,9 @@ def _search() -> Markup:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _findings(findings: Sequence[Finding], tree: Node) -> Markup:
+def _findings(findings: Sequence[Finding], tree: Node, policy: str) -> Markup:
     if not findings:
-        return tag("p", "None.", class_="clean")
+        return tag("p", "None." if policy else "None, and no policy was in force.", class_="clean")
     ids = tree.ids()
     kinds = dict.fromkeys(finding.kind for finding in findings)  # the gravest first, as the audit has them
     return join(_findings_of(kind, [f for f in findings if f.kind == kind], ids) for kind in kinds)

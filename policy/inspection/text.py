@@ -71,7 +71,8 @@ def amount(number: float, unit: str = "") -> str:
 
 def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
     count = len(audit.findings)
-    verdict = paint("good", "no findings") if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
+    clean = "no findings" if audit.policy else "no findings, and no policy was in force"
+    verdict = paint("good", clean) if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
     yield f"{paint('bold', f'audit of {audit.name}' if audit.name else 'audit')}: {verdict}"
     for what, unit, shares in (("FLOPs", "FLOP", audit.flops_by_dtype), ("bytes", "B", audit.bytes_by_dtype)):
         total = sum(shares.values())

@@ -83,7 +83,7 @@ def test_findings_come_the_gravest_first(report):
 def test_json_has_everything_and_keeps_its_names(report):
     read = json.loads(report.to_json())
     assert list(read) == [
-        *("version", "name", "flops_by_dtype", "bytes_by_dtype", "f32_matmul_share", "findings", "operations")
+        *("version", "name", "policy", "flops_by_dtype", "bytes_by_dtype", "f32_matmul_share", "findings", "operations")
     ]
     assert read["version"] == 1 and read["name"] == "network"
     assert read["operations"][0] == json.loads(json.dumps(dataclasses.asdict(report.operations[0])))
