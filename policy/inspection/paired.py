@@ -35,6 +35,7 @@ class Measurement:
       key: of its numbers among the notes of a run; they grow in the order of the program.
       primitive, source: what computed it.
       dtype: its own, in the program that is compared.
+      made: the place that computed it.
       bodies: the programs inside equations that it stands in, outermost first.
       left: the paths that it leaves: those it was computed in, and is read outside of.
       entered: the paths that it enters: those it is read in, and was computed outside of.
@@ -46,6 +47,7 @@ class Measurement:
     primitive: str
     source: str
     dtype: Any
+    made: Place = Place()
     bodies: tuple[Any, ...] = ()
     left: dict[Place, None] = dataclasses.field(default_factory=dict)
     entered: dict[Place, None] = dataclasses.field(default_factory=dict)
@@ -171,7 +173,7 @@ class Paired(Rerun):
         measurement.entered.update((Place(path, reader.direction), None) for path in entered)
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
-        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies)
+        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype, origin.place, self.bodies)
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]

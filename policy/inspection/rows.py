@@ -99,6 +99,12 @@ class Findings:
             jumps &= ~is_zero | ~np.isfinite(numbers.errors) | (numbers.array[..., _UNDERFLOW] > 0.5)
         return jumps
 
+    def first_error(self, place: Place) -> Numbers | None:
+        """Returns the first value computed in a place whose error is the place's own; None where the place makes none."""
+        depth = len(place.path)
+        inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
+        return next((n for n in inside if n.of.made.direction == place.direction and self.jumps(place, n).any()), None)
+
     def first_jump(self) -> tuple[Place, int | None] | None:
         """The first place, the innermost where one is in another, and the step of the scan that it is in."""
         found: list[tuple[int, Numbers, Place, int | None]] = []
@@ -201,7 +207,7 @@ def _row(path: str, kind: Kind, leaving: list[Numbers], findings: Findings, plac
     worst = np.max([numbers.worst for numbers in leaving], axis=0)
     of = dict(zip(NAMES, map(float, worst), strict=True))
     nearest = max(leaving, key=lambda numbers: (not is_discrete(numbers.of.dtype), numbers.headroom))
-    culprit = max(leaving, key=lambda numbers: float(numbers.worst[_ERROR]))
+    culprit = (place and findings.first_error(place)) or max(leaving, key=lambda n: float(n.worst[_ERROR]))
     in_steps = [numbers for numbers in leaving if numbers.errors.ndim]
     shape = max((n.errors.shape for n in in_steps), key=len, default=())
     steps = [n.errors for n in in_steps if n.errors.shape == shape]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from policy.inspection.report import Audit, Finding, Operation
+from policy.inspection.tree import models_first
 from policy.paths import parts_of
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool"}
@@ -197,7 +198,7 @@ class _Module:
 
 def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
     root = _Module()
-    for operation in operations:
+    for operation in models_first(operations):
         root.at(operation.path).operations.append(operation)
     total = root.flops()
     lines = list(_lines(root, 0, total, paint))

@@ -155,7 +155,7 @@ def test_an_overflow_at_depth_12_of_24_layers_is_named_and_its_successors_are_no
     row = comparison["layer_12/dense"]
     assert row.is_jump and row.overflow > 0 and math.isinf(row.error) and row.entering < 0.01
     assert not comparison["layer_11/dense"].is_jump and not comparison["layer_13/dense"].is_jump
-    assert "The error jumps first at layer_12/dense: mul, test_compare.py:" in str(comparison)
+    assert "The error jumps first at layer_12/dense, in mul, test_compare.py:" in str(comparison)
 
 
 def test_a_clean_model_jumps_nowhere_in_either_half_dtype(weights: Any) -> None:
