@@ -37,14 +37,14 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
 
 def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy, Source] | None:
     """Returns the policy that a module carries itself, by an argument or a rule, and its source."""
-    own = getattr(module, "dtype_policy", None)
-    if own is not None:
-        ported = getattr(type(module), "_ported_policy", None)
-        return own, Source("argument", "dtype_policy" if ported is None else "apply_policy", own=True)
-    if not scope.rules or path is None:
-        return None
-    rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
-    return None if rule is None else (rule[1], Source("rule", name_of(rule[0]), own=True))
+    own, ported = getattr(module, "dtype_policy", None), getattr(type(module), "_ported_policy", None)
+    if own is not None and ported is None:
+        return own, Source("argument", "dtype_policy", own=True)
+    has_rules = bool(scope.rules) and path is not None
+    rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module)) if has_rules else None
+    if rule is not None:  # one for the whole model, too, whose policy is what `apply_policy` was given
+        return rule[1], Source("rule", name_of(rule[0]), own=True)
+    return None if own is None else (own, Source("argument", "apply_policy", own=True))
 
 
 def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy | None, Source]:

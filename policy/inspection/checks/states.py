@@ -12,6 +12,7 @@ from policy.inspection.kinds import CARRY, finding, shape_of
 from policy.inspection.report import Finding
 from policy.inspection.shares import Dependence, Share, Shares
 from policy.inspection.states import State
+from policy.inspection.walk import written_at
 
 _RANDOM = frozenset(("random_bits", "threefry2x32", "random_wrap", "random_unwrap", "random_fold_in", "random_split"))
 _MOST = 0.5  # a known share below that is no average that anybody keeps
