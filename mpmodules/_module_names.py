@@ -32,7 +32,8 @@ def model_name(module: flax_nn.Module) -> str:
 def _is_layer_of_flax(cls: type) -> bool:
     """Returns whether a class is, or derives from, a layer of Flax's that takes dtypes."""
     return any(
-        base.__module__.startswith("flax.linen.") and {"dtype", "param_dtype"} <= vars(base).get("__annotations__", {}).keys()
+        base.__module__.startswith("flax.linen.")
+        and {"dtype", "param_dtype"} <= vars(base).get("__annotations__", {}).keys()
         for base in cls.__mro__
     )
 

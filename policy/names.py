@@ -16,7 +16,9 @@ from typing import Any
 import jax
 
 _noted: set[str] = set()
-_roots: set[str] = set()  # what whole models are called on name stacks: by their classes, or by the names they were given
+_roots: set[str] = (
+    set()
+)  # what whole models are called on name stacks: by their classes, or by the names they were given
 _repeated: set[str] = set()  # what modules are called that stand directly in one of the same name
 
 # Contexts in which frameworks note the names of the modules that are called.

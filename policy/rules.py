@@ -141,9 +141,7 @@ class PolicyRules:
         rule = self.rule_for(path, cls, model=model)
         return None if rule is None else rule[1]
 
-    def rule_for(
-        self, path: str | None, cls: type | None = None, *, model: str = ""
-    ) -> tuple[Pattern, Policy] | None:
+    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> tuple[Pattern, Policy] | None:
         """The first rule that matches, as `match` has it: its pattern and its policy."""
         return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
 

@@ -107,9 +107,7 @@ def traced_call(
     return traced_around(fn, args, kwargs, lambda pure, is_lowered: around(pure, 0 if is_lowered else None))
 
 
-def _with_gradients(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: Params, around: Around
-) -> Traced:
+def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: Params, around: Around) -> Traced:
     call = lowered(fn, args, kwargs)
     params = explicit_or_lowered(params, call)
     if call is not None:

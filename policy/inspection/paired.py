@@ -173,7 +173,9 @@ class Paired(Rerun):
         measurement.entered.update((Place(path, reader.direction), None) for path in entered)
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
-        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype, origin.place, self.bodies)
+        measurement = Measurement(
+            len(self.log.measurements), origin.primitive, origin.source, dtype, origin.place, self.bodies
+        )
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]

@@ -155,7 +155,9 @@ def test_eight_bit_dots_and_convolutions_are_dots_and_integer_ones_are_not():
 
 
 def test_allowing_everything_is_asserting_nothing_and_a_pattern_that_matches_nothing_is_refused(pooled):
-    with pytest.raises(AssertionError, match=r"but for what allow=\('Pooled:',\) leaves out: nothing would be asserted"):
+    with pytest.raises(
+        AssertionError, match=r"but for what allow=\('Pooled:',\) leaves out: nothing would be asserted"
+    ):
         assert_dots_in(*pooled, dtype="bf16", allow=("Pooled:",))
     with pytest.raises(ValueError, match=r"allow: 'haed' matches no path\. Paths: head, pool"):
         assert_dots_in(*pooled, dtype="bf16", allow=("haed",))

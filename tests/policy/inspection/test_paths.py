@@ -22,9 +22,30 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
 HALF = "mixed_bfloat16"
 WIDE_INSIDE = "p=f32,c=f32,o=bf16"  # hands on half, as the carry of a scan must
 MODULES = {
-    "linen": {"", "first", "blocks_0", "blocks_0/up", "blocks_1", "blocks_1/up", "tail", "tail/layers_0", "tail/layers_1"}
+    "linen": {
+        "",
+        "first",
+        "blocks_0",
+        "blocks_0/up",
+        "blocks_1",
+        "blocks_1/up",
+        "tail",
+        "tail/layers_0",
+        "tail/layers_1",
+    }
     | {"scanned", "scanned/up", "Net", "head"},
-    "nnx": {"", "first", "blocks", "blocks/0", "blocks/0/up", "blocks/1", "blocks/1/up", "tail", "tail/layers", "tail/layers/0"}
+    "nnx": {
+        "",
+        "first",
+        "blocks",
+        "blocks/0",
+        "blocks/0/up",
+        "blocks/1",
+        "blocks/1/up",
+        "tail",
+        "tail/layers",
+        "tail/layers/0",
+    }
     | {"tail/layers/1", "Net", "head"},
 }
 
@@ -324,7 +345,9 @@ def test_collectives_name_the_path_of_rules():
             return Reduced(name="reduced")(x)
 
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    fn = jax.shard_map(lambda x: Net().apply({}, x), mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    fn = jax.shard_map(
+        lambda x: Net().apply({}, x), mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+    )
     (found,) = collectives_of(fn, jax.ShapeDtypeStruct((2, 4), jnp.float32), stage="traced")
     assert found.path == "reduced" and str(found).endswith("at 'reduced'")
 

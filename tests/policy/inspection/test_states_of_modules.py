@@ -65,9 +65,9 @@ def test_running_statistics_of_linen_are_found(way, wrap, backward):
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     args = (variables,) if way in ("apply", "all in one dictionary") else (variables["params"], variables["stats"])
     report = audit(LINEN[way](model), *args, X, backward=backward)
-    assert {(f.kind, f.path, f.primitive) for f in report.findings if f.kind == CARRY} == {
-        (CARRY, "inner", "add")
-    }, str(report)
+    assert {(f.kind, f.path, f.primitive) for f in report.findings if f.kind == CARRY} == {(CARRY, "inner", "add")}, (
+        str(report)
+    )
 
 
 class NnxInner(nnx.Module):
