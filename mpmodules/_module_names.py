@@ -1,4 +1,4 @@
-"""Names of models, and of modules that are no identifiers, noted where a call is traced: `policy` reads paths by them."""
+"""Names of models, odd names of modules, and dtype arguments of layers, noted for `policy` where a call is traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dtypes that layers were asked to compute in while a program is traced for a report: by rules, policies, arguments."""
+"""The dtypes that rules, policies and arguments ask layers to compute in while a program is traced for a report."""
 
 from __future__ import annotations
 

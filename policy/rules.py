@@ -40,12 +40,12 @@ class PolicyRules:
     """Ordered rules from path patterns and layer classes to policies.
 
     ``PolicyRules([("encoder/layer_3/.*", "f32"), (nn.LayerNorm, "mixed_bfloat16")])``, or a dict of the same. A path
-    pattern is a regular expression matched in full against a module's path, its names joined by ``/`` (the root's
-    path is empty). A pattern that begins with a model's class and a colon holds in that model alone, and ``Net:`` is the
+    pattern is a regular expression matched in full against a module's path, its names joined by ``/`` (the root's path
+    is empty). A pattern that begins with a model's class and a colon holds in that model alone, and ``Net:`` is the
     model itself: so inspection tools name the model, and its modules where a program has several. A path that a tool
     printed matches the module there whatever characters it holds. A class pattern matches its instances, and the
-    framework's own layer of that name. At one module
-    the first rule that matches wins, and what it says holds for everything below, until a rule matches there.
+    framework's own layer of that name. At one module the first rule that matches wins, and what it says holds for
+    everything below, until a rule matches there.
 
     Rules are values: immutable, hashable, equal where their rules are.
 

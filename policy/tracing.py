@@ -134,7 +134,7 @@ def traced_around(
     kwargs: dict[str, Any],
     around: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> Traced:
-    """Traces a call as `trace` does, of what `around` makes of the function of arrays, and of whether it was lowered."""
+    """Traces what `around` makes of a call's function of arrays, and of whether it was lowered; see `trace`."""
     call = lowered(fn, args, kwargs)
     if call is not None:
         fn, args, kwargs = call.pure, call.args, call.kwargs

@@ -44,8 +44,8 @@ def audit(
     Arguments and outputs that share a key path, shape and dtype are read as what a loop carries, donated or not: a
     state in half precision that a call adds to, for the next call, is a finding.
 
-    Matmuls in float32 are none where float32 was asked for: by a rule, by the policy of the module or of a call, or by a
-    layer's own dtype argument (a layer of Flax's is asked where mpmodules is imported).
+    Matmuls in float32 are none where float32 was asked for: by a rule, by the policy of the module or of a call, or by
+    a layer's own dtype argument (a layer of Flax's is asked where mpmodules is imported).
 
     Args:
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules; jitted or not.

@@ -65,8 +65,8 @@ def compare(
     Raises:
       TypeError: `fn` is no function, there are no arrays, or only shapes of some; `params` says nothing about
         arguments; with `backward`, there is no loss, or no floating argument.
-      ValueError: the policy is none, or can't be honoured here; `rules` without `policy`; `loss_scale` is not positive; `params` names arguments
-        where modules hold the parameters.
+      ValueError: the policy is none, or can't be honoured here; `rules` without `policy`; `loss_scale` is not positive;
+        `params` names arguments where modules hold the parameters.
     """
     rules = checked_rules(rules, policy)
     policy = checked_policy(policy)

@@ -16,8 +16,8 @@ from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.inspection.origins import is_by_layers
 from policy.inspection.rerun import HANDLERS, INLINED, Place, Rerun, Value
 from policy.inspection.rounding import depends, is_apart
-from policy.inspection.statistics import is_discrete, is_measurable, largest_alone, measured
 from policy.inspection.sources import layer_of, source_of
+from policy.inspection.statistics import is_discrete, is_measurable, largest_alone, measured
 from policy.inspection.widened import F32, Wide, dtype_of, is_half, widen
 from policy.paths import AUTOCAST, Path
 from policy.programs import bind, scan_arity
@@ -47,7 +47,7 @@ class Measurement:
     primitive: str
     source: str
     dtype: Any
-    made: Place = Place()
+    made: Place
     bodies: tuple[Any, ...] = ()
     left: dict[Place, None] = dataclasses.field(default_factory=dict)
     entered: dict[Place, None] = dataclasses.field(default_factory=dict)
@@ -141,9 +141,9 @@ class Paired(Rerun):
         """
         stack = str(equation.source_info.name_stack)
         origin = values[0].origin if len(values) == 1 else None
-        if origin is not None and origin.source and equation.primitive.name == "convert_element_type":
-            if BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation):
-                return origin.primitive, origin.source
+        is_cast = equation.primitive.name == "convert_element_type"
+        if is_cast and (BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation)) and origin and origin.source:
+            return origin.primitive, origin.source
         source = source_of(equation) or self._line_around
         return equation.primitive.name, source or layer_of(equation, place.path)
 

@@ -114,10 +114,10 @@ class Audit:
     def to_json(self, *, indent: int | None = 1) -> str:
         """The audit as JSON: one object.
 
-        Its members are ``version`` (1: names and meanings stay within a version), ``name``, ``policy``, ``flops_by_dtype`` and
-        ``bytes_by_dtype`` (objects, the largest first), ``f32_matmul_share`` (a number from 0 to 1), and ``findings``
-        and ``operations``: lists of objects with the attributes of `Finding` and `Operation`. Dtypes have their full
-        names; FLOPs and bytes are whole numbers.
+        Its members are ``version`` (1: names and meanings stay within a version), ``name``, ``policy``,
+        ``flops_by_dtype`` and ``bytes_by_dtype`` (objects, the largest first), ``f32_matmul_share`` (a number from 0 to
+        1), and ``findings`` and ``operations``: lists of objects with the attributes of `Finding` and `Operation`.
+        Dtypes have their full names; FLOPs and bytes are whole numbers.
         """
         return json.dumps(
             {

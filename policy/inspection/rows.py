@@ -100,7 +100,7 @@ class Findings:
         return jumps
 
     def first_error(self, place: Place) -> Numbers | None:
-        """Returns the first value computed in a place whose error is the place's own; None where the place makes none."""
+        """Returns the first value computed in a place whose error is the place's own; None where there is none."""
         depth = len(place.path)
         inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
         return next((n for n in inside if n.of.made.direction == place.direction and self.jumps(place, n).any()), None)

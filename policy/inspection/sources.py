@@ -21,7 +21,7 @@ _BASES = frozenset(("Module", "Scope", "Object", "Pytree"))  # of Flax, whose me
 
 
 def source_of(equation: Any) -> str:
-    """The line of the user's code that an equation comes from, as ``model.py:12 (Net.__call__)``; "" where there is none.
+    """The line of the user's code that an equation comes from, as ``model.py:12 (Net.__call__)``; "" where none is.
 
     It is the innermost line that is not of JAX, Flax, Optax, this library or Python's own modules.
     """

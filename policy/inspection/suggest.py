@@ -18,8 +18,8 @@ from policy.inspection.program import Call, Program, checked_policy, program_of,
 from policy.inspection.rerun import Value
 from policy.inspection.search import FEW, Search, Wide
 from policy.inspection.trial import Trial, compiled, floats_of
-from policy.policy import Policy, get_policy
 from policy.paths import naming, spelled
+from policy.policy import Policy, get_policy
 from policy.programs import opened
 from policy.rules import PolicyRules
 

@@ -36,8 +36,8 @@ def show(audit: Audit, file: TextIO | None = None) -> None:
 def text(audit: Audit, *, colour: bool = False) -> str:
     """An audit as text: a summary, its findings, and a tree of the modules with what they run.
 
-    Modules of one name but for a number that run the same are one, as a pattern that rules take: ``block_[0-3]``. Operations that neither multiply
-    nor sum, and casts, are counted in the figures and not listed.
+    Modules of one name but for a number that run the same are one, as a pattern that rules take: ``block_[0-3]``.
+    Operations that neither multiply nor sum, and casts, are counted in the figures and not listed.
     """
     paint = _Paint(colour)
     parts = [_summary(audit, paint), _findings(audit, paint), _tree(audit.operations, paint)]
@@ -122,7 +122,7 @@ def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]
 
 
 def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False) -> list[str]:
-    """Returns a pattern for paths of one form, whose numbers are `rows`; several where not all combinations are there."""
+    """Returns a pattern for paths of one form, whose numbers are `rows`; several where some combination is missing."""
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
     if is_all and any(len(column) > _FEW for column in columns):
         spans = [_span(column) if len(column) == 1 else r"\d+" for column in columns]
@@ -220,7 +220,8 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
     for names, child in _alike(module):
         flops = child.flops() * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
-        yield f"{'  ' * (depth + 1)}{paint('bold', folded(names, module.below))}{'  ' + paint('dim', share) if share else ''}"
+        shown = paint("bold", folded(names, module.below))
+        yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
         yield from _lines(child, depth + 1, total, paint)
 
 

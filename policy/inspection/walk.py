@@ -74,7 +74,7 @@ class Site:
     def source(self) -> str:
         """The line of the user's code, as ``model.py:12 (Net.__call__)``.
 
-        Where no code of a user's called the module, its path and class: ``encoder/out (Dense)``; "" where JAX knows none.
+        Where no code of a user's called the module, its path and class, ``encoder/out (Dense)``; or "".
         """
         return self._line or layer_of(self.equation, self.path)
 
@@ -211,5 +211,5 @@ def _axes(equation: Any) -> tuple[tuple[str, int], ...]:
 
 
 def written_at(equation: Any) -> str:
-    """The innermost line outside of JAX that an equation comes from: tells apart the operations of one layer of Flax's."""
+    """The innermost line outside of JAX that an equation comes from: tells apart the operations of a layer."""
     return source_info_util.summarize(equation.source_info)

@@ -295,7 +295,8 @@ const broken = (element) => {
       const range = document.createRange();
       range.setStart(walker.currentNode, word.index);
       range.setEnd(walker.currentNode, word.index + word[0].length);
-      if (new Set([...range.getClientRects()].map((rectangle) => Math.round(rectangle.top))).size > 1) found.push(word[0]);
+      const lines = new Set([...range.getClientRects()].map((rectangle) => Math.round(rectangle.top)));
+      if (lines.size > 1) found.push(word[0]);
     }
   }
   return found;
