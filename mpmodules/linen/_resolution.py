@@ -40,10 +40,10 @@ def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[P
     own, ported = getattr(module, "dtype_policy", None), getattr(type(module), "_ported_policy", None)
     if own is not None and ported is None:
         return own, Source("argument", "dtype_policy", own=True)
-    has_rules = bool(scope.rules) and path is not None
-    rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module)) if has_rules else None
-    if rule is not None:  # one for the whole model, too, whose policy is what `apply_policy` was given
-        return rule[1], Source("rule", name_of(rule[0]), own=True)
+    if scope.rules and path is not None:
+        rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
+        if rule is not None:  # one for the whole model, too, whose policy is what `apply_policy` was given
+            return rule[1], Source("rule", name_of(rule[0]), own=True)
     return None if own is None else (own, Source("argument", "apply_policy", own=True))
 
 

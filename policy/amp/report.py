@@ -53,8 +53,8 @@ class Report:
     def complete(self) -> None:
         """Makes the records of what was noted: what paths are called depends on all that there are."""
         with naming(path for path, *_ in self._noted):
-            for (path, *rest), count in self._noted.items():
-                self.records[Record(spelled(path), *rest)] += count
+            for (path, primitive, done, dtypes), count in self._noted.items():
+                self.records[Record(spelled(path), primitive, done, dtypes)] += count
         self._noted.clear()
 
     def note_parameters(self, names: Sequence[str], marks: Sequence[bool]) -> None:

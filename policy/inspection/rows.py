@@ -130,7 +130,13 @@ def _with_whole_paths(log: Log) -> Log:
     lost = lost_prefixes(place.path for place in log.places)
     whole = lambda places: {p._replace(path=lost.get(p.path, p.path)): None for p in places}  # noqa: E731
     measurements = [
-        dataclasses.replace(m, left=whole(m.left), entered=whole(m.entered), returned=whole(m.returned))
+        dataclasses.replace(
+            m,
+            made=next(iter(whole([m.made]))),
+            left=whole(m.left),
+            entered=whole(m.entered),
+            returned=whole(m.returned),
+        )
         for m in log.measurements
     ]
     places = {Place(p.path[:n], p.direction): None for p in whole(log.places) for n in _lengths(p)}

@@ -173,6 +173,6 @@ def test_rules_go_with_a_policy(tool):
 def test_compare_takes_rules_as_audit_does(nn):
     model, _ = linen_model(nn)
     variables = model.init(jax.random.key(0), X)
-    both = {"": "p=f32,c=f32,o=f32"}
+    both: Any = {"": "p=f32,c=f32,o=f32"}
     assert compare(model.apply, variables, X / 3, policy=HALF).error > 1e-4
     assert compare(model.apply, variables, X / 3, policy=HALF, rules=both).error < 1e-6
