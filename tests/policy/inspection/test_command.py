@@ -128,7 +128,7 @@ def test_a_function_without_arguments_and_an_nnx_module(model, capsys):
     assert run(f"{model}:no_arguments") == 0
     assert run(f"{model}:net", "--arg", "f32[2,4]") == 0
     out = capsys.readouterr().out
-    assert "low-precision-function  Net:  exp bf16" in out and "\n    head  " in out
+    assert "low-precision-function  Net:  exp bf16" in out and "\n  head  " in out
 
 
 def test_a_module_by_its_name(model, capsys, monkeypatch):
