@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import pathlib
 import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from policy.callables import require_function
-from policy.inspection.walk import walk
+from policy.inspection.walk import Site, walk
 from policy.names import make_jaxpr
+from policy.paths import Path, naming, path_of, spelled
 from policy.policy import parse_dtype
 
 
@@ -36,6 +37,7 @@ class Collective:
       shape: of one device's result.
       axes: names of the mesh axes over which devices exchange; () where they could not be told.
       name: the JAX operation that it was made for, with its name scopes.
+      path: the module path, as rules take it; "" outside of any module.
     """
 
     operation: str
@@ -43,6 +45,7 @@ class Collective:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     name: str
+    path: str = ""
 
     @property
     def size(self) -> int:
@@ -51,7 +54,8 @@ class Collective:
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
-        return f"{self.operation} {self.dtype}[{shape}] over {','.join(self.axes) or '?'}: {self.name}"
+        place = f"{self.name.rpartition('/')[2]} at '{self.path}'" if self.path else self.name
+        return f"{self.operation} {self.dtype}[{shape}] over {','.join(self.axes) or '?'}: {place}"
 
 
 def collectives_of(
@@ -103,14 +107,18 @@ _TRACED = {
 
 
 def _traced(jaxpr: Any) -> Iterator[Collective]:
-    for site in walk(jaxpr):
-        if site.name not in _TRACED:
-            continue
+    sites = list(walk(jaxpr))
+    with naming(site.path for site in sites):
+        yield from _traced_at([site for site in sites if site.name in _TRACED])
+
+
+def _traced_at(sites: list[Site]) -> Iterator[Collective]:
+    for site in sites:
         axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
         axes = tuple(str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int))
         for x in site.equation.outvars if axes else ():
             name = "/".join((*site.path, site.name))
-            yield Collective(_TRACED[site.name], x.aval.dtype.name, tuple(x.aval.shape), axes, name)
+            yield Collective(_TRACED[site.name], x.aval.dtype.name, tuple(x.aval.shape), axes, name, spelled(site.path))
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:
@@ -126,7 +134,7 @@ def _partitioned_text(lowered: Any) -> tuple[str, Any]:
         compiled = lowered.compile(compiler_options=options)
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         mesh = next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1), None)
-        files = sorted(Path(folder).glob("*after_spmd-partitioning*.txt"))
+        files = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
         if files:
             return files[-1].read_text(), mesh
     if mesh is not None or any(s.num_devices > 1 for s in shardings):
@@ -145,12 +153,26 @@ _INSTRUCTION = re.compile(
 _DTYPES = {"pred": "bool", "s": "int", "u": "uint", "c": "complex"}
 
 
+_NAME = re.compile(r'op_name="([^"]*)"')
+
+
 def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
+    names = set(_NAME.findall(text))
+    with naming(map(_path_of, names)):
+        yield from _partitioned_at(text, mesh)
+
+
+def _path_of(name: str) -> Path:
+    """The module path in the name of an operation, whose last part is the primitive's."""
+    return path_of(name.rpartition("/")[0])
+
+
+def _partitioned_at(text: str, mesh: Any) -> Iterator[Collective]:
     for line in text.splitlines():
         found = _INSTRUCTION.search(line)
         if not found:
             continue
-        name = re.search(r'op_name="([^"]*)"', found["rest"])
+        name = _NAME.search(found["rest"])
         for dtype, shape in _ARRAY.findall(found["result"]):
             yield Collective(
                 found["operation"],
@@ -158,6 +180,7 @@ def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
                 tuple(int(n) for n in shape.split(",") if n),
                 _axes(found["rest"], mesh),
                 name[1] if name else "",
+                spelled(_path_of(name[1])) if name else "",
             )
 
 

@@ -16,6 +16,10 @@ from typing import Any
 import jax
 
 _noted: set[str] = set()
+_roots: set[str] = (
+    set()
+)  # what whole models are called on name stacks: by their classes, or by the names they were given
+_repeated: set[str] = set()  # what modules are called that stand directly in one of the same name
 
 # Contexts in which frameworks note the names of the modules that are called.
 NOTING: list[Callable[[], AbstractContextManager[Any]]] = []
@@ -31,6 +35,26 @@ def note(name: str) -> None:
         _noted.add(name)
 
 
+def note_root(name: str) -> None:
+    """Notes the name of a whole model, which begins the name stacks of what it computes."""
+    _roots.add(name)
+
+
+def note_repeated(name: str) -> None:
+    """Notes that a module is called what the module or model around it is called."""
+    _repeated.add(name)
+
+
+def is_root(name: str) -> bool:
+    """Returns whether a name was noted as a whole model's."""
+    return name in _roots
+
+
+def is_repeated(name: str) -> bool:
+    """Returns whether a module of that name was noted to stand in a module or model of the same name."""
+    return name in _repeated
+
+
 def is_noted(name: str) -> bool:
     """Returns whether a text is the name of a module that was noted."""
     return name in _noted
@@ -38,7 +62,7 @@ def is_noted(name: str) -> bool:
 
 def noted() -> int:
     """Returns a number that changes where a name was noted: what is read from name stacks may change then."""
-    return len(_noted)
+    return len(_noted) + len(_roots) + len(_repeated)
 
 
 def note_keys(treedef: Any) -> None:

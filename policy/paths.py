@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from policy.names import is_noted, module_and_method, noted
+from policy.names import is_noted, is_repeated, is_root, module_and_method, noted
 from policy.programs import programs_of
 
 Path = tuple[str, ...]
@@ -21,6 +23,8 @@ _OPENING = re.compile(rf"(?:(?:{'|'.join(sorted(_RESTARTING | _FUNCTIONS | {'vma
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 # A module that flax.linen named: twice in a row it is one whose call calls its base class's.
 _NUMBERED = re.compile(r"[A-Z]\w*_\d+")
+# A class, as a model's name on the stack is one. Modules inside of a model that are named after classes are numbered.
+_CLASS = re.compile(r"[A-Z]\w*")
 # Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not what is folded already, `0..29`.
 _NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
 AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
@@ -56,7 +60,8 @@ def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
         for scope in filter(None, scopes.split("/")):
             module, method = module_and_method(scope, (*above, *path))
             if module and module not in _OF_JAX and module != AUTOCAST:
-                is_same_call = path[-1:] == [module] and (method or len(path) == 1 or _NUMBERED.fullmatch(module))
+                is_root_again = len(path) == 1 and not is_repeated(module)
+                is_same_call = path[-1:] == [module] and (method or is_root_again or _NUMBERED.fullmatch(module))
                 path += [] if is_same_call else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)
@@ -65,6 +70,65 @@ def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
     if path and path[0] == above[-1]:
         path = path[1:]
     return (*above, *path)
+
+
+def divided(path: Path) -> tuple[str, Path] | None:
+    """Returns the name of the model that a path leads into, and the path below it; None outside of any model.
+
+    A path begins with its model's name: that of its class, or the one that a linen model was given. Scopes that were
+    opened around the call of a model stand before it, and are no part of the model.
+    """
+    if path and _CLASS.fullmatch(path[0]) and not _NUMBERED.fullmatch(path[0]):
+        return path[0], path[1:]
+    for place, name in enumerate(path):
+        if is_root(name):
+            return name, path[place + 1 :]
+    return None
+
+
+_names_models: contextvars.ContextVar[bool] = contextvars.ContextVar("names_models", default=False)
+
+
+@contextlib.contextmanager
+def naming(paths: Iterable[Path]) -> Iterator[None]:
+    """Lets `spelled` name the model of each module in a block, where `paths` lead into more than one model."""
+    models = {found[0] for path in set(paths) if (found := divided(path)) is not None}
+    token = _names_models.set(len(models) > 1)
+    try:
+        yield
+    finally:
+        _names_models.reset(token)
+
+
+def spelled(path: Path) -> str:
+    """Returns a path as reports print it and rules take it: ``encoder/layer_0``; "" outside of any module.
+
+    A model itself is its name and a colon, ``Net:``. In a program of several models, see `naming`, so is what its
+    modules' paths begin with, ``Net:encoder/layer_0``.
+    """
+    found = divided(path)
+    if found is None:
+        return "/".join(path)
+    model, below = found[0], "/".join(once(found[1]))
+    return below if below and not _names_models.get() else f"{model}:{below}"
+
+
+def once(below: Path) -> Path:
+    """Returns a path below a model with a name that stands twice in a row once: a module whose call calls its base's.
+
+    Places in lists stay, and so does the name of a module that was noted to be called what the one around it is.
+    """
+    return tuple(
+        name for i, name in enumerate(below) if not i or name != below[i - 1] or name.isdigit() or is_repeated(name)
+    )
+
+
+def parts_of(text: str) -> list[str]:
+    """Returns the names in a path as `spelled` writes it, from the outermost in: ``["Net:", "encoder", "layer_0"]``."""
+    model, colon, below = text.partition(":")
+    if not colon or not (_CLASS.fullmatch(model) or is_root(model)):
+        return list(filter(None, text.split("/")))
+    return [f"{model}:", *filter(None, below.split("/"))]
 
 
 def scanned_path(body: Any, above: Path) -> Path:

@@ -11,6 +11,8 @@ from typing import Any
 from policy.paths import folded
 from policy.policy import Policy, get_policy
 
+# A model's class and a colon, before any group: `Net:encoder/.*`, but not `(?:encoder|decoder)/.*`.
+_OF_MODEL = re.compile(r"((?:[^\\:?()\[\]]|\\.)+):(.*)", re.DOTALL)
 _MOST_LISTED = 32  # paths that an error lists one by one
 
 Pattern = str | type
@@ -38,9 +40,12 @@ class PolicyRules:
     """Ordered rules from path patterns and layer classes to policies.
 
     ``PolicyRules([("encoder/layer_3/.*", "f32"), (nn.LayerNorm, "mixed_bfloat16")])``, or a dict of the same. A path
-    pattern is a regular expression matched in full against a module's path, its names joined by ``/`` (the root's
-    path is empty). A class pattern matches its instances, and the framework's own layer of that name. At one module
-    the first rule that matches wins, and what it says holds for everything below, until a rule matches there.
+    pattern is a regular expression matched in full against a module's path, its names joined by ``/`` (the root's path
+    is empty). A pattern that begins with a model's class and a colon holds in that model alone, and ``Net:`` is the
+    model itself: so inspection tools name the model, and its modules where a program has several. A path that a tool
+    printed matches the module there whatever characters it holds. A class pattern matches its instances, and the
+    framework's own layer of that name. At one module the first rule that matches wins, and what it says holds for
+    everything below, until a rule matches there.
 
     Rules are values: immutable, hashable, equal where their rules are.
 
@@ -120,26 +125,33 @@ class PolicyRules:
         """Returns whether any pattern is a path pattern."""
         return any(isinstance(pattern, str) for pattern, _ in self.rules)
 
-    def match(self, path: str | None, cls: type | None = None) -> Policy | None:
+    def match(self, path: str | None, cls: type | None = None, *, model: str = "") -> Policy | None:
         """The policy of the first rule that matches a module by its own path or class, or None.
 
         Args:
           path: the module's path, its names joined by ``/``; None where no path is known, which no pattern matches.
           cls: the module's class, where there is one.
+          model: what the model that the path leads into is called: by its class, or by the name it was given.
         """
-        rule = self.rule_for(path, cls)
+        rule = self.rule_for(path, cls, model=model)
         return None if rule is None else rule[1]
 
-    def rule_for(self, path: str | None, cls: type | None = None) -> tuple[Pattern, Policy] | None:
+    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> tuple[Pattern, Policy] | None:
         """The first rule that matches, as `match` has it: its pattern and its policy."""
-        return next((rule for rule in self.rules if _matches(rule[0], path, cls)), None)
+        return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
 
-    def check(self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None]) -> None:
+    def of_model(self, model: str) -> PolicyRules:
+        """These rules without those that name another model."""
+        kept = [rule for rule in self.rules if not isinstance(rule[0], str) or _is_of(rule[0], model)]
+        return self if len(kept) == len(self.rules) else PolicyRules(kept, strict=self.strict)
+
+    def check(self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None], *, model: str = "") -> None:
         """Refuses rules that match none of the modules given.
 
         Args:
           paths: the modules' paths, or a mapping of path to the module's class (or classes). Without classes, class
             rules are not checked.
+          model: what the model is called that the paths lead into.
 
         Raises:
           ValueError: names every rule that matched nothing, and lists the paths (of many, those that differ in a number
@@ -148,22 +160,36 @@ class PolicyRules:
         if not self.strict:
             return
         seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
-        classes = {cls for group in seen.values() for cls in group}
+        classes = {cls for group in seen.values() for cls in group} if isinstance(paths, Mapping) else None
+        self.check_places([(path, model) for path in seen], classes)
+
+    def check_places(self, places: Iterable[tuple[str, str]], classes: Iterable[type] | None = None) -> None:
+        """Refuses rules that match none of the modules given, as `check` does.
+
+        Args:
+          places: pairs of a module's path and of what its model is called, "" outside of any.
+          classes: those of the modules; None: class rules are not checked.
+        """
+        if not self.strict:
+            return
+        places, classes = list(dict.fromkeys(places)), None if classes is None else list(classes)
         unmatched = [
-            name_of(pattern)
+            pattern
             for pattern, _ in self.rules
             if not (
-                any(_matches(pattern, path, None) for path in seen)
+                any(matches(pattern, path, model=model) for path, model in places)
                 if isinstance(pattern, str)
-                else not isinstance(paths, Mapping) or any(_matches(pattern, None, cls) for cls in classes)
+                else classes is None or any(matches(pattern, None, cls) for cls in classes)
             )
         ]
         if unmatched:
-            modules = sorted(path for path in seen if path)
+            modules = sorted({path for path, _ in places if path})
             listed = ", ".join(folded(modules) if len(modules) > _MOST_LISTED else modules)
             listed = listed or "only the root, whose path is empty"
             plural = "s" if len(unmatched) > 1 else ""
-            raise ValueError(f"Rule{plural} {', '.join(unmatched)} matched no module. Modules seen: {listed}.")
+            names = ", ".join(map(name_of, unmatched))
+            hint = _without_class(unmatched, places)
+            raise ValueError(f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}")
 
 
 # Arguments for rules. A pattern is a text or a class, which is checked when the rules are made; its type is Any, since
@@ -193,10 +219,42 @@ def _classes(classes: type | Iterable[type] | None) -> tuple[type, ...]:
     return (classes,) if isinstance(classes, type) else tuple(classes)
 
 
-def _matches(pattern: Pattern, path: str | None, cls: type | None) -> bool:
+def matches(pattern: Pattern, path: str | None, cls: type | None = None, model: str = "") -> bool:
+    """Returns whether a rule's pattern matches a module, by what `PolicyRules.match` takes."""
     if isinstance(pattern, str):
-        return path is not None and _compiled(pattern).fullmatch(path) is not None
+        if path is None:
+            return False
+        of, below = _model_and_path(pattern)
+        if of is not None and pattern != path:
+            return _is_of(pattern, model) and _is_path(below, path)
+        return _is_path(pattern, path)
     return cls is not None and issubclass(cls, layer_class(pattern))
+
+
+def _is_path(pattern: str, path: str) -> bool:
+    return pattern == path or _compiled(pattern).fullmatch(path) is not None
+
+
+def _is_of(pattern: str, model: str) -> bool:
+    """Returns whether a pattern names a model, or none."""
+    of, _ = _model_and_path(pattern)
+    return of is None or of == model or _compiled(of).fullmatch(model) is not None
+
+
+@functools.cache
+def _model_and_path(pattern: str) -> tuple[str | None, str]:
+    """Returns what a pattern has before and behind the colon that ends a model's name; None where it names none."""
+    found = _OF_MODEL.fullmatch(pattern)
+    return (None, pattern) if found is None else (found[1], found[2])
+
+
+def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str]]) -> str:
+    """Returns a hint where a pattern would match without the class that it begins with."""
+    for pattern in unmatched:
+        first, _, below = pattern.partition("/") if isinstance(pattern, str) else ("", "", "")
+        if below and any(model and re.fullmatch(first, model) and _is_path(below, path) for path, model in places):
+            return f" Paths begin below the model's class: {below!r}."
+    return ""
 
 
 def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,9 @@ from policy.inspection.operations import HALVES, accumulation_of, is_inexact, ki
 from policy.inspection.report import Finding
 from policy.inspection.same_program import first_difference
 from policy.inspection.walk import Site
+from policy.paths import Path, divided, once, spelled
 from policy.policy import dtype_to_names, parse_dtype
+from policy.rules import PolicyRules, matches
 from policy.tracing import trace
 from policy.ulps import what_is_off
 
@@ -52,8 +53,8 @@ def assert_reductions_in(
       dtype: a dtype, or several that are right.
       backward: whether the gradients are asserted about as well; `policy.audit` says of what.
       params: which arguments gradients are taken by; see `policy.audit`.
-      allow: path patterns of what is left out: regular expressions that match a module's path in full, with or without
-        the root's class, and hold for what is below it.
+      allow: path patterns of what is left out: regular expressions that match a module's path in full, as
+        rules do, and hold for what is below it.
 
     Raises:
       AssertionError: names the path, the operation, its dtypes and its source line, of every one in another dtype; or
@@ -127,7 +128,7 @@ def assert_no_silent_promotion(
     jaxpr = _jaxpr(fn, args, kwargs, backward, params)
     sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
     _require_any([s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}], "half value", allow)
-    paths = {"/".join(site.path) for site in sites}
+    paths = {spelled(site.path) for site in sites}
     findings = [f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths]
     if findings:
         raise AssertionError(
@@ -272,25 +273,24 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
     """The nodes that no pattern leaves out."""
     if isinstance(allow, str):
         raise TypeError(f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself.")
-    patterns = {pattern: re.compile(pattern) for pattern in allow}
-    paths = {node.site.path for node in nodes} if patterns else set()
-    known = {path: list(_names_of(path)) for path in paths}
+    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses what is no regular expression
+    known = {path: list(_names_of(path)) for path in ({node.site.path for node in nodes} if patterns else ())}
     matched = {
-        path: {pattern for pattern, regex in patterns.items() if any(map(regex.fullmatch, names))}
+        path: {pattern for pattern, _ in patterns for name, model in names if matches(pattern, name, model=model)}
         for path, names in known.items()
     }
-    unmatched = sorted(set(patterns).difference(*matched.values()))
+    unmatched = sorted(set(allow).difference(*matched.values()))
     if unmatched:
-        listed = ", ".join(sorted({"/".join(path) for path in known if path})) or "none"
+        listed = ", ".join(sorted({spelled(path) for path in known if path})) or "none"
         raise ValueError(f"allow: '{unmatched[0]}' matches no path. Paths: {listed}.")
     return [node for node in nodes if not matched.get(node.site.path)]
 
 
-def _names_of(path: Sequence[str]) -> Iterator[str]:
-    """Returns the names that rules match for a path and those above it: with the root's class name and without."""
+def _names_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Returns what rules match for a path and those above it: the path below the model, and the model's name."""
     for length in range(1, len(path) + 1):
-        yield "/".join(path[:length])
-        yield "/".join(path[1:length])
+        model, below = divided(path[:length]) or ("", path[:length])
+        yield "/".join(once(below)), model
 
 
 def _require_any(sites: list[Site], what: str, allow: Collection[str]) -> None:
@@ -308,7 +308,7 @@ def _require_none(wrong: list[Site], should: str, of: Callable[[Any], str] | Non
 
 
 def _told(site: Site, of: Callable[[Any], str] | None) -> str:
-    path = f"at '{'/'.join(site.path)}'" if site.path else "outside of any module"
+    path = f"at '{spelled(site.path)}'" if site.path else "outside of any module"
     dtypes = of(site.equation) if of else ", ".join(operands_of(site.equation))
     backward = ", backward" if site.is_backward else ""
     return f"  {site.name} {path} in {dtypes}{backward}: {site.source or 'source line unknown'}"

@@ -125,14 +125,25 @@ class Traced:
 
 def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
     """Traces a call of any function, bound method or module. Nothing runs; shapes will do for arrays."""
+    return traced_around(fn, args, kwargs, lambda pure, _: pure)
+
+
+def traced_around(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: Callable[[Callable[..., Any], bool], Callable[..., Any]],
+) -> Traced:
+    """Traces what `around` makes of a call's function of arrays, and of whether it was lowered; see `trace`."""
     call = lowered(fn, args, kwargs)
     if call is not None:
         fn, args, kwargs = call.pure, call.args, call.kwargs
     arguments = Arguments.of(args, kwargs)
+    called = around(fn, call is not None)
 
     def flat(*arrays: Any) -> Any:
         args, kwargs = arguments.filled(arrays)
-        return fn(*args, **kwargs)
+        return called(*args, **kwargs)
 
     jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
     return Traced(jaxpr, shape, arguments, None if call is not None else fn)

@@ -9,6 +9,8 @@ from typing import Any
 
 import flax.linen as flax_nn
 
+from mpmodules._module_names import model_name
+from policy.asked import note_obeyed
 from policy.precedence import Effective
 from policy.scope import Scope
 
@@ -20,11 +22,15 @@ class _Calls(threading.local):
         self.paths: list[tuple[str, ...]] = []
         self.crossed: dict[str, Effective] = {}  # the boundaries below the outermost call, by path
         self.seen: dict[str, set[type]] | None = None
+        self.model = ""  # the name of the model that the root call is one of
         self.innermost: flax_nn.Module | None = None
         self.recorded: Recorded | None = None
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
-        """Notes the policy that a module obeys in a call, where a summary is being recorded."""
+        """Notes the policy that a module obeys in a call, where a summary or a report is being made."""
+        path = path_of(module)
+        if path is not None:
+            note_obeyed(model_of(module), "/".join(path), effective.policy)
         if self.recorded is not None:
             self.recorded.note(module, effective)
 
@@ -111,13 +117,23 @@ def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
     return None if module.scope is None else module.path
 
 
+def model_of(module: flax_nn.Module) -> str:
+    """Returns what the model is called that a module is part of: by its class, or by the name it was given.
+
+    The copies of modules that Flax's transforms call know of nothing above: they are the root call's.
+    """
+    while isinstance(module.parent, flax_nn.Module):
+        module = module.parent
+    return calls.model if path_of(module) else model_name(module)
+
+
 @contextlib.contextmanager
 def call_under_way(module: Any, scope: Scope) -> Iterator[None]:
     """Notes the call, and after a root's call refuses rules that matched nothing in it."""
     path = module.path
     is_root = not path and calls.seen is None
     if is_root:
-        calls.seen = {}
+        calls.seen, calls.model = {}, model_name(module)
     outer, calls.innermost = calls.innermost, module
     calls.paths.append(path)
     try:
@@ -132,7 +148,7 @@ def call_under_way(module: Any, scope: Scope) -> Iterator[None]:
         if not calls.paths:
             calls.crossed.clear()
         if is_root:
-            calls.seen = None
+            calls.seen, calls.model = None, ""
 
 
 def note_seen(path: tuple[str, ...], cls: type) -> None:
@@ -161,7 +177,8 @@ def _check_rules(root: Any, scope: Scope) -> None:
     called = {path: classes for path, classes in calls.seen.items() if can_obey(path)}
     stored = set(filter(can_obey, stored))
     paths: dict[str, Any] = dict.fromkeys(stored) | called
-    scope.rules.check(paths if stored <= set(called) else list(paths))
+    rules = scope.rules.of_model(model_name(root))  # others may be meant for another model in the block
+    rules.check(paths if stored <= set(called) else list(paths), model=model_name(root))
 
 
 def _collect_paths(tree: Any, path: tuple[str, ...], into: set[str]) -> None:

@@ -136,6 +136,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 if not is_held(self, name):
                     raise
             return held(self, name)
+
         init_with_output = flax_nn.nowrap(noting_policy(flax_nn.Module.init_with_output))
         apply = flax_nn.nowrap(missing_policy(flax_nn.Module.apply))
 

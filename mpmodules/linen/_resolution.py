@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as flax_nn
 import jax.numpy as jnp
 
-from mpmodules.linen._calls import calls, path_of
+from mpmodules.linen._calls import calls, model_of, path_of
 from policy.islands import as_in_force
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
@@ -39,12 +39,14 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
 
 def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy, Source] | None:
     """Returns the policy that a module carries itself, by an argument or a rule, and its source."""
-    own = getattr(module, "dtype_policy", None)
-    if own is not None:
-        ported = getattr(type(module), "_ported_policy", None)
-        return get_policy(own), Source("argument", "dtype_policy" if ported is None else "apply_policy", own=True)
-    rule = scope.rules.rule_for("/".join(path), type(module)) if scope.rules and path is not None else None
-    return None if rule is None else (rule[1], Source("rule", name_of(rule[0]), own=True))
+    own, ported = getattr(module, "dtype_policy", None), getattr(type(module), "_ported_policy", None)
+    if own is not None and ported is None:
+        return get_policy(own), Source("argument", "dtype_policy", own=True)
+    if scope.rules and path is not None:
+        rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
+        if rule is not None:  # one for the whole model, too, whose policy is what `apply_policy` was given
+            return rule[1], Source("rule", name_of(rule[0]), own=True)
+    return None if own is None else (get_policy(own), Source("argument", "apply_policy", own=True))
 
 
 def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy | None, Source]:
@@ -62,7 +64,7 @@ def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple
         if policy is not None:
             return policy, Source("enclosing module", where(ancestor))
         cls = None if ancestor is None else type(ancestor)
-        rule = scope.rules.rule_for("/".join(above), cls) if scope.rules else None
+        rule = scope.rules.rule_for("/".join(above), cls, model=model_of(module)) if scope.rules else None
         if rule is not None:
             return rule[1], Source("rule", name_of(rule[0]))
         ancestor = None if ancestor is None else ancestor.parent

@@ -243,12 +243,13 @@ def apply_policy(
     )
     rules = options.rules or PolicyRules()
     paths = _paths(model)
-    rules.check({"/".join(path): type(module) for path, module in paths.items()})
+    model_name = type(model).__name__
+    rules.check({"/".join(path): type(module) for path, module in paths.items()}, model=model_name)
     holding: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # what the modules below each inherit
     plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
         where = "/".join(path) or type(module).__name__
-        held, source = _carried(module, path, rules) or (
+        held, source = _carried(module, path, rules, model_name) or (
             next(holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding)
             if path
             else (options.policy, Source("argument", "apply_policy", own=True))
@@ -262,12 +263,12 @@ def apply_policy(
     return model
 
 
-def _carried(module: Any, path: tuple[str, ...], rules: PolicyRules) -> tuple[Any, Source] | None:
+def _carried(module: Any, path: tuple[str, ...], rules: PolicyRules, model: str) -> tuple[Any, Source] | None:
     """Returns the policy of a module below the root, from its own `dtype_policy=` or else a rule, and its source."""
     source: Source = getattr(module, "_policy_source", NO_SOURCE)
     if path and source.own and source.kind == "argument":
         return module.dtype_policy, source
-    rule = rules.rule_for("/".join(path), type(module))
+    rule = rules.rule_for("/".join(path), type(module), model=model)
     return None if rule is None else _of_rule(rule)
 
 

@@ -11,8 +11,9 @@ from typing import Any, cast
 import jax
 from flax import nnx as flax_nnx
 
+from policy.asked import note_given, note_obeyed
 from policy.inspection.differentiating import NO_PARAMETERS
-from policy.names import note
+from policy.names import note, note_repeated, note_root
 from policy.tracing import LOWERINGS, Lowered
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
@@ -177,6 +178,13 @@ def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
     below = [((name, *map(str, path)), module) for path, module in flax_nnx.iter_modules(root)]
     for key in {key for path, _ in below for key in path}:
         note(key)
+    note_root(name)
+    for path, module in below:
+        note_obeyed(name, "/".join(path[1:]), getattr(module, "dtype_policy", None))
+        if type(module).__module__.startswith(("flax.nnx.", "mpmodules.nnx.")):
+            note_given(name, "/".join(path[1:]), getattr(module, "dtype", None))
+        if path[-2:-1] == path[-1:]:
+            note_repeated(path[-1])
     return below
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from policy.amp.categories import MATMULS
 from policy.amp.settings import without_marks
-from policy.paths import Path
+from policy.paths import Path, naming, spelled
 
 OPAQUE_MATMUL = "opaque, holds a matmul"
 
@@ -19,7 +19,7 @@ class Record:
     """One kind of operation at one place.
 
     Attributes:
-      path: the module path; "" outside of any.
+      path: the module path, as rules take it; "" outside of any.
       primitive: its name.
       done: what was done with it: the dtype it was run in, or why it was left.
       dtypes: of what it returned.
@@ -42,10 +42,20 @@ class Report:
 
     records: Counter[Record] = dataclasses.field(default_factory=Counter)
     parameters: list[str] = dataclasses.field(default_factory=list)
+    _noted: Counter[tuple[Path, str, str, tuple[str, ...]]] = dataclasses.field(
+        default_factory=Counter, init=False, repr=False, compare=False
+    )
 
     def note(self, path: Path, primitive: str, done: str, arrays: Sequence[Any]) -> None:
         dtypes = tuple(str(array.dtype) for array in arrays if hasattr(array, "dtype"))
-        self.records[Record("/".join(without_marks(path)), primitive, done, dtypes)] += 1
+        self._noted[without_marks(path), primitive, done, dtypes] += 1
+
+    def complete(self) -> None:
+        """Makes the records of what was noted: what paths are called depends on all that there are."""
+        with naming(path for path, *_ in self._noted):
+            for (path, primitive, done, dtypes), count in self._noted.items():
+                self.records[Record(spelled(path), primitive, done, dtypes)] += count
+        self._noted.clear()
 
     def note_parameters(self, names: Sequence[str], marks: Sequence[bool]) -> None:
         self.parameters = [name for name, mark in zip(names, marks, strict=True) if mark]

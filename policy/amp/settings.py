@@ -10,8 +10,9 @@ import numpy as np
 from policy.amp import regions
 from policy.amp.categories import MATMULS, category_of
 from policy.amp.values import F32
+from policy.asked import note_obeyed
 from policy.islands import ISLAND
-from policy.paths import Path
+from policy.paths import Path, divided, once
 from policy.policy import Policy
 from policy.rules import PolicyRules
 
@@ -118,14 +119,16 @@ class Places:
             compute = F32
         may_be_named = settings.narrows and policy is None and compute != F32
         named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
+        name, model = _names(without_marks(path))[-1]
+        note_obeyed(model, name, policy or settings.policy)
         return Place(compute, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """The half dtype in which the module of this very path hands on its result, where a rule says so."""
         self[path]  # known, for the check of the rules
         rules = self.settings.rules
-        for name in _names(without_marks(path)) if path else ():
-            policy = rules.match(name) if rules is not None else None
+        for name, model in _names(without_marks(path)) if path else ():
+            policy = rules.match(name, model=model) if rules is not None else None
             if policy is not None:
                 return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
         return None
@@ -135,7 +138,7 @@ class Places:
         if rules:
             paths = map(without_marks, self._known)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
-            rules.check(sorted({name for path in prefixes for name in _names(path)}))
+            rules.check_places(sorted({name for path in prefixes if path for name in _names(path)}))
 
 
 def without_marks(path: Path) -> Path:
@@ -143,20 +146,20 @@ def without_marks(path: Path) -> Path:
     return tuple(name for name in path if name != ISLAND and not regions.is_mark(name))
 
 
-def _names(path: Path) -> list[str]:
-    """Returns a path's names in rules: without the root's class name, as variables have it, and with it.
+def _names(path: Path) -> list[tuple[str, str]]:
+    """Returns what rules call a path, below its model, and what its model is called; "" outside of any.
 
     A name twice in a row may be one module, whose call calls its base class's, and is known by either.
     """
-    once = tuple(name for i, name in enumerate(path) if i == 0 or name != path[i - 1] or name.isdigit())
-    return ["/".join(names[start:]) for names in dict.fromkeys((path, once)) for start in (1, 0)]
+    model, below = divided(path) or ("", path)
+    return [("/".join(names), model) for names in dict.fromkeys((below, once(below)))]
 
 
 def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:
     """The policy of the rule that matches the path, or the nearest one above it."""
     for length in range(len(path), 0, -1) if rules else ():
-        for name in _names(path[:length]):
-            policy = rules.match(name) if rules is not None and name else None
+        for name, model in _names(path[:length]):
+            policy = rules.match(name, model=model) if rules is not None else None
             if policy is not None:
                 return policy
     return None

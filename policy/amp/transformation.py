@@ -212,6 +212,7 @@ class _Autocast:
         if settings is not None:
             target, arguments, _ = self.lowered(args, kwargs)
             jax.eval_shape(target._rewritten(arguments, settings, report), *arguments.arrays)
+            report.complete()
         return report
 
     def lowered(

@@ -40,7 +40,7 @@ def _above(comparison: Comparison) -> Iterable[str]:
     if comparison.first_jump is not None:
         step = "" if comparison.jump_step is None else f", step {comparison.jump_step} of its scan"
         row = next((row for row in comparison.rows if row.path == comparison.first_jump and row.is_jump), None)
-        made = "" if row is None or not row.source else f": {row.primitive}, {row.source}"
+        made = "" if row is None or not row.source else f", in {row.primitive}, {row.source}"
         where = f"at {comparison.first_jump or '(outside of any module)'}{step}{made}"
     yield f"The error jumps first {where}." if comparison.first_jump is not None else "The error jumps nowhere."
     yield from comparison.notes

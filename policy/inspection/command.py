@@ -2,6 +2,7 @@
 
     python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[32,784] --backward
     python -m policy audit models/net.py:example --html net.html --fail-on-findings
+    python -m policy audit models/net.py:example --policy mixed_bfloat16 --rule head=f32
 
 What is audited is a function (or an nnx module) by name, called with what each --arg says. One that takes no arguments
 may return what to audit: a function and the tuple of its arguments, and a dict of keyword arguments if there are any:
@@ -28,9 +29,12 @@ import jax.numpy as jnp
 
 from policy.inspection.audit import audit
 from policy.inspection.kinds import KINDS
+from policy.inspection.program import checked_policy
 from policy.inspection.report import Audit, named
 from policy.inspection.target import CommandError, call_of, did_you_mean, running_users_code, target_of
 from policy.inspection.text import show
+from policy.policy import Policy
+from policy.rules import PolicyRules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
         help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or a list, tuple "
         "or dict of these; once for each argument",
     )
+    command.add_argument("--policy", metavar="TEXT", help="audit it under a policy, as mixed_bfloat16")
+    command.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="a policy by module path, beside --policy, as head=f32; once for each",
+    )
     command.add_argument("--backward", action="store_true", help="audit the gradients as well")
     command.add_argument(
         "--params",
@@ -87,8 +99,11 @@ def _audit(options: argparse.Namespace) -> int:
     fn, args, kwargs = call_of(
         target_of(options.target), [parse_argument(text) for text in options.arg], options.target
     )
+    policy, rules = _policy(options)
     with running_users_code(f"{options.target} can't be traced"):
-        report = audit(fn, *args, backward=options.backward, params=_params(options), **kwargs)
+        report = audit(
+            fn, *args, policy=policy, rules=rules, backward=options.backward, params=_params(options), **kwargs
+        )
     report = named(report, options.target, without=options.ignore)
     _write(report, options)
     return int(bool(options.fail_on_findings and report.findings))
@@ -98,6 +113,19 @@ def _params(options: argparse.Namespace) -> list[int | str] | None:
     if options.params and not options.backward:
         raise CommandError("--params says what gradients are taken by: give --backward with it.")
     return [int(name) if name.isdecimal() else name for name in options.params] or None
+
+
+def _policy(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules | None]:
+    try:
+        policy = checked_policy(options.policy)
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"--policy {options.policy}: {error}") from None
+    if options.rule and policy is None:
+        raise CommandError("--rule says what differs from a policy: give --policy with it.")
+    try:
+        return policy, PolicyRules.from_texts(options.rule) if options.rule else None
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"--rule: {error}") from None
 
 
 def _write(report: Audit, options: argparse.Namespace) -> None:

@@ -12,11 +12,12 @@ from policy.amp.parameters import Params
 from policy.inspection.comparison import Comparison
 from policy.inspection.lane import lane_of
 from policy.inspection.paired import Log, Paired, reference
-from policy.inspection.program import Call, Program, checked_policy, program_of, short_text
+from policy.inspection.program import Call, Program, checked_policy, checked_rules, program_of, short_text
 from policy.inspection.rerun import Value
 from policy.inspection.rows import comparison_of
 from policy.policy import Policy
 from policy.programs import opened
+from policy.scope import RulesLike
 
 # What is written is what is run: XLA may leave roundings out otherwise.
 EXACT: dict[str, str | bool] = {"xla_allow_excess_precision": False}
@@ -26,6 +27,7 @@ def compare(
     fn: Any,
     *args: Any,
     policy: Policy | str | None = None,
+    rules: RulesLike | None = None,
     backward: bool = False,
     params: Params = None,
     loss_scale: float = 1.0,
@@ -43,7 +45,7 @@ def compare(
     ```python
     comparison = compare(loss, params, batch, policy="mixed_float16", backward=True)
     print(comparison)             # a table: error, cosine, underflow, overflow by path
-    comparison.first_jump         # "Net/layer_12/attention": the first module that makes an error
+    comparison.first_jump         # "layer_12/attention": the first module that makes an error
     comparison.plot("errors.png")
     ```
 
@@ -52,6 +54,7 @@ def compare(
       *args, **kwargs: what it is called with: arrays, in the dtypes that it is meant to be called with.
       policy: what to run it under. Layers that obey `use_policy` do; where that changes no matmul, `autocast` does.
         None: as it is written, with its half dtypes in it.
+      rules: policies by module path or layer class, beside `policy`.
       backward: whether gradients are compared too. The function then returns a loss, or (loss, aux).
       params: which arguments are parameters, for gradients and for `autocast`; see `policy.audit`.
       loss_scale: what the loss is multiplied by before. Errors do not change with it, but what underflows does.
@@ -62,12 +65,13 @@ def compare(
     Raises:
       TypeError: `fn` is no function, there are no arrays, or only shapes of some; `params` says nothing about
         arguments; with `backward`, there is no loss, or no floating argument.
-      ValueError: the policy is none, or can't be honoured here; `loss_scale` is not positive; `params` names arguments
-        where modules hold the parameters.
+      ValueError: the policy is none, or can't be honoured here; `rules` without `policy`; `loss_scale` is not positive;
+        `params` names arguments where modules hold the parameters.
     """
+    rules = checked_rules(rules, policy)
     policy = checked_policy(policy)
     call = Call.of("compare", fn, args, kwargs, params, _scale(backward, loss_scale))
-    program = program_of(call, policy)
+    program = program_of(call, policy, rules=rules)
     log = Log()
     compiled = jax.jit(paired(program, log)).lower(*program.arguments.arrays).compile(compiler_options=EXACT)
     numbers, undefined = jax.device_get(compiled(*program.arguments.arrays))

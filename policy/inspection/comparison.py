@@ -17,7 +17,8 @@ class Row:
     """Distance of one place's values from float32's; where there are several, the worst of each figure.
 
     Attributes:
-      path: the module path, its names joined by "/"; "" outside of any module. Of a parameter or an output: its name.
+      path: the module path, as rules take it; the model itself is ``Net:``, "" is outside of any module. Of a parameter
+        or an output: its name.
       kind: "activation": what a module hands on. "gradient": the cotangents that it hands back. "parameter": the
         gradient of one. "output": what the function returns.
       error: norm of the difference / norm of float32's; infinite where a value overflowed. Of integers and booleans:
@@ -33,7 +34,8 @@ class Row:
       undefined: share of the elements where float32 itself is infinite or NaN.
       entering: the worst error of what the module was handed.
       steps: the error in each step of the scans around it, nested as they are; () outside of any.
-      primitive, source: what computed the worst of its values, and where.
+      primitive, source: the operation that made the error, where this is a jump, or else computed the worst value; and
+        the line of the user's code, or the module's path and class where no code of a user's called it.
       is_jump: whether the error is made here: see `Comparison.first_jump`.
     """
 
@@ -69,7 +71,7 @@ class Comparison:
       rows: of the module paths, then of the parameters' gradients, then of the outputs, each in program order.
       first_jump: the path of the first module, in the order of the program, that makes an error: what it hands on is
         off by eight times as much as what it was handed, and as half precision rounds by; or it overflows. The
-        innermost module is named. "" is code outside of any module; None: the error jumps nowhere.
+        innermost module is named, as rules take it. "" is code outside of any module; None: the error jumps nowhere.
       jump_step: in which step of a scan, counted from 0, where `first_jump` is in one.
       notes: what else should be known, in sentences.
       name: of the function.

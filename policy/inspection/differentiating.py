@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from policy.amp.parameters import Params, parameters, require_params
 from policy.names import make_jaxpr
-from policy.tracing import Arguments, Lowered, Traced, is_array, lowered, trace
+from policy.tracing import Arguments, Lowered, Traced, is_array, lowered, traced_around
 
 # How libraries tell that a node of a tree holds an array that is no parameter, as nnx's BatchStat does.
 NO_PARAMETERS: list[Callable[[Any], bool]] = []
@@ -77,24 +77,37 @@ def explicit_or_lowered(params: Params, call: Lowered | None) -> Params:
     return 0
 
 
-def traced_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool, params: Params) -> Traced:
+Around = Callable[[Callable[..., Any], Params], Callable[..., Any]]
+
+
+def traced_call(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: bool,
+    params: Params,
+    around: Around = lambda fn, params: fn,
+) -> Traced:
     """Traces a call, and with `backward` its gradients too. See `audit` for by what, of what.
 
     The shape of the trace is that of what `fn` returns; the gradients come after it.
+
+    Args:
+      around: makes another function of the function of arrays that is traced, and of which arguments are parameters.
 
     Raises:
       TypeError: `params` is of no kind that says which arguments are parameters.
       ValueError: `params` without `backward`; no argument, or no output, is floating.
     """
     if backward:
-        return _with_gradients(fn, args, kwargs, params)
+        return _with_gradients(fn, args, kwargs, params, around)
     require_differentiable_by(params)
     if params is not None:
         raise ValueError(f"params={params!r} says what gradients are taken by: give backward=True with it.")
-    return trace(fn, *args, **kwargs)
+    return traced_around(fn, args, kwargs, lambda pure, is_lowered: around(pure, 0 if is_lowered else None))
 
 
-def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: Params) -> Traced:
+def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: Params, around: Around) -> Traced:
     call = lowered(fn, args, kwargs)
     params = explicit_or_lowered(params, call)
     if call is not None:
@@ -104,6 +117,7 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
     if not chosen:
         raise ValueError("backward=True differentiates by floating arguments, but the function is called with none.")
     has_state = call is not None and call.finish is not Lowered.finish  # it returns its new state beside its result
+    called, fn = fn, around(fn, params)
 
     def both(*arrays: Any) -> Any:
         def of_chosen(*values: Any) -> Any:
@@ -120,7 +134,7 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
         return out, backward([jnp.ones_like(leaf) for leaf in floats])
 
     jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arguments.arrays)
-    return Traced(jaxpr, shape, arguments, None if call is not None else fn)
+    return Traced(jaxpr, shape, arguments, None if call is not None else called)
 
 
 def _primary(out: Any) -> Any:

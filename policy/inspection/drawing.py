@@ -9,23 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from policy.inspection.comparison import Comparison, Row
+from policy.inspection.parts import figure
 
 _SERIES = (("activations", "#3465a4"), ("gradients", "#c4742a"))
 _JUMP = "#a40000"
+_BEYOND = 48  # pixels between the last decade and infinity
 _LEFT, _RIGHT, _TOP, _LINE = 280, 40, 54, 18  # of the drawing, in pixels
 
 
 def svg(comparison: Comparison) -> str:
-    """One line for each path, with a dot for activations and one for gradients; a full red dot overflowed."""
+    """One line for each path, with a dot for activations and one for gradients; what overflowed is red, at infinity."""
     paths = list(dict.fromkeys(row.path for name, _ in _SERIES for row in getattr(comparison, name)))
-    low, high = _decades([row for name, _ in _SERIES for row in getattr(comparison, name)])
+    low, high = _decades(_rows(comparison))
     width, height = 900, _TOP + _LINE * max(len(paths), 1) + 24
-    x = lambda error: _LEFT + (width - _LEFT - _RIGHT) * _along(error, low, high)  # noqa: E731
+    finite = width - _LEFT - _RIGHT - _BEYOND
+    x = lambda error: _LEFT + (finite + _BEYOND if math.isinf(error) else finite * _along(error, low, high))  # noqa: E731
     parts = [_frame(comparison, width, height)]
     for decade in range(low, high + 1):
         place = x(10.0**decade)
-        parts.append(f'<line x1="{place:.1f}" y1="{_TOP - 8}" x2="{place:.1f}" y2="{height - 24}" stroke="#ddd"/>')
-        parts.append(f'<text x="{place:.1f}" y="{height - 8}" text-anchor="middle">1e{decade}</text>')
+        parts.append(_grid(place, height, f"1e{decade}"))
+    if any(math.isinf(row.error) for row in _rows(comparison)):
+        parts.append(_grid(x(math.inf), height, "∞"))
     for i, path in enumerate(paths):
         parts.append(_label(path, _TOP + _LINE * i, path == comparison.first_jump))
     for name, colour in _SERIES:
@@ -34,32 +38,45 @@ def svg(comparison: Comparison) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
+def _rows(comparison: Comparison) -> list[Row]:
+    return [row for name, _ in _SERIES for row in getattr(comparison, name)]
+
+
+def _grid(x: float, height: int, text: str) -> str:
+    """A vertical line and what stands below it."""
+    return (
+        f'<line x1="{x:.1f}" y1="{_TOP - 8}" x2="{x:.1f}" y2="{height - 24}" stroke="#ddd"/>'
+        f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{text}</text>'
+    )
+
+
 def _frame(comparison: Comparison, width: int, height: int) -> str:
     title = html.escape(f"{comparison.name}: error against float32 {comparison.policy}")
     legend = "".join(
         f'<circle cx="{_LEFT + 110 * i}" cy="32" r="4" fill="{colour}"/><text x="{_LEFT + 110 * i + 10}" y="36">'
         f"{name}</text>"
-        for i, (name, colour) in enumerate(_SERIES)
+        for i, (name, colour) in enumerate((name, colour) for name, colour in _SERIES if getattr(comparison, name))
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="12" role="img"><title>{title}</title>'
+        f'font-family="sans-serif" font-size="12" fill="#222" role="img"><title>{title}</title>'
         f'<rect width="{width}" height="{height}" fill="white"/>'
         f'<text x="8" y="18" font-size="14">{title}</text>{legend}'
     )
 
 
 def _label(path: str, y: float, is_jump: bool) -> str:
-    colour = _JUMP if is_jump else "#222"
+    colour = f' class="jump" fill="{_JUMP}"' if is_jump else ""
     name = path or "(outside of any module)"
     shown = name if len(name) <= 42 else "…" + name[-41:]
-    return f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end" fill="{colour}">{html.escape(shown)}</text>'
+    return f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end"{colour}>{html.escape(shown)}</text>'
 
 
 def _dot(row: Row, x: float, y: float, colour: str) -> str:
-    fill = _JUMP if row.is_jump or math.isinf(row.error) else colour
-    said = f"{row.path or '(outside of any module)'}: error {row.error:.2e}, underflow {row.underflow:.2%}"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}"><title>{html.escape(said)}</title></circle>'
+    fill = f'class="jump" fill="{_JUMP}"' if row.is_jump or math.isinf(row.error) else f'fill="{colour}"'
+    error = figure(row.error, ".2e")
+    said = f"{row.path or '(outside of any module)'}: error {error}, underflow {row.underflow:.2%}"
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}><title>{html.escape(said)}</title></circle>'
 
 
 def _decades(rows: Sequence[Row]) -> tuple[int, int]:
@@ -71,10 +88,8 @@ def _decades(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _along(error: float, low: int, high: int) -> float:
-    """Where an error stands between the decades: 0 at the left for none, 1 at the right for an infinite one."""
-    if error <= 0:
-        return 0.0
-    return 1.0 if math.isinf(error) else min(max((math.log10(error) - low) / max(high - low, 1), 0.0), 1.0)
+    """Where a finite error stands between the decades: 0 at the left for none."""
+    return 0.0 if error <= 0 else min(max((math.log10(error) - low) / max(high - low, 1), 0.0), 1.0)
 
 
 def plot(comparison: Comparison, file: str | Path) -> None:

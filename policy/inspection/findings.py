@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from policy.asked import Asked
 from policy.inspection.checks.carries import narrowed_carries
 from policy.inspection.checks.casts import repeated_casts, round_trips, roundings_twice
 from policy.inspection.checks.chains import sums_by_hand
@@ -38,14 +39,17 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
 )
 
 
-def findings_of(graph: Graph, lost: Lost | None = None, states: Sequence[State] = ()) -> tuple[Finding, ...]:
+def findings_of(
+    graph: Graph, lost: Lost | None = None, states: Sequence[State] = (), asked: Asked | None = None
+) -> tuple[Finding, ...]:
     """Returns the findings of every check, the gravest kind first, and in the order of the program within a kind.
 
     Args:
       lost: what `noticing` noted while the program was traced.
       states: arguments and outputs of the call that may be one state.
+      asked: the dtypes that were asked for while the program was traced: what runs in them is no finding.
     """
-    flow = Flow(graph, lost, states)
+    flow = Flow(graph, lost, states, asked)
     found = _merged(finding for check in _CHECKS for finding in check(flow))
     gravity = {kind: i for i, kind in enumerate(KINDS)}
     return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.inspection.rerun import INLINED, REMAT, Chain, module_path
-from policy.inspection.walk import source_of
+from policy.inspection.walk import written_at
 from policy.inspection.widened import dtype_of
 from policy.paths import Path, path_of
 from policy.programs import opened, scan_arity
@@ -252,7 +252,7 @@ def _key(operation: Operation) -> Token:
     operands = tuple((o.root.key if isinstance(o.root, Known) else o.root, o.shapes) for o in operation.operands)
     equation = operation.equation
     params = tuple((name, str(value)) for name, value in sorted(equation.params.items()) if not callable(value))
-    return equation.primitive.name, operands, params, source_of(equation)
+    return equation.primitive.name, operands, params, written_at(equation)
 
 
 def _live(operations: Sequence[Operation], outputs: Iterable[Operand]) -> list[Operation]:

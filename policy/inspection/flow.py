@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from policy.asked import Asked
 from policy.inspection.graph import Graph, Node, Value, is_joint
 from policy.inspection.lost import Lost
 from policy.inspection.operations import is_inexact, kind_of
@@ -109,13 +110,17 @@ class Flow:
       graph: the program.
       lost: constants that overflowed or vanished while it was traced.
       states: arguments and outputs that may be one state, before and after the call.
+      asked: the dtypes that were asked for while it was traced.
       multiplies_in_half: whether a matmul in it has half operands.
     """
 
-    def __init__(self, graph: Graph, lost: Lost | None = None, states: Sequence[State] = ()):
+    def __init__(
+        self, graph: Graph, lost: Lost | None = None, states: Sequence[State] = (), asked: Asked | None = None
+    ):
         self.graph = graph
         self.lost = Lost() if lost is None else lost
         self.states = states
+        self.asked = Asked() if asked is None else asked
         self.matmuls = [node for node in graph.nodes if is_matmul(node)]
         self.multiplies_in_half = any(all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls)
         self._widenings = self._find_widenings()

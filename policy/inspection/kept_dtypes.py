@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.inspection.walk import source_of
+from policy.inspection.sources import source_of
 from policy.programs import opened
 from policy.tracing import lowered, trace
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from policy.inspection.graph import Node, Value
 from policy.inspection.operations import is_inexact
 from policy.inspection.report import Finding
+from policy.paths import spelled
 
 REDUCTION = "low-precision-reduction"
 FUNCTION = "low-precision-function"
@@ -40,7 +41,7 @@ def finding(
     site = (of or node).site
     return Finding(
         kind,
-        "/".join(site.path),
+        spelled(site.path),
         primitive or site.name,
         dtypes or dtypes_of(node),
         message,
@@ -57,7 +58,7 @@ def dtypes_of(node: Node) -> tuple[str, ...]:
 
 def at(node: Node) -> str:
     """The position of a node, for a message: its module's path and its line."""
-    place = "/".join(node.site.path)
+    place = spelled(node.site.path)
     line = node.site.source
     return f"{place} ({line})" if place and line else place or line or "the top level"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from policy.inspection.origins import is_jax_file
+from policy.inspection.sources import is_users_file
 
 _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 
@@ -37,11 +37,11 @@ def noticing() -> Iterator[Lost]:
 
 
 def _line() -> str:
-    """The innermost line that is neither JAX's nor NumPy's."""
+    """The innermost line of the user's code, as reports name it."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not is_jax_file(file) and not file.startswith(_NUMPY):
+        if is_users_file(file) and not file.startswith(_NUMPY):
             return f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

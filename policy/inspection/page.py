@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING
 
 from policy.inspection.kinds import KINDS
 from policy.inspection.markup import Markup, join, tag
-from policy.inspection.parts import OUTSIDE, Cell, bar, bytes_text, chip, chips, colour, count_text, link, pieces, table
+from policy.inspection.parts import (
+    OUTSIDE,
+    Cell,
+    bar,
+    bytes_text,
+    chip,
+    chips,
+    colour,
+    count_text,
+    figure,
+    link,
+    pieces,
+    table,
+)
 from policy.inspection.tree import Node, tree_of
 
 if TYPE_CHECKING:
@@ -58,7 +71,7 @@ def _resource(name: str) -> str:
 
 
 def _sections(audit: Audit, tree: Node, comparison: Comparison | None) -> Iterable[Markup]:
-    yield _section("findings", f"Findings ({len(audit.findings)})", _findings(audit.findings, tree))
+    yield _section("findings", f"Findings ({len(audit.findings)})", _findings(audit.findings, tree, audit.policy))
     shares = join((bar("FLOPs", audit.flops_by_dtype, count_text), bar("Bytes", audit.bytes_by_dtype, bytes_text)))
     yield _section("shares", "Shares by dtype", shares)
     buttons = tag(
@@ -102,9 +115,9 @@ def _search() -> Markup:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _findings(findings: Sequence[Finding], tree: Node) -> Markup:
+def _findings(findings: Sequence[Finding], tree: Node, policy: str) -> Markup:
     if not findings:
-        return tag("p", "None.", class_="clean")
+        return tag("p", "None." if policy else "None, and no policy was in force.", class_="clean")
     ids = tree.ids()
     kinds = dict.fromkeys(finding.kind for finding in findings)  # the gravest first, as the audit has them
     return join(_findings_of(kind, [f for f in findings if f.kind == kind], ids) for kind in kinds)
@@ -166,7 +179,7 @@ def _of_node(node: Node, total: int) -> Iterable[Markup]:
     yield join(chip(dtype) for dtype in node.dtypes)
     if flops:
         yield tag("span", f"{flops / total:.1%} of FLOPs", class_="amount")
-        yield tag("span", *pieces(dict(node.flops.most_common())), class_="bar small", aria_hidden="true")
+        yield tag("span", *pieces(dict(node.flops.most_common()), total), class_="bar small", aria_hidden="true")
     if node.findings:
         yield tag("span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark")
 
@@ -204,7 +217,7 @@ def _comparison(comparison: Comparison, tree: Node) -> Iterable[Markup]:
     jump = comparison.first_jump
     told = "The error jumps nowhere." if jump is None else join(("The error jumps first at ", link(jump, ids), "."))
     step = f" In step {comparison.jump_step} of a scan." if comparison.jump_step is not None else ""
-    yield tag("p", f"Worst error of what it returns{policy}: {comparison.error:.3g}. ", told, step)
+    yield tag("p", f"Worst error of what it returns{policy}: {figure(comparison.error, '.3g')}. ", told, step)
     if comparison.notes:
         yield tag("ul", *(tag("li", note) for note in comparison.notes))
     yield tag("div", Markup(comparison.to_svg()), class_="drawing")
@@ -220,10 +233,10 @@ def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
         (join((where, " ", mark)), None),
         (row.kind, None),
         (chip(row.dtype), None),
-        (f"{row.error:.2e}", row.error),
-        (f"{row.cosine:.6f}", row.cosine),
-        (f"{row.underflow:.2%}", row.underflow),
-        (f"{row.subnormal:.2%}", row.subnormal),
-        (f"{row.overflow:.2%}", row.overflow),
-        (f"{row.headroom:.2%}", row.headroom),
+        (figure(row.error, ".2e"), row.error),
+        (figure(row.cosine, ".6f"), row.cosine),
+        (figure(row.underflow, ".2%"), row.underflow),
+        (figure(row.subnormal, ".2%"), row.subnormal),
+        (figure(row.overflow, ".2%"), row.overflow),
+        (figure(row.headroom, ".2%"), row.headroom),
     )

@@ -12,12 +12,14 @@ import numpy as np
 from jax import lax
 
 from policy.amp.categories import MATMULS, category_of
+from policy.boundary import SCOPE_NAME as BOUNDARY
+from policy.inspection.origins import is_by_layers
 from policy.inspection.rerun import HANDLERS, INLINED, Place, Rerun, Value
 from policy.inspection.rounding import depends, is_apart
+from policy.inspection.sources import layer_of, source_of
 from policy.inspection.statistics import is_discrete, is_measurable, largest_alone, measured
-from policy.inspection.walk import source_of
 from policy.inspection.widened import F32, Wide, dtype_of, is_half, widen
-from policy.paths import Path
+from policy.paths import AUTOCAST, Path
 from policy.programs import bind, scan_arity
 
 _LARGE = 1024  # elements
@@ -33,6 +35,7 @@ class Measurement:
       key: of its numbers among the notes of a run; they grow in the order of the program.
       primitive, source: what computed it.
       dtype: its own, in the program that is compared.
+      made: the place that computed it.
       bodies: the programs inside equations that it stands in, outermost first.
       left: the paths that it leaves: those it was computed in, and is read outside of.
       entered: the paths that it enters: those it is read in, and was computed outside of.
@@ -44,6 +47,7 @@ class Measurement:
     primitive: str
     source: str
     dtype: Any
+    made: Place
     bodies: tuple[Any, ...] = ()
     left: dict[Place, None] = dataclasses.field(default_factory=dict)
     entered: dict[Place, None] = dataclasses.field(default_factory=dict)
@@ -84,14 +88,21 @@ class Paired(Rerun):
         super().__init__()
         self.log, self.has_gradients, self.apart = log, has_gradients, apart
         self.again: dict[int, tuple[Value, Any]] = {}
+        self._line_around = ""  # the user's, of the equation that this program stands in
 
     def copied(self) -> Paired:
         return Paired(self.log, self.has_gradients, self.apart)
+
+    def standing_in(self, outer: Rerun) -> Paired:
+        super().standing_in(outer)
+        self._line_around = outer._line_around if isinstance(outer, Paired) else ""
+        return self
 
     def inside(self, equation: Any) -> Paired:
         inner = super().inside(equation)
         assert isinstance(inner, Paired)
         inner.again = self.again
+        inner._line_around = source_of(equation) or self._line_around
         return inner
 
     # Equations --------------------------------------------------------------------------------------------------------
@@ -119,9 +130,22 @@ class Paired(Rerun):
             wide = Wide().standing_in(self)
             references = wide.equation(equation, [Value([reference(value)]) for value in values])
             lanes = [[output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)]
-        source = source_of(equation)
+        name, source = self._made_by(equation, place, values)
         made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
         return [Value(lane, Origin(place, name, source, made=m)) for lane, m in zip(lanes, made, strict=True)]
+
+    def _made_by(self, equation: Any, place: Place, values: Sequence[Value]) -> tuple[str, str]:
+        """The operation of the user's that made a result, and its line.
+
+        What this library casts was made by the operation before.
+        """
+        stack = str(equation.source_info.name_stack)
+        origin = values[0].origin if len(values) == 1 else None
+        is_cast = equation.primitive.name == "convert_element_type"
+        if is_cast and (BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation)) and origin and origin.source:
+            return origin.primitive, origin.source
+        source = source_of(equation) or self._line_around
+        return equation.primitive.name, source or layer_of(equation, place.path)
 
     def replaced(self, place: Place, value: Value, array: Any) -> Value:
         return Value([_decoded(value).arrays[0], array], value.origin and dataclasses.replace(value.origin, coded=None))
@@ -149,7 +173,9 @@ class Paired(Rerun):
         measurement.entered.update((Place(path, reader.direction), None) for path in entered)
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
-        measurement = Measurement(len(self.log.measurements), origin.primitive, origin.source, dtype, self.bodies)
+        measurement = Measurement(
+            len(self.log.measurements), origin.primitive, origin.source, dtype, origin.place, self.bodies
+        )
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]
@@ -220,7 +246,7 @@ class Paired(Rerun):
     def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
         place = self.place_of(equation)
-        origin = Origin(place, equation.primitive.name, source_of(equation))
+        origin = Origin(place, *self._made_by(equation, place, values))
         stacked = sum(scan_arity(equation)[1:]) if equation.primitive.name == "scan" else len(pairs)
         kinds = [Value([None] * (1 + pair), dataclasses.replace(origin)) for pair in pairs]
         for kind, variable in zip(kinds[stacked:], equation.outvars[stacked:], strict=True):

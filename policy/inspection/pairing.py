@@ -15,7 +15,7 @@ import numpy as np
 from policy.amp.categories import MATMULS
 from policy.inspection.flattened import Flattened, Known, Operand, Operation, Token, flattened
 from policy.inspection.rerun import Chain
-from policy.inspection.walk import source_of
+from policy.inspection.walk import written_at
 from policy.paths import Path
 from policy.programs import opened, scan_arity
 
@@ -129,7 +129,7 @@ class _Pairs:
 
     def is_one(self, one: Operation, found: Sequence[str], other: Operation) -> bool:
         """Returns whether two operations are the same code, though they read what is not known to be one."""
-        if one.name in MATMULS or one.bodies or source_of(one.equation) == source_of(other.equation):
+        if one.name in MATMULS or one.bodies or written_at(one.equation) == written_at(other.equation):
             return True
         unknown = [operand for operand, status in zip(one.operands, found, strict=True) if status == "unknown"]
         paths = [_path(operand.root) for operand in unknown]

@@ -38,9 +38,9 @@ def link(path: str, ids: Mapping[str, str]) -> Markup:
     return tag("a", path or OUTSIDE, href=f"#{ids[path]}", class_="path") if path in ids else escaped(path or OUTSIDE)
 
 
-def pieces(shares: Mapping[str, int]) -> list[Markup]:
-    """What a bar is filled with."""
-    total = sum(shares.values())
+def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
+    """What a bar is filled with. `total`: what would fill all of it; None: the sum of the shares."""
+    total = sum(shares.values()) if total is None else total
     widths = {dtype: amount / total for dtype, amount in shares.items() if amount}
     return [
         tag("span", "", class_=f"piece {colour(dtype)}", style=f"width:{width:.4%}") for dtype, width in widths.items()
@@ -80,6 +80,13 @@ def chip(dtype: str) -> Markup:
 
 def chips(dtypes: Iterable[str]) -> Iterable[Markup]:
     return map(chip, dtypes)
+
+
+def figure(number: float, form: str) -> str:
+    """A number as a format writes it; what is not finite as a sign, which has no percent."""
+    if math.isnan(number):
+        return "NaN"
+    return format(number, form) if math.isfinite(number) else "∞" if number > 0 else "-∞"
 
 
 _THOUSANDS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from policy.paths import Path
+from policy.paths import Path, spelled
 
 Pattern = tuple[str, bool]  # and whether what it matches runs in float32
 
 
-def patterns_of(wide: frozenset[Path], candidates: Iterable[Path], drop_root: bool) -> list[Pattern]:
+def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[Pattern]:
     """Pairs of a pattern and whether it means float32, which leave exactly `wide` of the candidates in float32.
 
     A rule holds for everything below the path that it matches, until another matches there.
@@ -19,13 +19,11 @@ def patterns_of(wide: frozenset[Path], candidates: Iterable[Path], drop_root: bo
     Args:
       wide: the paths to run in float32.
       candidates: all paths whose dtype matters, `wide` among them.
-      drop_root: whether patterns leave out the first name, as modules' own paths do.
     """
     every = set(candidates)
     prefixes = {path[:n] for path in every for n in range(1, len(path) + 1)}
     said = _said(wide, every, prefixes)
-    named = lambda path: "/".join(path[1:] if drop_root else path)  # noqa: E731
-    return list(_folded({named(path): state for path, state in said.items()}, {named(path) for path in prefixes}))
+    return list(_folded({spelled(path): state for path, state in said.items()}, set(map(spelled, prefixes))))
 
 
 def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[Path, bool]:

@@ -25,7 +25,7 @@ from policy.policy import Policy, get_policy
 from policy.precedence import DtypePolicyWarning
 from policy.programs import opened
 from policy.rules import PolicyRules
-from policy.scope import require_usable, use_policy
+from policy.scope import RulesLike, require_usable, use_policy
 from policy.tracing import Arguments, lowered
 
 Route = Literal["as written", "scope", "autocast"]
@@ -203,6 +203,19 @@ def checked_policy(policy: Policy | str | None) -> Policy | None:
     return None if policy is None else require_usable(get_policy(policy))
 
 
+def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> PolicyRules | None:
+    """The rules themselves.
+
+    Raises:
+      TypeError, ValueError: they are none, or stand without a policy.
+    """
+    if rules is None:
+        return None
+    if policy is None:
+        raise ValueError("rules= says what differs from a policy: give policy= with it, as policy='mixed_bfloat16'.")
+    return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+
+
 class _Listening(PolicyRules):
     """No rules, but the paths of the modules that ask for theirs."""
 
@@ -213,12 +226,14 @@ class _Listening(PolicyRules):
         super().__init__([("(?!)", "float32")], strict=False)
         object.__setattr__(self, "heard", heard)
 
-    def rule_for(self, path: str | None, cls: type | None = None) -> None:
+    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> None:
         if path is not None:
             self.heard.add(path)
 
 
-def program_of(call: Call, policy: Policy | None, modules: set[str] | None = None) -> Program:
+def program_of(
+    call: Call, policy: Policy | None, modules: set[str] | None = None, rules: PolicyRules | None = None
+) -> Program:
     """The program under a policy, paired with the function in float32.
 
     It is that of the layers that obey the policy's scope, or else autocast's.
@@ -227,18 +242,19 @@ def program_of(call: Call, policy: Policy | None, modules: set[str] | None = Non
       call: what to trace.
       policy: None for the program as it is written.
       modules: where to put the paths of the modules that obey rules, if they are asked for.
+      rules: the rules beside the policy, where the paths are not asked for.
     """
-    return _with_reference(call, _in_half(call, policy, modules))
+    return _with_reference(call, _in_half(call, policy, modules, rules))
 
 
-def _in_half(call: Call, policy: Policy | None, modules: set[str] | None) -> Program:
+def _in_half(call: Call, policy: Policy | None, modules: set[str] | None, rules: PolicyRules | None) -> Program:
     if policy is None:
         return call.traced(None, None, "as written")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DtypePolicyWarning)
-        program = call.traced(policy, None if modules is None else _Listening(modules), "scope")
+        program = call.traced(policy, rules if modules is None else _Listening(modules), "scope")
     if is_half(policy.compute_dtype) and not multiplies_in_half(program.jaxpr):
-        return call.traced(policy, None, "autocast")
+        return call.traced(policy, rules, "autocast")
     for warning in caught:
         warnings.warn(warning.message, warning.category, stacklevel=5)
     return program

@@ -16,7 +16,8 @@ class Operation:
     """What one primitive does at one place, in one set of dtypes; equal ones are one row.
 
     Attributes:
-      path: the module path, its names joined by "/", as rules use it; "" outside of any module.
+      path: the module path, its names joined by "/", as rules take it; the model itself is ``Net:``, "" is outside of
+        any module.
       kind: "dot", "convolution", "reduction", "scatter-add", "transcendental", "collective", "cast", "opaque", or
         "other".
       primitive: its name in JAX.
@@ -24,7 +25,8 @@ class Operation:
       accumulation: the dtype that sums are declared to be made in: `preferred_element_type` or the dot algorithm, and
         the operand dtype of a reduction; "backend" where a half matmul leaves that open; "" where nothing is summed.
       result: the dtype of the first result; "" where there is none.
-      source: the line of the user's code, as "model.py:12 (__call__)"; "" where JAX knows none.
+      source: the line of the user's code, as "model.py:12 (Net.__call__)"; the module's path and class, as
+        "encoder/out (Dense)", where no code of a user's called it; "" where JAX knows neither.
       is_backward: whether it is of a backward pass.
       count: how often it runs, lengths of scans multiplied.
       flops: floating-point operations of all of these runs.
@@ -50,11 +52,11 @@ class Finding:
 
     Attributes:
       kind: one of `policy.inspection.findings.KINDS`.
-      path: the module path; "" outside of any module.
+      path: the module path, as rules take it; "" outside of any module.
       primitive: of the operation that it is about.
       dtypes: the dtypes involved, in the order that the message names them.
       message: what happens and what to do about it, in a sentence or two.
-      source: the line of the user's code.
+      source: the line of the user's code, or the module, as `Operation.source`.
       is_backward: whether it is of a backward pass.
       count: how often it happens, lengths of scans multiplied.
     """
@@ -77,11 +79,14 @@ class Audit:
       operations: what it runs, in the order of the program.
       findings: what should be looked at, the gravest first.
       name: of the function.
+      policy: the policy that was in force around the call, in its short form; "of modules" where modules or parts of it
+        obey policies of their own; "" where none was in force.
     """
 
     operations: tuple[Operation, ...]
     findings: tuple[Finding, ...]
     name: str = ""
+    policy: str = ""
 
     @functools.cached_property
     def flops_by_dtype(self) -> dict[str, int]:
@@ -109,15 +114,16 @@ class Audit:
     def to_json(self, *, indent: int | None = 1) -> str:
         """The audit as JSON: one object.
 
-        Its members are ``version`` (1: names and meanings stay within a version), ``name``, ``flops_by_dtype`` and
-        ``bytes_by_dtype`` (objects, the largest first), ``f32_matmul_share`` (a number from 0 to 1), and ``findings``
-        and ``operations``: lists of objects with the attributes of `Finding` and `Operation`. Dtypes have their full
-        names; FLOPs and bytes are whole numbers.
+        Its members are ``version`` (1: names and meanings stay within a version), ``name``, ``policy``,
+        ``flops_by_dtype`` and ``bytes_by_dtype`` (objects, the largest first), ``f32_matmul_share`` (a number from 0 to
+        1), and ``findings`` and ``operations``: lists of objects with the attributes of `Finding` and `Operation`.
+        Dtypes have their full names; FLOPs and bytes are whole numbers.
         """
         return json.dumps(
             {
                 "version": 1,
                 "name": self.name,
+                "policy": self.policy,
                 "flops_by_dtype": self.flops_by_dtype,
                 "bytes_by_dtype": self.bytes_by_dtype,
                 "f32_matmul_share": self.f32_matmul_share,

@@ -16,6 +16,7 @@ from policy.inspection.program import Program
 from policy.inspection.rerun import Place, lost_prefixes
 from policy.inspection.statistics import NAMES, is_discrete, limit_of
 from policy.inspection.widened import dtypes_of, is_half
+from policy.paths import naming, spelled
 from policy.programs import opened
 
 # How many times what comes in an error has to be, to be called the module's own.
@@ -98,6 +99,12 @@ class Findings:
             jumps &= ~is_zero | ~np.isfinite(numbers.errors) | (numbers.array[..., _UNDERFLOW] > 0.5)
         return jumps
 
+    def first_error(self, place: Place) -> Numbers | None:
+        """Returns the first value computed in a place whose error is the place's own; None where there is none."""
+        depth = len(place.path)
+        inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
+        return next((n for n in inside if n.of.made.direction == place.direction and self.jumps(place, n).any()), None)
+
     def first_jump(self) -> tuple[Place, int | None] | None:
         """The first place, the innermost where one is in another, and the step of the scan that it is in."""
         found: list[tuple[int, Numbers, Place, int | None]] = []
@@ -123,7 +130,13 @@ def _with_whole_paths(log: Log) -> Log:
     lost = lost_prefixes(place.path for place in log.places)
     whole = lambda places: {p._replace(path=lost.get(p.path, p.path)): None for p in places}  # noqa: E731
     measurements = [
-        dataclasses.replace(m, left=whole(m.left), entered=whole(m.entered), returned=whole(m.returned))
+        dataclasses.replace(
+            m,
+            made=next(iter(whole([m.made]))),
+            left=whole(m.left),
+            entered=whole(m.entered),
+            returned=whole(m.returned),
+        )
         for m in log.measurements
     ]
     places = {Place(p.path[:n], p.direction): None for p in whole(log.places) for n in _lengths(p)}
@@ -156,13 +169,20 @@ def comparison_of(
 ) -> Comparison:
     """The comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
+    with naming(place.path for place in findings.places()):
+        return _comparison(program, log, findings, has_nan, name, policy)
+
+
+def _comparison(
+    program: Program, log: Log, findings: Findings, has_nan: Sequence[Any], name: str, policy: str
+) -> Comparison:
     jump = findings.first_jump()
     rows = [*_modules(findings), *_returned(program, findings)]
     apart = [place.path for place in log.places] if program.refused else log.unpaired
-    unpaired = tuple(dict.fromkeys("/".join(path) for path in apart))
+    unpaired = tuple(dict.fromkeys(map(spelled, apart)))
     return Comparison(
         tuple(sorted(rows, key=lambda row: ("activation", "gradient", "parameter", "output").index(row.kind))),
-        None if jump is None else "/".join(jump[0].path),
+        None if jump is None else spelled(jump[0].path),
         None if jump is None else jump[1],
         tuple(_notes(program, rows, unpaired, has_nan)),
         name,
@@ -177,7 +197,7 @@ def _modules(findings: Findings) -> Iterable[Row]:
         leaving = findings.leaving(place)
         if leaving:
             kind = "gradient" if place.direction == "backward" else "activation"
-            yield _row("/".join(place.path), kind, leaving, findings, place)
+            yield _row(spelled(place.path), kind, leaving, findings, place)
 
 
 def _returned(program: Program, findings: Findings) -> Iterable[Row]:
@@ -193,7 +213,7 @@ def _row(path: str, kind: Kind, leaving: list[Numbers], findings: Findings, plac
     worst = np.max([numbers.worst for numbers in leaving], axis=0)
     of = dict(zip(NAMES, map(float, worst), strict=True))
     nearest = max(leaving, key=lambda numbers: (not is_discrete(numbers.of.dtype), numbers.headroom))
-    culprit = max(leaving, key=lambda numbers: float(numbers.worst[_ERROR]))
+    culprit = (place and findings.first_error(place)) or max(leaving, key=lambda n: float(n.worst[_ERROR]))
     in_steps = [numbers for numbers in leaving if numbers.errors.ndim]
     shape = max((n.errors.shape for n in in_steps), key=len, default=())
     steps = [n.errors for n in in_steps if n.errors.shape == shape]

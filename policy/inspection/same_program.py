@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspection.walk import source_of
-from policy.paths import Path, path_of
+from policy.inspection.sources import source_of
+from policy.paths import Path, path_of, spelled
 from policy.programs import opened
 
 # What says where an equation comes from, or what its function is called, and not what it does.
@@ -161,7 +161,7 @@ def _path_of(equation: Any, above: Path) -> Path:
 
 
 def _path(equation: Any, above: Path) -> str:
-    return "/".join(_path_of(equation, above))
+    return spelled(_path_of(equation, above))
 
 
 def _aval(aval: Any) -> str:

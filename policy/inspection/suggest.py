@@ -18,6 +18,7 @@ from policy.inspection.program import Call, Program, checked_policy, program_of,
 from policy.inspection.rerun import Value
 from policy.inspection.search import FEW, Search, Wide
 from policy.inspection.trial import Trial, compiled, floats_of
+from policy.paths import naming, spelled
 from policy.policy import Policy, get_policy
 from policy.programs import opened
 from policy.rules import PolicyRules
@@ -150,7 +151,8 @@ def suggest(
     search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     if not trial.outside:
         search.known[search.every] = 0.0
-    return _confirmed(call, policy, program, trial, search, budget)
+    with naming(trial.paths):
+        return _confirmed(call, policy, program, trial, search, budget)
 
 
 def _checked(error: Any) -> float:
@@ -216,7 +218,7 @@ def _applied(
 
 def _rules(program: Program, trial: Trial, wide: Wide, policy: Policy | None, full: Policy) -> PolicyRules:
     kept = frozenset(trial.paths[i] for i in wide)
-    named = patterns_of(kept, trial.paths, drop_root=program.route == "scope")
+    named = patterns_of(kept, trial.paths)
     half = policy or get_policy("mixed_bfloat16")
     return PolicyRules([(pattern, full if is_wide else half) for pattern, is_wide in named])
 
@@ -257,7 +259,7 @@ def _suggestion(
     confirmations: int,
 ) -> Suggestion:
     alone = search.alone or [math.nan] * len(trial.paths)
-    evidence = [Evidence("/".join(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)]
+    evidence = [Evidence(spelled(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)]
     return Suggestion(
         rules,
         "" if policy is None else short_text(policy),

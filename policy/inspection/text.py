@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 import re
 import sys
@@ -11,11 +13,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from policy.inspection.report import Audit, Finding, Operation
+from policy.inspection.tree import models_first
+from policy.paths import parts_of
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool"}
 _STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
 _LISTED = ("dot", "convolution", "reduction", "scatter-add", "transcendental", "collective", "opaque")
 _WIDTH = 118
+_FEW = 10  # numbers that a pattern lists one by one
 
 
 def shows_colour(file: TextIO) -> bool:
@@ -31,11 +36,11 @@ def show(audit: Audit, file: TextIO | None = None) -> None:
 def text(audit: Audit, *, colour: bool = False) -> str:
     """An audit as text: a summary, its findings, and a tree of the modules with what they run.
 
-    Modules of one name but for a number that run the same are one: ``block_{0..11}``. Operations that neither multiply
-    nor sum, and casts, are counted in the figures and not listed.
+    Modules of one name but for a number that run the same are one, as a pattern that rules take: ``block_[0-3]``.
+    Operations that neither multiply nor sum, and casts, are counted in the figures and not listed.
     """
     paint = _Paint(colour)
-    parts = [_summary(audit, paint), _findings(audit.findings, paint), _tree(audit.operations, paint)]
+    parts = [_summary(audit, paint), _findings(audit, paint), _tree(audit.operations, paint)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -67,7 +72,8 @@ def amount(number: float, unit: str = "") -> str:
 
 def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
     count = len(audit.findings)
-    verdict = paint("good", "no findings") if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
+    clean = "no findings" if audit.policy else "no findings, and no policy was in force"
+    verdict = paint("good", clean) if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
     yield f"{paint('bold', f'audit of {audit.name}' if audit.name else 'audit')}: {verdict}"
     for what, unit, shares in (("FLOPs", "FLOP", audit.flops_by_dtype), ("bytes", "B", audit.bytes_by_dtype)):
         total = sum(shares.values())
@@ -77,48 +83,76 @@ def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
         yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
 
 
+_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A path whose numbers stand apart: ``Net/block_{}/Dense_{}`` and (3, 0)."""
+    """A path whose numbers stand apart: ``("block_", "/Dense_", "")`` and (3, 0)."""
 
-    pattern: str
+    between: tuple[str, ...]
     numbers: tuple[int, ...]
 
     @classmethod
     def of(cls, path: str) -> _Place:
-        numbers = re.findall(r"\d+", path)
-        return cls(re.sub(r"\d+", "{}", path.replace("{", "{{").replace("}", "}}")), tuple(map(int, numbers)))
+        return cls(tuple(_NUMBER.split(path)), tuple(map(int, _NUMBER.findall(path))))
 
 
-def folded(paths: Iterable[str]) -> str:
-    """Paths that differ in numbers only, as one: ``Net/block_{0..11}/Dense_0``.
+def folded(paths: Iterable[str], among: Iterable[str] = ()) -> str:
+    """Paths that differ in numbers only, as one pattern that rules take; as several where one would match others.
 
-    >>> folded(["Net/block_0/Dense_0", "Net/block_1/Dense_0"])
-    'Net/block_{0..1}/Dense_0'
+    >>> folded(["block_0/Dense_0", "block_1/Dense_0"])
+    'block_[0-1]/Dense_0'
+
+    Args:
+      among: all the paths that there are; where these are all of their form, ``\\d+`` stands for more than ten numbers.
     """
-    places = [_Place.of(path) for path in paths]
-    columns = [sorted(set(column)) for column in zip(*(place.numbers for place in places), strict=True)]
-    return places[0].pattern.format(*map(_span, columns))
+    groups, known = _by_form(paths), _by_form(among)
+    patterns = (
+        _patterns(between, rows, is_all=set(rows) == set(known.get(between, ()))) for between, rows in groups.items()
+    )
+    return ", ".join(itertools.chain.from_iterable(patterns))
+
+
+def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for place in dict.fromkeys(map(_Place.of, paths)):
+        groups.setdefault(place.between, []).append(place.numbers)
+    return groups
+
+
+def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False) -> list[str]:
+    """Returns a pattern for paths of one form, whose numbers are `rows`; several where some combination is missing."""
+    columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
+    if is_all and any(len(column) > _FEW for column in columns):
+        spans = [_span(column) if len(column) == 1 else r"\d+" for column in columns]
+        return ["".join(map("".join, itertools.zip_longest(map(re.escape, between), spans, fillvalue="")))]
+    if math.prod(map(len, columns)) != len(rows):
+        differing = next(i for i, column in enumerate(columns) if len(column) > 1)
+        apart = ([row for row in rows if row[differing] == number] for number in columns[differing])
+        return [pattern for alike in apart for pattern in _patterns(between, alike)]
+    escaped = map(re.escape, between) if len(rows) > 1 else between  # a single path stands as it is
+    return ["".join(map("".join, itertools.zip_longest(escaped, map(_span, columns), fillvalue="")))]
 
 
 def _span(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return f"{{{','.join(map(str, numbers))}}}"
+    if numbers[-1] < 10 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"[{numbers[0]}-{numbers[-1]}]"
+    return f"(?:{'|'.join(map(str, numbers))})"
 
 
-def _findings(findings: tuple[Finding, ...], paint: _Paint) -> Iterator[str]:
+def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
     groups: dict[Any, list[Finding]] = {}
-    for f in findings:
-        key = (f.kind, _Place.of(f.path).pattern, f.primitive, f.dtypes, f.source, f.is_backward)
+    for f in audit.findings:
+        key = (f.kind, _Place.of(f.path).between, f.primitive, f.dtypes, f.source, f.is_backward)
         groups.setdefault(key, []).append(f)
     if groups:
         yield paint("bold", "findings")
     for found in groups.values():
         first, times = found[0], sum(finding.count for finding in found)
-        where = folded(finding.path for finding in found) or "(top level)"
+        where = folded((finding.path for finding in found), audit.paths) or "(top level)"
         dtypes = ", ".join(map(short, first.dtypes))
         marks = " backward" * first.is_backward + (f" x{times}" if times > 1 else "")
         yield f"  {paint('bad', first.kind)}  {paint('bold', where)}  {first.primitive} {dtypes}{paint('dim', marks)}"
@@ -140,7 +174,7 @@ class _Module:
 
     def at(self, path: str) -> _Module:
         module = self
-        for name in filter(None, path.split("/")):
+        for name in parts_of(path):
             module = module.below.setdefault(name, _Module())
         return module
 
@@ -164,7 +198,7 @@ class _Module:
 
 def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
     root = _Module()
-    for operation in operations:
+    for operation in models_first(operations):
         root.at(operation.path).operations.append(operation)
     total = root.flops()
     lines = list(_lines(root, 0, total, paint))
@@ -186,7 +220,8 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
     for names, child in _alike(module):
         flops = child.flops() * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
-        yield f"{'  ' * (depth + 1)}{paint('bold', folded(names))}{'  ' + paint('dim', share) if share else ''}"
+        shown = paint("bold", folded(names, module.below))
+        yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
         yield from _lines(child, depth + 1, total, paint)
 
 
@@ -194,6 +229,6 @@ def _alike(module: _Module) -> Iterator[tuple[list[str], _Module]]:
     """The modules below one, with those of equal content and of names that differ in a number in one entry."""
     groups: dict[Any, tuple[list[str], _Module]] = {}
     for name, child in module.below.items():
-        key = (_Place.of(name).pattern, child.signature())
+        key = (_Place.of(name).between, child.signature())
         groups.setdefault(key, ([], child))[0].append(name)
     yield from groups.values()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from policy.inspection.report import Audit
+from policy.paths import parts_of
 
 if TYPE_CHECKING:
     from policy.inspection.report import Operation
@@ -50,8 +51,9 @@ class Node:
     def at(self, path: str) -> Node:
         """The node at a path below, made where there is none."""
         node = self
-        for name in filter(None, path.split("/")):
-            above = f"{node.path}/{name}" if node.path else name
+        for name in parts_of(path):
+            between = "" if node.path.endswith(":") or not node.path else "/"
+            above = f"{node.path}{between}{name}"
             node = node.children.setdefault(name, Node(above, name))
         return node
 
@@ -69,7 +71,7 @@ class Node:
 def tree_of(audit: Audit) -> Node:
     """The tree of all paths that operations and findings have."""
     root = Node("", "")
-    for operation in audit.operations:
+    for operation in models_first(audit.operations):
         root.at(operation.path).operations.append(operation)
     for finding in audit.findings:
         root.at(finding.path).findings += 1
@@ -77,6 +79,11 @@ def tree_of(audit: Audit) -> Node:
         node.id = f"m{i}"
     _add_up(root)
     return root
+
+
+def models_first(operations: Iterable[Operation]) -> list[Operation]:
+    """Returns operations with those of a model's own code before those of its modules."""
+    return sorted(operations, key=lambda operation: not operation.path.endswith(":"))
 
 
 def _add_up(node: Node) -> None:

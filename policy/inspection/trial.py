@@ -19,7 +19,7 @@ from policy.inspection.rerun import Value, lost_prefixes, module_path
 from policy.inspection.search import Wide
 from policy.inspection.walk import bodies_of, walk
 from policy.inspection.widened import dtype_of, is_half, widen
-from policy.paths import Path
+from policy.paths import Path, divided, once
 from policy.programs import opened
 
 
@@ -156,6 +156,9 @@ def _is_in_half(equation: Any) -> bool:
 
 def _reached(path: Path, modules: set[str] | None) -> Path:
     """The innermost path that a rule can name: where layers obey them, those are modules, not scopes within."""
-    while modules is not None and path and "/".join(path[1:]) not in modules:
+    while modules is not None and path:
+        model = divided(path)
+        if model is not None and "/".join(once(model[1])) in modules:
+            return path
         path = path[:-1]
     return path

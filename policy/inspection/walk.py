@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ from jax.extend import source_info_util
 from policy.amp.categories import kernels
 from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.inspection.origins import is_jax_file
+from policy.inspection.sources import layer_of, source_of
 from policy.islands import ISLAND
 from policy.names import noted
 from policy.paths import AUTOCAST, Path, path_of
@@ -73,10 +72,17 @@ class Site:
 
     @property
     def source(self) -> str:
-        """The line of the user's code, as ``model.py:12 (__call__)``; "" where JAX knows none."""
+        """The line of the user's code, as ``model.py:12 (Net.__call__)``.
+
+        Where no code of a user's called the module, its path and class, ``encoder/out (Dense)``; or "".
+        """
+        return self._line or layer_of(self.equation, self.path)
+
+    @property
+    def _line(self) -> str:
         if self.call is not None:
             return source_of(self.call)
-        return source_of(self.equation) or ("" if self.around is None else self.around.source)
+        return source_of(self.equation) or ("" if self.around is None else self.around._line)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,20 +210,6 @@ def _axes(equation: Any) -> tuple[tuple[str, int], ...]:
     return tuple((axis, int(size)) for axis, size in sizes.items() if not manual or axis in manual)
 
 
-_SUMMARY = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)", re.DOTALL)
-
-
-def source_of(equation: Any) -> str:
-    """The line of the user's code that an equation comes from, as ``model.py:12 (__call__)``; "" where unknown."""
-    return _shortened(source_info_util.summarize(equation.source_info))
-
-
-@functools.lru_cache(maxsize=4096)
-def _shortened(summary: str) -> str:
-    found = _SUMMARY.fullmatch(summary)
-    if found is None:
-        return ""
-    names = [name for name in found["function"].split(".") if not name.startswith("<")]
-    is_method = len(names) > 1 and names[-2][:1].isupper()
-    function = ".".join(names[-2:] if is_method else names[-1:]) or found["function"]
-    return f"{os.path.basename(found['file'])}:{found['line']} ({function})"
+def written_at(equation: Any) -> str:
+    """The innermost line outside of JAX that an equation comes from: tells apart the operations of a layer."""
+    return source_info_util.summarize(equation.source_info)

@@ -126,7 +126,7 @@ def test_the_example_trains_reports_and_plots(tmp_path, capsys):
     printed = capsys.readouterr()
     columns = ("way", "test accuracy", "final loss", "saved activations KiB", "matmuls in half", "seconds")
     assert all(column in printed.out.splitlines()[0] for column in columns)
-    for text in ("audit finds", "port: apply", "against float32", "ViT/block_0/attention/query"):
+    for text in ("audit finds", "port: apply", "against float32", "block_0/attention/query"):
         assert text in printed.out
     assert "100%" in printed.err and path.read_bytes().startswith(b"\x89PNG")
 
@@ -136,7 +136,7 @@ def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsy
     (result,) = job.main([*arguments, "--plot", str(tmp_path / "p.png")])
     assert np.isfinite(result.losses).all() and result.audit.f32_matmul_share == 0
     printed = capsys.readouterr().out
-    assert "NnxViT/blocks/0/attention/query" in printed and "audit finds" not in printed  # nothing at all
+    assert "blocks/0/attention/query" in printed and "audit finds" not in printed  # nothing at all
     assert "autocast explains itself" in printed and "dot_general" in printed
 
 

@@ -30,11 +30,14 @@ _FAR = 64  # values that are looked at behind a matmul
 def silent_promotions(flow: Flow) -> Iterator[Finding]:
     """Half values that met float32 where nobody cast, if the float32 is not narrowed before it goes on.
 
-    A normalisation of Flax's, whose half input meets float32 statistics and whose result is narrowed, is none.
+    A normalisation of Flax's, whose half input meets float32 statistics and whose result is narrowed, is none, and
+    neither is what a layer widens that was asked for float32.
     """
     for node in flow.graph.nodes:
         is_wider = widens(node) or _makes_complex(node)
         if not is_wider or is_cotangent(node) or node.site.is_placed or not flow.leaks(node.out):
+            continue
+        if is_wide(node.out.dtype) and flow.asked.is_wide(node.site.path):
             continue
         met = next((pair for pair in _meetings(node.out)), None)
         if met is None or not is_promotion(node.site.equation):
@@ -80,11 +83,11 @@ def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
 
 def float32_matmuls(flow: Flow) -> Iterator[Finding]:
     """Matmuls in float32 where the rest multiplies in half, with their share of the FLOPs; and where the float32 of
-    their operands leaked from."""
+    their operands leaked from. Those that a rule, a policy or an argument puts in float32 are none."""
     total = sum(_flops(node) for node in flow.matmuls)
     for node in flow.matmuls:
         wide = [value for value in operands(node)[:2] if is_wide(value.dtype)]
-        if not wide or node.site.in_island:
+        if not wide or node.site.in_island or flow.asked.is_wide(node.site.path):
             continue
         sources = [origin for value in wide if (origin := flow.widening(value)) is not None]
         if _is_no_work(node, any(map(_was_computed, sources))):

@@ -12,6 +12,7 @@ from policy.inspection.kinds import CARRY, finding, shape_of
 from policy.inspection.report import Finding
 from policy.inspection.shares import Dependence, Share, Shares
 from policy.inspection.states import State
+from policy.inspection.walk import written_at
 
 _RANDOM = frozenset(("random_bits", "threefry2x32", "random_wrap", "random_unwrap", "random_fold_in", "random_split"))
 _MOST = 0.5  # a known share below that is no average that anybody keeps
@@ -35,7 +36,7 @@ def narrowed_states(flow: Flow) -> Iterator[Finding]:
         state, node = next(((state, node) for state, node in sums if node is not None), (None, None))
         if state is not None and node is not None:
             dtype = flow.graph.arguments[state.argument].dtype
-            found[*node.site.path, node.site.source, node.name, dtype].append((state, node))
+            found[*node.site.path, written_at(node.site.equation), node.name, dtype].append((state, node))
     for alike in found.values():
         yield finding(CARRY, alike[0][1], _message(flow, [state for state, _ in alike]))
 

@@ -67,7 +67,7 @@ def test_the_audit_of_a_port_finds_nothing_and_names_no_marks(variables):
     found = audit(loss_of(ported(Net()), variables, TOKENS), variables["params"], backward=True)
     assert not found.findings
     assert not [path for path in found.paths if "policy_" in path]
-    assert {"Net/block/qkv", "Net/block/norm"} <= set(found.paths)
+    assert {"block/qkv", "block/norm"} <= set(found.paths)
 
 
 def test_compare_names_no_marks(variables):
@@ -139,7 +139,7 @@ def test_rules_hold_for_own_code_and_for_layers(variables):
     model = ported(Net(), rules={"block/qkv": "float32", "head": "float32"})
     jaxpr = audit(lambda v: model.apply(v, TOKENS), variables)
     wide = {op.path for op in jaxpr.operations if op.primitive == "dot_general" and "float32" in op.operands}
-    assert wide == {"Net/block/qkv", "Net/head"}
+    assert wide == {"block/qkv", "head"}
     with pytest.raises(ValueError, match=r"Rule 'block/quv' matched no module\. Modules seen: .*block/qkv"):
         jax.eval_shape(ported(Net(), rules={"block/quv": "float32"}).apply, variables, TOKENS)
 

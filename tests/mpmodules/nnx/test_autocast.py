@@ -122,7 +122,7 @@ def test_flaxs_classes_are_as_they_were_afterwards_and_in_other_threads(model):
 def test_a_report_names_modules_and_parameters(model):
     report = autocast(loss_fn, "mixed_bfloat16").explain(model, X)
     text = str(report)
-    assert "Model/layers/0/up" in text and "'head'" in text.splitlines()[0]
+    assert "layers/0/up" in text and "'head'" in text.splitlines()[0]
     assert not report.wide_matmuls and not report.opaque_matmuls
 
 

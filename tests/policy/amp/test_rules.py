@@ -91,7 +91,7 @@ def test_one_layer_of_several_alike_is_told_from_its_neighbour(remat):
     for program, fn in programs(net.apply, rules={"layers_1": "f32"}).items():
         found = matmuls(fn, variables, SEQUENCE)
         assert found["block", "float32"] == found["block", "bfloat16"] > 0, program
-    for program, fn in programs(net.apply, rules={"layers_1/up": "f32", "Net/layers_0": "mixed_float16"}).items():
+    for program, fn in programs(net.apply, rules={"layers_1/up": "f32", "Net:layers_0": "mixed_float16"}).items():
         found = matmuls(fn, variables, SEQUENCE)
         assert found["block", "float32"] >= found["block", "bfloat16"] > 0, program
         assert found["block", "float32"] + found["block", "bfloat16"] == found["block", "float16"], program
@@ -123,7 +123,7 @@ class Methods(nn.Module):
         return self.head(self.encode(x))
 
 
-@pytest.mark.parametrize("rule", ["body", "Methods/body"])
+@pytest.mark.parametrize("rule", ["body", "Methods:body"])
 def test_a_layer_is_known_by_its_path_whatever_method_calls_it(rule):
     net = Methods()
     variables = jax.eval_shape(net.init, KEY, SEQUENCE)
@@ -136,7 +136,7 @@ def test_a_layer_is_known_by_its_path_whatever_method_calls_it(rule):
 def test_a_rule_for_what_an_island_holds_matches_it():
     net = Methods()
     variables = jax.eval_shape(net.init, KEY, SEQUENCE)
-    fn = autocast(full_precision(net.apply), BF16, rules={"body": "mixed_float16", "Methods/head": "bf16"})
+    fn = autocast(full_precision(net.apply), BF16, rules={"body": "mixed_float16", "Methods:head": "bf16"})
     assert {dtype for _, dtype in matmuls(fn, variables, SEQUENCE)} == {"float32"}
 
 
@@ -266,7 +266,7 @@ def test_a_rule_for_a_module_leaves_its_own_loops_alone():
 
     model = Sums()
     variables = jax.eval_shape(model.init, KEY, SQUARE)
-    assert carried(autocast(model.apply, BF16, rules={"Sums": "bfloat16"}), variables, SQUARE) == {"float32"}
+    assert carried(autocast(model.apply, BF16, rules={"Sums:": "bfloat16"}), variables, SQUARE) == {"float32"}
 
 
 def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
@@ -303,5 +303,5 @@ def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: 
     assert {path.rpartition("/")[2] for path in wide} == {"query", "Doubled_0"}
     report = audit(model.apply, variables, SEQUENCE)
     paths = {operation.path for operation in report.operations if operation.kind == "dot"}
-    assert "Attends/Doubled_0" in paths
-    assert ("Attends/SelfAttention_0/query" in paths) == rule.startswith("Self")
+    assert "Doubled_0" in paths
+    assert rule in paths

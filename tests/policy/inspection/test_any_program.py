@@ -160,8 +160,8 @@ def test_derivatives_that_a_function_takes_itself():
 
     report = audit(fn, shape(4, 4), shape(2, 4))
     assert {(op.path, op.is_backward) for op in report.operations if op.kind == "dot"} == {
-        ("Net", False),
-        ("Net", True),
+        ("Net:", False),
+        ("Net:", True),
     }
 
 

@@ -97,11 +97,38 @@ def test_gradients_are_taken_by_the_arguments_that_are_named(model, capsys):
     assert "--params says what gradients are taken by: give --backward with it." in capsys.readouterr().err
 
 
+def test_a_policy_and_rules_are_taken_as_by_audit(model, capsys):
+    assert run(f"{model}:net", "--arg", "f32[2,4]", "--policy", "mixed_bfloat16", "--json", "-") == 0
+    read = json.loads(capsys.readouterr().out)
+    dots = [operation["operands"] for operation in read["operations"] if operation["kind"] == "dot"]
+    assert read["policy"] == "mixed_bfloat16" and dots == [["bfloat16", "bfloat16"]]
+    ruled = ("--policy", "mixed_bfloat16", "--rule", "head=p=f32,c=f32,o=f32", "--json", "-")
+    assert run(f"{model}:net", "--arg", "f32[2,4]", *ruled) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [o["operands"] for o in read["operations"] if o["kind"] == "dot"] == [["float32", "float32"]]
+    assert run(f"{model}:clean", "--arg", "f32[4,4]") == 0
+    assert "no findings, and no policy was in force" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (("--rule", "head=f32"), "--rule says what differs from a policy: give --policy with it."),
+        (("--policy", "nonsense"), "--policy nonsense: "),
+        (("--policy", "bf16", "--rule", "head"), "--rule: Rule 'head' should be PATH=TEXT, such as head=f32."),
+        (("--policy", "bf16", "--rule", "haed=f32"), "ValueError, see above."),
+    ),
+)
+def test_a_policy_or_rule_that_is_none_is_refused(model, capsys, options, message):
+    assert run(f"{model}:net", "--arg", "f32[2,4]", *options) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_function_without_arguments_and_an_nnx_module(model, capsys):
     assert run(f"{model}:no_arguments") == 0
     assert run(f"{model}:net", "--arg", "f32[2,4]") == 0
     out = capsys.readouterr().out
-    assert "low-precision-function  Net  exp bf16" in out and "\n    head  " in out
+    assert "low-precision-function  Net:  exp bf16" in out and "\n  head  " in out
 
 
 def test_a_module_by_its_name(model, capsys, monkeypatch):

@@ -151,11 +151,11 @@ def weights() -> tuple[Any, Any]:
 
 def test_an_overflow_at_depth_12_of_24_layers_is_named_and_its_successors_are_not(weights: Any) -> None:
     comparison = compare(lambda x, ws: deep(24, x, ws, F16, planted=12), *weights)
-    assert comparison.first_jump == "Net/layer_12/dense" and comparison.jump_step is None
-    row = comparison["Net/layer_12/dense"]
+    assert comparison.first_jump == "layer_12/dense" and comparison.jump_step is None
+    row = comparison["layer_12/dense"]
     assert row.is_jump and row.overflow > 0 and math.isinf(row.error) and row.entering < 0.01
-    assert not comparison["Net/layer_11/dense"].is_jump and not comparison["Net/layer_13/dense"].is_jump
-    assert "The error jumps first at Net/layer_12/dense: mul, test_compare.py:" in str(comparison)
+    assert not comparison["layer_11/dense"].is_jump and not comparison["layer_13/dense"].is_jump
+    assert "The error jumps first at layer_12/dense, in mul, test_compare.py:" in str(comparison)
 
 
 def test_a_clean_model_jumps_nowhere_in_either_half_dtype(weights: Any) -> None:
@@ -363,9 +363,9 @@ def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
 
     w, x = normal(4, 4), normal(2, 4)
     comparison = compare(loss, w, x, policy="mixed_bfloat16", backward=True)
-    assert paths(comparison.activations) == ["", "Net", "Net/layer"]
-    assert paths(comparison.gradients) == ["Net", "Net/layer"] and comparison.route == "autocast"
-    assert len(comparison["Net/layer"].steps) == 3 == len(comparison.gradients[1].steps)
+    assert paths(comparison.activations) == ["", "Net:", "layer"]
+    assert paths(comparison.gradients) == ["Net:", "layer"] and comparison.route == "autocast"
+    assert len(comparison["layer"].steps) == 3 == len(comparison.gradients[1].steps)
 
 
 def test_what_a_scan_stacks_in_16_bits_is_what_it_was_but_for_one_part_in_256_of_its_difference() -> None:
@@ -409,7 +409,7 @@ def test_layers_of_ours_obey_the_policy_and_boundary_casts_are_no_module() -> No
     variables = model.init(jax.random.key(0), x)
     comparison = compare(model.apply, variables, x, policy="mixed_bfloat16")
     assert comparison.route == "scope" and comparison.policy == "mixed_bfloat16"
-    assert paths(comparison.activations) == ["Model", "Model/body", "Model/head"]
+    assert paths(comparison.activations) == ["Model:", "body", "head"]
     with policy.use_policy("mixed_bfloat16"):
         fn = jax.jit(lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False})
         half = fn(variables, x)
@@ -427,8 +427,8 @@ def test_flax_models_are_compared_under_autocast_or_as_they_are_written() -> Non
         assert comparison.route == route and {row.path for row in comparison.parameters} == {
             f"params/layers_{i}/{name}" for i in (0, 1) for name in ("kernel", "bias")
         }
-        assert paths(comparison.gradients) == ["Sequential", "Sequential/layers_1", "Sequential/layers_0"]
-        assert 0 < comparison["Sequential/layers_1"].error < 0.02
+        assert paths(comparison.gradients) == ["Sequential:", "layers_1", "layers_0"]
+        assert 0 < comparison["layers_1"].error < 0.02
 
 
 def test_nnx_models_are_named_and_keep_their_state() -> None:
@@ -442,7 +442,7 @@ def test_nnx_models_are_named_and_keep_their_state() -> None:
     model, x = Net(flax_nnx.Rngs(0)), normal(4, 8)
     before = np.asarray(model.norm.mean[...])
     comparison = compare(model, x, policy="mixed_bfloat16")
-    assert {"Net", "Net/layer", "Net/norm"} <= set(paths(comparison.activations))
+    assert {"Net:", "layer", "norm"} <= set(paths(comparison.activations))
     np.testing.assert_array_equal(before, np.asarray(model.norm.mean[...]))
     loss = lambda model, x: jnp.mean(jnp.square(model(x)))  # noqa: E731
     trained = compare(loss, model, x, policy="mixed_bfloat16", backward=True)

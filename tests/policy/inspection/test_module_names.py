@@ -101,7 +101,7 @@ def arrays_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def assert_rows(paths: Any, names: tuple[str, ...] = FEW) -> None:
     """Every module has one, and none has another."""
-    assert {path for path in paths if path not in ("", "Net")} == {f"Net/{name}" for name in names}
+    assert {path for path in paths if path not in ("", "Net:")} == set(names)
 
 
 @EACH_WING
@@ -148,7 +148,7 @@ def test_explain_has_a_row_for_each_and_autocast_obeys_rules_for_each(wing):
     assert_rows(record.path for record in autocast(fn, HALF).explain(*args).records)
     for name in FEW:
         report = autocast(fn, HALF, rules={re.escape(name): "float32"}).explain(*args)
-        assert [record.path for record in report.wide_matmuls] == [f"Net/{name}"]
+        assert [record.path for record in report.wide_matmuls] == [name]
 
 
 @EACH_WING
@@ -164,7 +164,7 @@ def test_layers_obey_rules_for_each(wing):
         else:
             found = audit(nnx.apply_policy(model, HALF, rules), *args)
         wide = [op.path for op in found.operations if op.kind == "dot" and "float32" in op.operands]
-        assert wide == [f"Net/{name}"]
+        assert wide == [name]
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -182,7 +182,7 @@ def test_summaries_have_a_row_for_each(wing):
 
 def test_assertions_allow_paths_by_name():
     _, fn, args = model_of("Flax's linen")
-    with pytest.raises(AssertionError, match=re.escape("Net/a.b")):
+    with pytest.raises(AssertionError, match=re.escape("at 'a.b'")):
         assert_dots_in(fn, args, "bfloat16", allow=[re.escape(name) for name in FEW if name != "a.b"])
 
 

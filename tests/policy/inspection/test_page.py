@@ -1,6 +1,7 @@
 """The page of an audit: self-contained, escaped, and alive in a browser."""
 
 import importlib.util
+import math
 import pathlib
 import re
 import sys
@@ -141,7 +142,12 @@ def test_numbers_are_shown_with_three_digits_and_a_unit(number, count, size):
 
 def test_an_audit_of_nothing_is_a_page_too():
     text = Elements(page(Audit((), ()))).text
-    assert "A function" in text and "None." in text and "FLOPs: none" in text and "no matmul" in text
+    assert (
+        "A function" in text
+        and "None, and no policy was in force." in text
+        and "FLOPs: none" in text
+        and "no matmul" in text
+    )
 
 
 def test_a_comparison_is_shown_beside_the_audit():
@@ -275,8 +281,75 @@ def test_the_page_of_a_real_model_is_alive_in_a_browser(example):
     assert console == [] and seen["fetched"] == []
     assert (seen["ready"], seen["title"]) == ("true", f"Audit of {HOSTILE}")
     assert (seen["findings"], seen["rows"]) == (len(audit.findings), len(audit.operations))
-    assert {"", "Transformer/layer_0/attn/query", "Transformer/head"} <= set(seen["nodes"])
+    assert {"", "layer_0/attn/query", "head"} <= set(seen["nodes"])
     assert set(audit.paths) <= set(seen["nodes"])
+
+
+# What a reader sees: words that are broken in two, bars, and whether the page is wider than its window.
+LOOK = """
+const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+const broken = (element) => {
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) {
+    for (const word of walker.currentNode.data.matchAll(/\\S+/g)) {
+      const range = document.createRange();
+      range.setStart(walker.currentNode, word.index);
+      range.setEnd(walker.currentNode, word.index + word[0].length);
+      const lines = new Set([...range.getClientRects()].map((rectangle) => Math.round(rectangle.top)));
+      if (lines.size > 1) found.push(word[0]);
+    }
+  }
+  return found;
+};
+const width = (element) => element.getBoundingClientRect().width;
+return {
+  width: innerWidth, fits: document.documentElement.scrollWidth <= innerWidth, text: document.body.innerText,
+  broken: all("th, td").flatMap(broken), scheme: matchMedia("(prefers-color-scheme: dark)").matches,
+  bars: Object.fromEntries(all(".node").filter((node) => node.querySelector(":scope > summary .bar")).map((node) => {
+    const bar = node.querySelector(":scope > summary .bar");
+    return [node.dataset.path, all(".piece", bar).map(width).reduce((sum, each) => sum + each, 0) / width(bar)];
+  })),
+  drawn: all(".drawing circle").map((circle) => [circle.textContent, Number(circle.getAttribute("cx"))]),
+  axis: all(".drawing text[text-anchor=middle]").map((text) => [text.textContent, Number(text.getAttribute("x"))]),
+};
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [420, 1000, 1300, 1900])
+def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
+    primitives = ("convert_element_type", "dynamic_update_slice", "dot_general", "custom_partitioning")
+    audit = Audit(
+        tuple(
+            operation(f"layer_{i}/attention/query", name=name, kind="transcendental", flops=flops)
+            for i, (name, flops) in enumerate(
+                zip(primitives, (1_000_000, 2_000_000, 5_000_000, 2_000_000), strict=True)
+            )
+        ),
+        (),
+    )
+    infinite = Row(
+        "layer_1", "activation", math.inf, 0.0, 0.0, 0.0, 0.5, math.inf, 65504.0, "float16", 7e4, is_jump=True
+    )
+    small = Row("layer_0", "activation", 1e-3, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    large = Row("layer_2", "activation", 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    seen, console = look(page(audit, Comparison((small, infinite, large), first_jump="layer_1")), LOOK, width=width)
+    assert console == [] and seen["fits"] and seen["broken"] == [] and seen["width"] == max(width, 500)
+    shares = {"": 1.0, "layer_0": 0.1, "layer_1": 0.2, "layer_2": 0.5, "layer_3": 0.2}
+    assert {path: round(seen["bars"][path], 2) for path in shares} == shares
+    axis, drawn = dict(seen["axis"]), dict(seen["drawn"])
+    assert drawn["layer_1: error ∞, underflow 0.00%"] == axis["∞"] > axis["1e0"] + 20
+    assert drawn["layer_2: error 1.00e+00, underflow 0.00%"] == axis["1e0"]
+    assert "inf" not in seen["text"].replace("infinity", "") and "∞" in seen["text"]
+
+
+def test_a_drawing_names_what_was_measured_and_has_infinity_where_there_is_one():
+    forward = Row("layer", "activation", 1e-3, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    alone = Comparison((forward,)).to_svg()
+    assert "activations" in alone and "gradients" not in alone and "∞" not in alone
+    backward = Row("layer", "gradient", math.inf, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    both = Comparison((forward, backward)).to_svg()
+    assert "activations" in both and "gradients" in both and "∞" in both
 
 
 @needs_browser

@@ -30,7 +30,7 @@ def test_what_a_call_adds_to_its_state_is_found(fault, place):
     with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
         report = audit(STATE_PLACES[place](functools.wraps(fault.run)(scoped(fault.run))), *fault.args)
     assert sums_of(report) == fault.found, str(report)
-    assert {f.path for f in report.findings if f.kind == CARRY} == {"Net/inner"}
+    assert {f.path for f in report.findings if f.kind == CARRY} == {"inner"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
