@@ -43,8 +43,8 @@ OTHERS = ("v5p:2x2x1", "tpu7x:2x2x1", "a100", "b200")
 TPU: dict[str, float | None] = {"cycles": 1.00, "/autocast": 1.02, "bytes": 1.02, "temporary": 1.05}
 GPU: dict[str, float | None] = {"bytes": 1.02, "temporary": 1.05}
 # XLA for TPUs gives a table of pointers, of the 32 bytes that say where a kernel's results or an exchange's are, 16 KiB
-# of memory, and `memory_analysis` counts those twice. Where a chip holds all arrays itself (v6e's MLP), temporary memory
-# is 14 of them: one more, of the exchange of the biases' float32 gradients, is no array.
+# of memory, and `memory_analysis` counts those twice. Where the chip's own memory holds all arrays (the MLP on v6e),
+# temporary memory is 14 of them: one more, of the exchange of the biases' float32 gradients, is no array.
 TABLE_OF_POINTERS = 2 * 2**14
 
 
