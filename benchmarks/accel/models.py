@@ -46,9 +46,9 @@ GPU: dict[str, float | None] = {"bytes": 1.02, "temporary": 1.05}
 # of memory, and `memory_analysis` counts those twice. Where the chip's own memory holds all arrays (the MLP on v6e),
 # temporary memory is 14 of them: one more, of the exchange of the biases' float32 gradients, is no array.
 TABLE_OF_POINTERS = 2 * 2**14
-# Exact variances take three sums in a convolution's kernel, where Flax takes two. On v6e, whose own memory holds most of
-# a ResNet's activations, that is half a cycle to one for each 1024 numbers: 85 thousand of 14.9 million, and 24 in the
-# kernels that join parts; backward takes 45 less than by hand.
+# Exact variances take three sums in a convolution's kernel, where Flax takes two. On v6e, where most activations of a
+# ResNet stay in the chip's own memory, that is half a cycle to one for each 1024 numbers: 85 thousand of 14.9 million,
+# and 24 in the kernels that join parts; backward takes 45 less than by hand.
 DEARER: dict[tuple[str, str], dict[str, float | None]] = {("ResNet, linen", "v6e"): {"cycles": 1.005}}
 
 
