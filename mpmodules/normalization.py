@@ -48,15 +48,13 @@ def _normalize(
     centre, offset, variance = traced_once(moments, region)(x)
     if x.ndim - 1 in region.axes:  # one number for each row: TPUs spread a second one over the lanes at a cost
         centre, offset = centre + offset, None
-    factor = lax.rsqrt(variance + epsilon)
-    y = _centred(x, centre, offset) * (factor if scale is None else factor * scale)
+    root = lax.rsqrt(variance + epsilon)
+    factor = root if scale is None else root * scale
+    y = (x.astype(jnp.float32) - centre) * factor  # the difference is exact where the two are close
+    if offset is not None:
+        by_offset = -offset * factor
+        bias = by_offset if bias is None else bias + by_offset
     return (y if bias is None else y + bias).astype(dtype), centre, offset, variance
-
-
-def _centred(x: Array, centre: Array, offset: Array | None) -> Array:
-    """Subtracts the mean from `x`, the centre first: that is exact where the two are close."""
-    difference = x.astype(jnp.float32) - centre
-    return difference if offset is None else difference - offset
 
 
 def _normalize_jvp(
@@ -67,7 +65,7 @@ def _normalize_jvp(
     x_tangent, scale_tangent, bias_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
     if scale_tangent is not None or bias_tangent is not None:
         # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep these until then.
-        scale_tangent, bias_tangent = lax.optimization_barrier((scale_tangent, bias_tangent))
+        scale_tangent, bias_tangent = _kept_apart(scale_tangent, bias_tangent)
 
     def derivative(
         x: Array,
@@ -80,23 +78,34 @@ def _normalize_jvp(
         by_region: Array | None,
     ) -> tuple[Array, Array, Array | None, Array]:
         root = lax.rsqrt(variance + epsilon)
-        normalized = _centred(x, centre, offset) * root
         factor = root if scale is None else root * scale
+        centred = x.astype(jnp.float32) - centre
         mean_tangent, variance_tangent = jnp.zeros_like(variance), jnp.zeros_like(variance)
-        by_element = jnp.zeros_like(normalized)
-        if x_tangent is not None:
-            wide = x_tangent.astype(jnp.float32)
-            mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
-            variance_tangent = 2 * along * jnp.sqrt(variance + epsilon)
-            if all(factor.shape[axis] == 1 for axis in region.axes):
-                # The factor comes after the sums: those of the transpose are then the scale's and the bias's as well.
+        by_element = jnp.zeros_like(centred)
+        if all(factor.shape[axis] == 1 for axis in region.axes):
+            # The factors come after the sums: those of the transpose are then the scale's and the bias's as well, and
+            # an element is multiplied and added to as seldom as can be.
+            if x_tangent is not None:
+                wide = x_tangent.astype(jnp.float32)
+                mean_tangent, along = region.mean(wide), region.mean(wide * centred)
+                along = (along if offset is None else along - offset * mean_tangent) * root
                 by_element = wide * factor
                 by_normalized = _sum(by_normalized, -along * factor)
                 by_region = _sum(by_region, -mean_tangent * factor)
-            else:
+                variance_tangent = 2 * along * jnp.sqrt(variance + epsilon)
+            if by_normalized is not None:
+                by_centred = root * by_normalized
+                by_element = by_element + centred * by_centred
+                by_region = by_region if offset is None else _sum(by_region, -offset * by_centred)
+        else:
+            normalized = (centred if offset is None else centred - offset) * root
+            if x_tangent is not None:
+                wide = x_tangent.astype(jnp.float32)
+                mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
                 by_element = ((wide - mean_tangent) - normalized * along) * factor
-        if by_normalized is not None:
-            by_element = by_element + normalized * by_normalized
+                variance_tangent = 2 * along * jnp.sqrt(variance + epsilon)
+            if by_normalized is not None:
+                by_element = by_element + normalized * by_normalized
         if by_region is not None:
             by_element = by_element + by_region
         through = broadcast_like(by_element, y).astype(dtype)  # a scale may be sharded where `x` is not
@@ -108,6 +117,17 @@ def _normalize_jvp(
     kept = (x, scale, centre, offset, variance)
     tangents_out = jax.checkpoint(derivative, prevent_cse=False)(*kept, x_tangent, scale_tangent, bias_tangent)
     return (y, centre, offset, variance), tangents_out
+
+
+def _kept_apart(*tangents: Array | None) -> list[Array | None]:
+    """Puts tangents behind a barrier, without their axes of size 1.
+
+    XLA leaves those axes out of its kernels, and what has them at a barrier would get a kernel of its own.
+    """
+    axes = [[axis for axis, size in enumerate(getattr(t, "shape", ())) if size == 1] for t in tangents]
+    squeezed = [None if t is None else lax.squeeze(t, a) for t, a in zip(tangents, axes, strict=True)]
+    behind = lax.optimization_barrier(squeezed)
+    return [None if t is None else jnp.expand_dims(t, a) for t, a in zip(behind, axes, strict=True)]
 
 
 def _sum(x: Array | None, y: Array) -> Array:

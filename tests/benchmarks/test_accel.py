@@ -134,11 +134,23 @@ def _cases(table):
 
 def test_models_are_held_to_the_bounds_of_by_hand_and_of_autocast(monkeypatch):
     monkeypatch.setattr(Target, "devices", [None])
-    monkeypatch.setattr(models, "figures", lambda *args: figures())
+    monkeypatch.setattr(models, "figures", lambda *args: figures(temporary=2.0**30))
     monkeypatch.setattr(models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast")))
     bounds = {r.quantity: r.bound for r in models.rows(small=True, on=["v6e"])}
     held = {name: bound for name, bound in bounds.items() if bound is not None}
     assert held == {"cycles": 1.0, "bytes": 1.02, "temporary": 1.05, "/autocast": 1.02}
+
+
+def test_where_temporary_memory_is_tables_of_pointers_one_more_is_allowed(monkeypatch):
+    monkeypatch.setattr(Target, "devices", [None])
+    monkeypatch.setattr(models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast")))
+
+    def missed(more: float, target: str) -> bool:
+        each = iter([figures(temporary=2.0**18 + more), *[figures(temporary=2.0**18)] * 2])
+        monkeypatch.setattr(models, "figures", lambda *args: next(each))
+        return {r.quantity: r for r in models.rows(small=True, on=[target])}["temporary"].is_missed
+
+    assert not missed(2.0**15, "v6e") and missed(2.0**16, "v6e") and missed(2.0**15, "h100")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

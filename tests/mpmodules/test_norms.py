@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as flax_linen
@@ -13,7 +14,10 @@ from flax import errors
 from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
+from mpmodules.moments import Region
+from mpmodules.normalization import normalize
 from policy import use_policy
+from policy.inspection.walk import walk
 from policy.testing import assert_close_in_ulps
 
 HALVES = ["bfloat16", "float16"]
@@ -118,6 +122,41 @@ def test_gradients_by_offset_data_are_float64s(wing):
     truth = scale * (ct - ct.mean((0, 1, 2)) - normal * (ct * normal).mean((0, 1, 2)))
     assert found.dtype == jnp.float16
     np.testing.assert_allclose(np.asarray(found, np.float64), truth, rtol=2e-3, atol=1e-3 * np.abs(truth).max())
+
+
+def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
+    """One element of 200 lies apart, so that the mean is far closer to the others than they are to each other."""
+    x = jnp.full((200, 4), 300.0, jnp.bfloat16).at[17].set(jnp.asarray([302.0, 298.0, 1000.0, 0.0], jnp.bfloat16))
+    weight, ones = jnp.asarray(1 + RNG.normal(size=x.shape), jnp.bfloat16), jnp.ones((1, 4))
+
+    def loss(x: jax.Array, scale: jax.Array) -> jax.Array:
+        y, _, _ = normalize(x, scale, None, region=Region((0,)), epsilon=1e-5, dtype=jnp.bfloat16)
+        return jnp.sum(y.astype(jnp.float32) * weight.astype(jnp.float32))
+
+    by_x, by_scale = jax.jit(jax.grad(loss, (0, 1)))(x, ones)
+    wide, ct = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    normal, root = exact(x, (0,), 1e-5), 1 / np.sqrt(wide.var(0) + 1e-5)
+    along = (ct * normal).mean(0)
+    np.testing.assert_allclose(by_scale[0], along * 200, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(
+        np.asarray(by_x, np.float64), root * (ct - ct.mean(0) - normal * along), rtol=2**-8, atol=1e-4 * root.max()
+    )
+
+
+@pytest.mark.parametrize("region", [Region((0, 1, 2)), Region((1, 2), groups=2)])
+def test_channels_are_multiplied_and_added_to_as_seldom_as_can_be(region):
+    """What is one number of a channel is computed before it meets the elements."""
+
+    def pullback(x: jax.Array, scale: jax.Array, bias: jax.Array, ct: jax.Array) -> Any:
+        forward = functools.partial(normalize, region=region, epsilon=1e-5, dtype=jnp.bfloat16)
+        return jax.vjp(lambda *args: forward(*args)[0], x, scale, bias)[1](ct)
+
+    x, scale = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32)
+    sites = [site for site in walk(jax.make_jaxpr(pullback)(x, scale, scale, x)) if site.is_backward]
+    of_elements = [site.name for site in sites if getattr(site.equation.outvars[0].aval, "shape", ()) == SHAPE]
+    counts = {name: of_elements.count(name) for name in ("sub", "mul", "add_any")}
+    # x - centre; the cotangent by that, by the factor, and that by a number; the sum of the two and another number.
+    assert counts == {"sub": 1, "mul": 3, "add_any": 2}
 
 
 def test_statistics_that_may_not_be_written_are_refused_as_by_flax():
