@@ -25,9 +25,9 @@ ISLAND = "policy_full_precision"
 
 
 @overload
-def full_precision(fn: None = None) -> _Block: ...
-@overload
 def full_precision(fn: F) -> F: ...
+@overload
+def full_precision(fn: None = None) -> _Block: ...
 def full_precision(fn: F | None = None) -> F | _Block:
     """Makes an island, inside of which compute_dtype is reduction_dtype (float32 under a half policy).
 

@@ -6,11 +6,13 @@ import abc
 import dataclasses
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import flax.linen as flax_nn
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
+from jax.typing import DTypeLike
 
 from mpmodules._constructors import require_dtypes, require_keep_inputs, with_explained_errors
 from mpmodules._defined_in import module_of, package_of
@@ -24,6 +26,7 @@ from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
 DtypePolicy = Policy | str | None
+T = TypeVar("T")
 
 
 if TYPE_CHECKING:
@@ -119,7 +122,19 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             object.__setattr__(self, "dtype_policy", policy)
         super().__post_init__()
 
-    if not TYPE_CHECKING:  # type checkers see Flax's, which takes the same but for `policy_columns`
+    if TYPE_CHECKING:  # as Flax's, with `compute_dtype`
+
+        def param(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+            self,
+            name: str,
+            init_fn: Callable[..., T],
+            *init_args: Any,
+            unbox: bool = True,
+            compute_dtype: DTypeLike | None = None,
+            **init_kwargs: Any,
+        ) -> T: ...
+
+    else:  # type checkers see Flax's, which takes the same but for `policy_columns`
         tabulate = flax_nn.nowrap(tabulate_method)
         param = flax_nn.nowrap(own_parameters.param)
 

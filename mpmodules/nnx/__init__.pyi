@@ -33,7 +33,6 @@ from flax.nnx import LoRAParam as LoRAParam
 from flax.nnx import M as M
 from flax.nnx import MergeContext as MergeContext
 from flax.nnx import Metric as Metric
-from flax.nnx import ModelAndOptimizer as ModelAndOptimizer
 from flax.nnx import MultiMetric as MultiMetric
 from flax.nnx import NodeStates as NodeStates
 from flax.nnx import Not as Not
@@ -43,7 +42,6 @@ from flax.nnx import OfType as OfType
 from flax.nnx import OptArray as OptArray
 from flax.nnx import OptState as OptState
 from flax.nnx import OptVariable as OptVariable
-from flax.nnx import Optimizer as Optimizer
 from flax.nnx import PARTITION_NAME as PARTITION_NAME
 from flax.nnx import Param as Param
 from flax.nnx import PathContains as PathContains
@@ -226,9 +224,11 @@ from mpmodules.nnx._linear import Linear as _Linear
 from mpmodules.nnx._linear import LinearGeneral as _LinearGeneral
 from mpmodules.nnx._lora import LoRA as _LoRA
 from mpmodules.nnx._lora import LoRALinear as _LoRALinear
+from mpmodules.nnx._optimizer import ModelAndOptimizer as ModelAndOptimizer
 from mpmodules.nnx._module import Module as Module
 from mpmodules.nnx._attention import MultiHeadAttention as _MultiHeadAttention
 from mpmodules.nnx._recurrent import OptimizedLSTMCell as _OptimizedLSTMCell
+from mpmodules.nnx._optimizer import Optimizer as Optimizer
 from mpmodules.nnx._activations import PReLU as _PReLU
 from mpmodules.nnx._normalization import RMSNorm as _RMSNorm
 from mpmodules.nnx._recurrent import RNN as _RNN

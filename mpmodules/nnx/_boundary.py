@@ -179,10 +179,10 @@ def _cast_inputs(
 
 def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scope = current_scope()
-    policy, cls = module.dtype_policy, type(module)
-    if isinstance(policy, str):
-        raise set_by_hand(module, policy)
-    policy = as_in_force(policy, scope)
+    captured, cls = module.dtype_policy, type(module)
+    if isinstance(captured, str):
+        raise set_by_hand(module, captured)
+    policy: Any = as_in_force(captured, scope)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if _calls.depth == 0:
         warn_of_scope(module, scope)

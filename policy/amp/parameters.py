@@ -88,7 +88,8 @@ def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         [
             type(arg).__name__
             for arg in (*args, *kwargs.values())
-            if hasattr(arg, "opt_state") and (type(arg).__module__ or "").startswith("flax.nnx")
+            if hasattr(arg, "opt_state")
+            and any((cls.__module__ or "").startswith("flax.nnx") for cls in type(arg).__mro__)
         ]
     )
 

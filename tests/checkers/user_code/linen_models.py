@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpmodules import linen as nn
-from mpmodules import use_policy
+from mpmodules import full_precision, use_policy
 from policy import Policy
 
 key, x = jax.random.key(0), jnp.ones((2, 4))
@@ -39,12 +39,17 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         y = nn.Dense(self.features, name="up", dtype_policy="f32")(x)
         reveal_type(self.features)  # reveal: int; int
+        scale = self.param("scale", nn.initializers.ones, (4,), compute_dtype=jnp.float32)
+        reveal_type(scale)  # reveal: jax._src.basearray.Array; Array
+        with full_precision():
+            y = y * scale
         return x + nn.Dropout(self.rate, deterministic=not train)(y)
 
 
 class Net(nn.Module):
     depth: int = 2
     keep_inputs = ("positions",)
+    keep_params = ("table",)
 
     def setup(self) -> None:
         self.blocks = [Block(4) for _ in range(self.depth)]

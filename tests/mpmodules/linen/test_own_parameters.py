@@ -187,8 +187,8 @@ class Stacked(nn.Module):
         if "scan" in self.how:
             cls = nn.scan(cls, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         if "vmap" in self.how:
-            axes: Any = {"params": 0}
-            cls = nn.vmap(cls, variable_axes=axes, split_rngs={"params": True}, in_axes=None, axis_size=3)
+            axes: Any = None
+            cls = nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=axes, axis_size=3)
         if "jit" in self.how:
             cls = nn.jit(cls)
         return cls()(x, None)[0]
@@ -288,7 +288,7 @@ def test_what_is_named_boxed_or_no_float_is_read_as_stored(text: str) -> None:
         "got": stored,
     }
     assert seen == [wanted] * len(seen) and len(seen) >= 2
-    assert variables["params"]["scale"].dtype == jnp.float32
+    assert jax.tree.leaves(variables["params"]["scale"])[0].dtype == jnp.float32
 
 
 def test_names_to_keep_are_a_tuple_of_names() -> None:
@@ -311,9 +311,9 @@ def test_a_name_to_keep_that_no_parameter_has_warns() -> None:
 
 def test_a_read_outside_of_a_call_is_as_stored() -> None:
     with use_policy("mixed_bfloat16"):
-        bound = Table().bind(Table().init(KEY, MANY))
+        bound: Any = Table().bind(Table().init(KEY, MANY))
         assert bound.table.dtype == jnp.float32
-        assert bound(MANY).dtype == jnp.bfloat16 or bound(MANY).dtype == jnp.float32
+        assert bound(MANY).dtype == jnp.float32  # the output_dtype, of bfloat16 rows
         assert bound.table.dtype == jnp.float32
     with pytest.raises(AttributeError, match="no attribute"):
         _ = bound.tabel

@@ -336,7 +336,8 @@ def test_eager_code_that_needs_values_runs() -> None:
 
 def test_without_a_policy_the_program_is_flaxs() -> None:
     programs = []
-    for module in (nnx.Module, flax_nnx.Module):
+    bases: Any = (nnx.Module, flax_nnx.Module)
+    for module in bases:
 
         class Plain(module):
             def __init__(self) -> None:

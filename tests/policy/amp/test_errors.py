@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from policy import DtypePolicyWarning, mixed_precision, use_policy
-from policy.amp import autocast, full_precision
+from policy import DtypePolicyWarning, full_precision, mixed_precision, use_policy
+from policy.amp import autocast
 from policy.amp.categories import CATEGORY_OF
 from tests.policy.amp.models import SQUARE, normal
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy import use_policy
-from policy.amp import autocast, full_precision
+from policy import full_precision, use_policy
+from policy.amp import autocast
 from tests.policy.amp.models import SQUARE, normal
 from tests.programs import named, operations
 

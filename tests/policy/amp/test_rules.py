@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy import PolicyRules, audit, use_policy
-from policy.amp import autocast, full_precision
+from policy import PolicyRules, audit, full_precision, use_policy
+from policy.amp import autocast
 from policy.inspection.walk import walk
 from policy.paths import path_of
 from policy.programs import opened
