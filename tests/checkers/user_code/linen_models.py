@@ -7,8 +7,8 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 
-from mpmodules import linen as nn
 from mpmodules import full_precision, use_policy
+from mpmodules import linen as nn
 from policy import Policy
 
 key, x = jax.random.key(0), jnp.ones((2, 4))
