@@ -48,6 +48,27 @@ def linen_keeping(keep: Any) -> None:
     Timed(dtype_policy="bf16")
 
 
+def linen_keeping_params(keep: Any) -> None:
+    class Scaled(nn.Module):
+        keep_params = keep
+
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("scale", nn.initializers.ones, (1, 4))
+
+    Scaled(dtype_policy="bf16").init(KEY, X)
+
+
+def nnx_keeping_params(keep: Any) -> None:
+    class Scaled(nnx.Module):
+        keep_params = keep
+
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones((1, 4)))
+
+    Scaled(dtype_policy="bf16")
+
+
 def nnx_keeping(keep: Any) -> None:
     class Timed(nnx.Module):
         keep_inputs = keep
@@ -137,6 +158,16 @@ LINEN = [
     ),
     Mistake("keep_inputs as one text", lambda: linen_keeping("time"), TypeError, ("Timed.keep_inputs", "('time',)")),
     Mistake("keep_inputs misspelt", lambda: linen_keeping(("tiem",)), ValueError, ("'tiem'", "take time, x")),
+    Mistake("keep_params as one text", lambda: linen_keeping_params("scale"), TypeError, ("Scaled.keep_params",)),
+    Mistake(
+        "keep_params misspelt",
+        lambda: linen_keeping_params(("scael",)),
+        DtypePolicyWarning,
+        ("Scaled.keep_params", "scael", "It created: scale"),
+    ),
+    Mistake(
+        "keep_params as an argument", lambda: Net(keep_params=("x",)), TypeError, ("keep_params", "class attribute")
+    ),
     Mistake(
         "dtype against the policy",
         dtype_against_the_policy(lambda: nn.Dense(4, dtype=jnp.float32).init(KEY, X)),
@@ -218,6 +249,13 @@ NNX = [
     ),
     Mistake("keep_inputs as one text", lambda: nnx_keeping("time"), TypeError, ("Timed.keep_inputs", "('time',)")),
     Mistake("keep_inputs misspelt", lambda: nnx_keeping(("tiem",)), ValueError, ("'tiem'", "take time, x")),
+    Mistake("keep_params as one text", lambda: nnx_keeping_params("scale"), TypeError, ("Scaled.keep_params", "tuple")),
+    Mistake(
+        "keep_params misspelt",
+        lambda: nnx_keeping_params(("scael",)),
+        DtypePolicyWarning,
+        ("Scaled.keep_params", "scael", "It has: scale"),
+    ),
     Mistake(
         "dtype against the policy",
         dtype_against_the_policy(lambda: nnx.Linear(4, 4, dtype=jnp.float32, rngs=rngs())),

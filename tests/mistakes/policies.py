@@ -68,6 +68,7 @@ MISTAKES = [
         TypeError,
         ("'params'", "Policy('f32', 'bf16', 'f32')"),
     ),
+    Mistake("a misspelt caller", lambda: Policy("f32", "f32", "caler"), ValueError, ("output_dtype='caler'", "bf16")),
     Mistake("no dtype", lambda: Policy("f32", None, "f32"), ValueError, ("compute_dtype=None", "jnp.float32")),
     Mistake(
         "a list for cast_inputs",

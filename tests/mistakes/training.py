@@ -380,7 +380,7 @@ WRAPPER = [
     Mistake(
         "an integer param", lambda: tx().init({"n": jnp.arange(3)}), ValueError, ("n is int32", "Keep such leaves")
     ),
-    Mistake("a PRNG key as param", lambda: tx().init({"key": KEY}), ValueError, ("key is key<", "Keep such leaves")),
+    Mistake("a PRNG key as param", lambda: tx().init({"key": KEY}), ValueError, ("key is key<", "such leaves out")),
     Mistake("a Python number as param", lambda: tx().init({"w": 1.0}), ValueError, ("w is float", "floating arrays")),
     Mistake(
         "8-bit params", lambda: tx().init({"w": jnp.ones(3, jnp.float8_e4m3fn)}), ValueError, ("w is float8", "16 bits")
