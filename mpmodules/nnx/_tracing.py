@@ -180,7 +180,7 @@ def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
         note(key)
     note_root(name)
     for path, module in below:
-        note_obeyed(name, "/".join(path[1:]), getattr(module, "dtype_policy", None))
+        note_obeyed(name, "/".join(path[1:]), as_in_force(getattr(module, "dtype_policy", None), current_scope()))
         if type(module).__module__.startswith(("flax.nnx.", "mpmodules.nnx.")):
             note_given(name, "/".join(path[1:]), getattr(module, "dtype", None))
         if path[-2:-1] == path[-1:]:

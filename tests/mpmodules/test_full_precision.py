@@ -85,6 +85,16 @@ def test_layers_parameters_and_accessors_are_float32_inside_and_half_outside(win
     assert found == [("float32",) * 2] * 4 + [("bfloat16",) * 2]
 
 
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_an_audit_knows_that_an_island_was_asked_for(wing: str) -> None:
+    if wing == "linen":
+        model = LinenIsland(lambda *_: None, dtype_policy="mixed_bfloat16")
+        report = policy.audit(model.apply, model.init(jax.random.key(0), X), X, backward=True)
+    else:
+        report = policy.audit(NnxIsland(lambda *_: None, nnx.Rngs(0), dtype_policy="mixed_bfloat16"), X, backward=True)
+    assert report.findings == ()
+
+
 def test_without_a_policy_nothing_is_cast() -> None:
     half = jnp.ones((2, 4), jnp.bfloat16)
     assert full_precision(lambda x: x * 2)(half).dtype == jnp.bfloat16
