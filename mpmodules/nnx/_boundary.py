@@ -20,6 +20,7 @@ from mpmodules.nnx._captured import warn_of_scope
 from mpmodules.nnx._obeying import PORT, as_ours, is_ours, viewed
 from mpmodules.nnx._own_code import call_port, own_code_of
 from mpmodules.nnx._own_parameters import call_reading, policy_of_reader, reads, reads_own_params
+from mpmodules.nnx._tracing import note_island
 from policy import boundary
 from policy.islands import as_in_force
 from policy.policy import Policy
@@ -183,6 +184,8 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     if isinstance(captured, str):
         raise set_by_hand(module, captured)
     policy: Any = as_in_force(captured, scope)
+    if scope.in_full_precision:
+        note_island(module, policy)
     kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if _calls.depth == 0:
         warn_of_scope(module, scope)

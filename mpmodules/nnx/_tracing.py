@@ -14,6 +14,7 @@ from flax import nnx as flax_nnx
 from policy.asked import note_given, note_obeyed
 from policy.inspection.differentiating import NO_PARAMETERS
 from policy.names import note, note_repeated, note_root
+from policy.policy import Policy
 from policy.tracing import LOWERINGS, Lowered
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
@@ -157,6 +158,13 @@ def named_modules(node: Any) -> Iterator[None]:
             _unwrap(cls)
 
 
+def note_island(module: Any, policy: Policy | None) -> None:
+    """Notes for reports that a module obeys the policy of an island in a call."""
+    path = _path_of(module)
+    if path:
+        note_obeyed(path[0], "/".join(path[1:]), policy)
+
+
 def _path_of(module: Any) -> tuple[str, ...] | None:
     """Returns the path of a module that is being named, or of a copy of one; else None."""
     path = _naming.paths.get(id(module))
@@ -180,7 +188,7 @@ def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
         note(key)
     note_root(name)
     for path, module in below:
-        note_obeyed(name, "/".join(path[1:]), as_in_force(getattr(module, "dtype_policy", None), current_scope()))
+        note_obeyed(name, "/".join(path[1:]), getattr(module, "dtype_policy", None))
         if type(module).__module__.startswith(("flax.nnx.", "mpmodules.nnx.")):
             note_given(name, "/".join(path[1:]), getattr(module, "dtype", None))
         if path[-2:-1] == path[-1:]:
