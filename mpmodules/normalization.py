@@ -52,8 +52,7 @@ def _normalize(
     factor = root if scale is None else root * scale
     y = (x.astype(jnp.float32) - centre) * factor  # the difference is exact where the two are close
     if offset is not None:
-        by_offset = -offset * factor
-        bias = by_offset if bias is None else bias + by_offset
+        bias = _less(bias, offset * factor)
     return (y if bias is None else y + bias).astype(dtype), centre, offset, variance
 
 
@@ -65,7 +64,7 @@ def _normalize_jvp(
     x_tangent, scale_tangent, bias_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
     if scale_tangent is not None or bias_tangent is not None:
         # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep these until then.
-        scale_tangent, bias_tangent = _kept_apart(scale_tangent, bias_tangent)
+        scale_tangent, bias_tangent = lax.optimization_barrier((scale_tangent, bias_tangent))
 
     def derivative(
         x: Array,
@@ -80,8 +79,7 @@ def _normalize_jvp(
         root = lax.rsqrt(variance + epsilon)
         factor = root if scale is None else root * scale
         centred = x.astype(jnp.float32) - centre
-        mean_tangent, variance_tangent = jnp.zeros_like(variance), jnp.zeros_like(variance)
-        by_element = jnp.zeros_like(centred)
+        mean_tangent = variance_tangent = by_element = None
         if all(factor.shape[axis] == 1 for axis in region.axes):
             # The factors come after the sums: those of the transpose are then the scale's and the bias's as well, and
             # an element is multiplied and added to as seldom as can be.
@@ -90,25 +88,28 @@ def _normalize_jvp(
                 mean_tangent, along = region.mean(wide), region.mean(wide * centred)
                 along = (along if offset is None else along - offset * mean_tangent) * root
                 by_element = wide * factor
-                by_normalized = _sum(by_normalized, -along * factor)
-                by_region = _sum(by_region, -mean_tangent * factor)
-                variance_tangent = 2 * along * jnp.sqrt(variance + epsilon)
+                by_normalized = _less(by_normalized, along * factor)
+                by_region = _less(by_region, mean_tangent * factor)
+                variance_tangent = 2 * along / root
             if by_normalized is not None:
                 by_centred = root * by_normalized
-                by_element = by_element + centred * by_centred
-                by_region = by_region if offset is None else _sum(by_region, -offset * by_centred)
+                by_element = _sum(by_element, centred * by_centred)
+                by_region = by_region if offset is None else _less(by_region, offset * by_centred)
         else:
             normalized = (centred if offset is None else centred - offset) * root
             if x_tangent is not None:
                 wide = x_tangent.astype(jnp.float32)
                 mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
                 by_element = ((wide - mean_tangent) - normalized * along) * factor
-                variance_tangent = 2 * along * jnp.sqrt(variance + epsilon)
+                variance_tangent = 2 * along / root
             if by_normalized is not None:
-                by_element = by_element + normalized * by_normalized
+                by_element = _sum(by_element, normalized * by_normalized)
         if by_region is not None:
-            by_element = by_element + by_region
+            by_element = by_region if by_element is None else by_element + by_region
+        by_element = jnp.zeros(x.shape, jnp.float32) if by_element is None else by_element
         through = broadcast_like(by_element, y).astype(dtype)  # a scale may be sharded where `x` is not
+        if mean_tangent is None or variance_tangent is None:
+            mean_tangent = variance_tangent = jnp.zeros_like(variance)
         if offset is None:
             return through, mean_tangent, None, variance_tangent
         return through, jnp.zeros_like(mean_tangent), mean_tangent, variance_tangent
@@ -119,19 +120,12 @@ def _normalize_jvp(
     return (y, centre, offset, variance), tangents_out
 
 
-def _kept_apart(*tangents: Array | None) -> list[Array | None]:
-    """Puts tangents behind a barrier, without their axes of size 1.
-
-    XLA leaves those axes out of its kernels, and what has them at a barrier would get a kernel of its own.
-    """
-    axes = [[axis for axis, size in enumerate(getattr(t, "shape", ())) if size == 1] for t in tangents]
-    squeezed = [None if t is None else lax.squeeze(t, a) for t, a in zip(tangents, axes, strict=True)]
-    behind = lax.optimization_barrier(squeezed)
-    return [None if t is None else jnp.expand_dims(t, a) for t, a in zip(behind, axes, strict=True)]
-
-
 def _sum(x: Array | None, y: Array) -> Array:
     return y if x is None else x + y
+
+
+def _less(x: Array | None, y: Array) -> Array:
+    return -y if x is None else x - y
 
 
 _normalize.defjvp(_normalize_jvp, symbolic_zeros=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -108,6 +107,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                     extend_docstring(cls, base, _DTYPE_POLICY)
         install_boundaries(cls)
         require_names(cls, "keep_params")
+        own_parameters.install(cls)
 
     def __post_init__(self) -> None:
         require_keep_inputs(type(self))
@@ -137,11 +137,6 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     else:  # type checkers see Flax's, which takes the same but for `policy_columns`
         tabulate = flax_nn.nowrap(tabulate_method)
         param = flax_nn.nowrap(own_parameters.param)
-
-        @flax_nn.nowrap
-        def _call_wrapped_method(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
-            return own_parameters.call(self, fun, args, kwargs, plainly=call)
 
         @flax_nn.nowrap
         def __getattr__(self, name: str) -> Any:

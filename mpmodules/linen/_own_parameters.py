@@ -24,6 +24,7 @@ from policy.policy import Policy
 from policy.precedence import warn_once
 from policy.scope import current_scope, enter
 
+_call_plainly = flax_nn.Module._call_wrapped_method  # Flax's, through which it runs every method
 _KEPT = "_runs_as_it_is"  # on an instance, while a call of it that can't be traced runs
 
 
@@ -79,17 +80,22 @@ def _cast_after(init_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def call(
-    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], *, plainly: Callable[[], Any]
-) -> Any:
+def install(cls: Any) -> None:
+    """Makes the calls of a user's class, through which Flax runs every method, ones that may read parameters."""
+    if is_users(cls) and cls._call_wrapped_method is _call_plainly:
+        cls._call_wrapped_method = _call_reading
+
+
+@flax_nn.nowrap
+def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a method of a module; where it reads parameters of its own, their gradients are summed in float32.
 
     Args:
       module: the module.
       method: the function that Flax calls.
       args, kwargs: its arguments.
-      plainly: calls the method as it is.
     """
+    plainly = functools.partial(_call_plainly, module, method, args, kwargs)
     if not _reads_in_half(module, method, args, kwargs):
         outputs = plainly()
         if getattr(type(module), "keep_params", ()) and module.scope is not None and module.is_initializing():
