@@ -20,6 +20,7 @@ from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_names
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
+from mpmodules.linen._calls import calls
 from mpmodules.linen._held_parameters import held, is_held
 from mpmodules.linen._initialised import missing_policy, noting_policy
 from mpmodules.linen._summary import tabulate_method
@@ -142,6 +143,11 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         def _call_wrapped_method(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
             return own_parameters.call(self, fun, args, kwargs, plainly=call)
+
+        @flax_nn.nowrap
+        def _validate_setup(self) -> None:
+            if calls.validates:  # else a call of ours is lifted, where a plain one validates nothing
+                super()._validate_setup()
 
         @flax_nn.nowrap
         def __getattr__(self, name: str) -> Any:
