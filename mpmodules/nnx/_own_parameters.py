@@ -91,7 +91,7 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
     for param in touched_params(module):
         if id(param) not in shared:
             param.set_raw_value(cast_floating(param.get_raw_value(), policy.param_dtype))
-        if reads.marks_new:
+        if reads.marks_new and _USERS not in param.get_metadata():
             param.set_metadata(_USERS, None)
 
 
