@@ -21,7 +21,7 @@ _NOTHING = object()
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """One of the objects that a call was given, in what it returns: its copy's place is taken by the object itself."""
+    """An object in the results of a call, by its number."""
 
     index: int
 
@@ -34,13 +34,54 @@ class _Edit:
       index: of the object that has it.
       name: the attribute's.
       is_data: whether Flax has it for data.
-      static: its value where that holds no arrays; `_NOTHING` where it was deleted.
+      value: what it was set to; `_NOTHING` where it was deleted.
+      is_dynamic: whether the value holds arrays or objects, and is a result of the pure function.
     """
 
     index: int
     name: str
-    is_data: bool
-    static: Any
+    is_data: bool = False
+    value: Any = _NOTHING
+    is_dynamic: bool = False
+
+
+class _Results:
+    """The results of a call of copies, in which objects are told by their numbers: first the copies, then new ones.
+
+    Attributes:
+      made: the new ones.
+    """
+
+    def __init__(self, copies: Sequence[Any]):
+        self.made: list[Any] = []
+        self._numbers = {id(copy): i for i, copy in enumerate(copies)}
+        self._inside: dict[int, Any] = {}  # of new ones
+
+    def carried(self, tree: Any) -> Any:
+        """Returns a tree with its objects told by their numbers.
+
+        Raises:
+          UnreturnableError: a new object holds a copy, or is a part of two.
+        """
+        return jax.tree.map(self._carried, tree, is_leaf=is_reference)
+
+    def _carried(self, leaf: Any) -> Any:
+        if id(leaf) in self._numbers:
+            return _Known(self._numbers[id(leaf)])
+        if not is_reference(leaf):
+            require_returnable(leaf)
+            return leaf
+        if isinstance(leaf, flax_nnx.GraphDef):
+            raise UnreturnableError(leaf)
+        parts = {id(node): node for _, node in flax_nnx.iter_graph(leaf) if _is_object(node)}
+        if parts.keys() & (self._numbers.keys() | self._inside.keys()):
+            raise UnreturnableError(leaf)
+        if not _is_object(leaf):
+            return leaf
+        self._inside |= parts
+        self._numbers[id(leaf)] = len(self._numbers)
+        self.made.append(leaf)
+        return _Known(self._numbers[id(leaf)])
 
 
 class StatefulCall:
@@ -67,8 +108,7 @@ class StatefulCall:
         self._name, self._named = name, named
         self.trees = params, rest, inputs
         self.copies: tuple[Any, ...] = ()
-        self._deleted_or_static: list[_Edit] = []
-        self._dynamic: list[_Edit] = []
+        self._edits: list[_Edit] = []
 
     def inside(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[..., Any]:
         """Returns the pure function, whose method runs in a context.
@@ -81,14 +121,14 @@ class StatefulCall:
             nodes = flax_nnx.merge(self._graph, params, rest, copy=True)
             known = _objects(nodes)
             self.copies = nodes
-            before = [_attributes(node) for node in known]
             with named_modules(nodes) if self._named else contextlib.nullcontext(), context():
+                before = [_attributes(node) for node in known]
                 out = self._called(nodes, inputs)
-                self.copies = nodes, [leaf for leaf in jax.tree.leaves(out, is_leaf=is_reference) if _is_object(leaf)]
+                self.copies = nodes, _holders(out)
             self.copies = ()  # they may hold tracers
-            places = {id(node): i for i, node in enumerate(known)}
+            results = _Results(known)
             variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
-            return _carried(out, places), variables, self._edited(known, before, places)
+            return results.carried(out), variables, self._edited(known, before, results), results.made
 
         return pure
 
@@ -99,38 +139,36 @@ class StatefulCall:
         root, args, kwargs = jax.tree.unflatten(self._treedef, filled)
         return getattr(root, self._name)(*args, **kwargs)
 
-    def _edited(
-        self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], places: Mapping[int, int]
-    ) -> list[Any]:
+    def _edited(self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results) -> list[Any]:
         """Notes the attributes that the call set or deleted; returns the values of those that hold arrays."""
-        self._deleted_or_static, self._dynamic = [], []
-        values = []
-        for i, node in enumerate(known):
-            for edit, value in _edits(i, node, before[i]):
-                if edit.static is _NOTHING and value is not _NOTHING:
-                    self._dynamic.append(edit)
-                    values.append(_carried(value, places))
-                else:
-                    self._deleted_or_static.append(edit)
+        edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
+        values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
+        self._edits = [dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits]
         return values
 
-    def finish(self, returned: tuple[Any, Any, Any]) -> Any:
+    def finish(self, returned: tuple[Any, Any, Any, Any]) -> Any:
         """Puts the state that the pure function returned in place where it changed, and returns the call's result."""
-        out, variables, values = returned
+        out, variables, values, made = returned
         known = _objects(self.nodes)
         before = [node for node in known if isinstance(node, flax_nnx.Variable)]
         for old, new in zip(before, variables, strict=True):
             if not _is_same(new, old):
                 old.update_from_state(_as_stored(new, old))
-        for edit in self._deleted_or_static:
-            _put_in_place(known[edit.index], edit, edit.static)
-        for edit, value in zip(self._dynamic, values, strict=True):
-            _put_in_place(known[edit.index], edit, _given_back(value, known))
+        known += made
+        results = iter(values)
+        for edit in self._edits:
+            _put_in_place(known[edit.index], edit, _given_back(next(results), known) if edit.is_dynamic else edit.value)
         return _given_back(out, known)
 
 
 def _is_object(leaf: Any) -> bool:
     return isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable))
+
+
+def _holders(tree: Any) -> list[Any]:
+    """Returns the leaves of a tree that are, or hold, variables."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_reference)
+    return [leaf for leaf in leaves if _is_object(leaf) or isinstance(leaf, flax_nnx.State)]
 
 
 def _objects(nodes: tuple[Any, ...]) -> list[Any]:
@@ -146,18 +184,18 @@ def _attributes(node: Any) -> dict[str, tuple[Any, list[Any]]]:
     return {name: jax.tree.flatten(value, is_leaf=is_reference)[::-1] for name, value in own.items()}
 
 
-def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[tuple[_Edit, Any]]:
-    """Returns the attributes of an object that differ from those before, and their values."""
+def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
+    """Returns the attributes of an object that differ from those before."""
     after, found = _attributes(node), []
     for name, (treedef, leaves) in after.items():
         if name in before and before[name][0] == treedef and all(map(_is_identical, leaves, before[name][1])):
             continue
-        value, is_dynamic = vars(node)[name], any(is_reference(x) or isinstance(x, jax.Array) for x in leaves)
         for leaf in leaves:
-            require_returnable(leaf)
-        edit = _Edit(index, name, bool(node._pytree__nodes.get(name)), _NOTHING if is_dynamic else value)
-        found.append((edit, value))
-    return found + [(_Edit(index, name, False, _NOTHING), _NOTHING) for name in before if name not in after]
+            if not is_reference(leaf):
+                require_returnable(leaf)
+        is_dynamic = any(is_reference(leaf) or isinstance(leaf, jax.Array) for leaf in leaves)
+        found.append(_Edit(index, name, bool(node._pytree__nodes.get(name)), vars(node)[name], is_dynamic))
+    return found + [_Edit(index, name) for name in before if name not in after]
 
 
 def _is_identical(a: Any, b: Any) -> bool:
@@ -169,25 +207,6 @@ def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
         delattr(node, edit.name)
     else:
         setattr(node, edit.name, flax_nnx.data(value) if edit.is_data else value)
-
-
-def _carried(tree: Any, places: Mapping[int, int]) -> Any:
-    """Returns a tree in which copies of the objects given are told as such.
-
-    Raises:
-      UnreturnableError: an object of the tree that is no copy itself holds some.
-    """
-
-    def one(leaf: Any) -> Any:
-        if id(leaf) in places:
-            return _Known(places[id(leaf)])
-        if not is_reference(leaf):
-            require_returnable(leaf)
-        elif isinstance(leaf, flax_nnx.GraphDef) or any(id(node) in places for _, node in flax_nnx.iter_graph(leaf)):
-            raise UnreturnableError(leaf)
-        return leaf
-
-    return jax.tree.map(one, tree, is_leaf=is_reference)
 
 
 def _given_back(tree: Any, known: Sequence[Any]) -> Any:

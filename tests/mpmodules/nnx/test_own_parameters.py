@@ -333,6 +333,9 @@ class Lends(nnx.Module):
     def parts(self) -> Any:
         return flax_nnx.split(self)
 
+    def gradient(self, x: jax.Array) -> Any:
+        return flax_nnx.grad(lambda m: m.layer[0](x).astype(jnp.float32).sum())(self)
+
     def adopt(self, other: Any) -> Any:
         self.other = other
         return other
@@ -388,6 +391,7 @@ def test_a_function_that_a_method_returns_holds_the_module_itself() -> None:
 def test_the_parts_of_a_module_are_those_seen_from_outside() -> None:
     model = Lends(dtype_policy="mixed_bfloat16")
     assert model.parts()[0] == flax_nnx.split(model)[0]
+    assert not [name for name in model.gradient(X)["w"].get_metadata() if name.startswith("policy")]
     assert not [name for name in flax_nnx.clone(model).w.get_metadata() if name.startswith("policy")]
 
 
