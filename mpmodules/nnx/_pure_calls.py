@@ -178,10 +178,13 @@ def _objects(nodes: tuple[Any, ...]) -> list[Any]:
 
 def _attributes(node: Any) -> dict[str, tuple[Any, list[Any]]]:
     """Returns the structure and the leaves of each attribute of a module or container; a variable has none."""
-    if isinstance(node, flax_nnx.Variable):
-        return {}
-    own = {name: value for name, value in vars(node).items() if not name.startswith(_OF_FLAX)}
-    return {name: jax.tree.flatten(value, is_leaf=is_reference)[::-1] for name, value in own.items()}
+    found: dict[str, tuple[Any, list[Any]]] = {}
+    own: dict[str, Any] = {} if isinstance(node, flax_nnx.Variable) else vars(node)
+    for name, value in own.items():
+        if not name.startswith(_OF_FLAX):
+            leaves, treedef = jax.tree.flatten(value, is_leaf=is_reference)
+            found[name] = treedef, leaves
+    return found
 
 
 def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
