@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from policy.tracing import Arguments, is_array
 
 
 class UnreturnableError(TypeError):
-    """A traced function returned an object that holds arrays of the trace and is no pytree."""
+    """A traced function returned an object that holds, or may hold, arrays of the trace and is no pytree."""
 
     def __init__(self, leaf: Any):
         self.name = type(leaf).__name__
@@ -81,10 +82,22 @@ class PureCall:
         return jax.tree.unflatten(self.treedef, [next(arrays) if dynamic else leaf for dynamic, leaf in leaves])
 
 
-def _static(leaf: Any) -> Any:
+def require_returnable(leaf: Any) -> None:
+    """Refuses a leaf of a result that is no array and that holds, or may hold, some of the trace.
+
+    Raises:
+      UnreturnableError: it has tracers among its attributes, or is a generator, a bound method or a closure.
+    """
+    function = inspect.unwrap(leaf) if callable(leaf) and not isinstance(leaf, type) else None
+    function = getattr(function, "func", function)  # of a functools.partial
+    is_bound = inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
     held = jax.tree.leaves(getattr(leaf, "__dict__", None))
-    if any(isinstance(array, jax.core.Tracer) for array in held):
+    if is_bound or inspect.isgenerator(leaf) or any(isinstance(array, jax.core.Tracer) for array in held):
         raise UnreturnableError(leaf)
+
+
+def _static(leaf: Any) -> Any:
+    require_returnable(leaf)
     return leaf
 
 

@@ -22,6 +22,7 @@ class _Calls(threading.local):
         self.paths: list[tuple[str, ...]] = []
         self.crossed: dict[str, Effective] = {}  # the boundaries below the outermost call, by path
         self.seen: dict[str, set[type]] | None = None
+        self.validates = True  # whether Flax may run a setup to check it
         self.model = ""  # the name of the model that the root call is one of
         self.innermost: flax_nn.Module | None = None
         self.recorded: Recorded | None = None
@@ -89,22 +90,23 @@ calls = _Calls()
 
 @contextlib.contextmanager
 def roots_unchecked() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Makes no call in a block a root's, as those by which Flax validates a setup; yields a context that undoes it."""
-    outer = calls.seen
-    calls.seen = {} if outer is None else outer
+    """Makes no call in a block a root's, and has no setup validated there; yields a context that undoes both."""
+    outer, validates = calls.seen, calls.validates
+    calls.seen, calls.validates = {} if outer is None else outer, False
     try:
-        yield lambda: _seen(outer)
+        yield lambda: _checked(outer, validates)
     finally:
-        calls.seen = outer
+        calls.seen, calls.validates = outer, validates
 
 
 @contextlib.contextmanager
-def _seen(seen: dict[str, set[type]] | None) -> Iterator[None]:
-    before, calls.seen = calls.seen, seen
+def _checked(seen: dict[str, set[type]] | None, validates: bool) -> Iterator[None]:
+    before = calls.seen, calls.validates
+    calls.seen, calls.validates = seen, validates
     try:
         yield
     finally:
-        calls.seen = before
+        calls.seen, calls.validates = before
 
 
 def is_innermost(module: flax_nn.Module) -> bool:

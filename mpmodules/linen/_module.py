@@ -19,6 +19,7 @@ from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_names
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
+from mpmodules.linen._calls import calls
 from mpmodules.linen._held_parameters import held, is_held
 from mpmodules.linen._initialised import missing_policy, noting_policy
 from mpmodules.linen._summary import tabulate_method
@@ -137,6 +138,11 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     else:  # type checkers see Flax's, which takes the same but for `policy_columns`
         tabulate = flax_nn.nowrap(tabulate_method)
         param = flax_nn.nowrap(own_parameters.param)
+
+        @flax_nn.nowrap
+        def _validate_setup(self) -> None:
+            if calls.validates:  # else a call of ours is lifted, where a plain one validates nothing
+                super()._validate_setup()
 
         @flax_nn.nowrap
         def __getattr__(self, name: str) -> Any:

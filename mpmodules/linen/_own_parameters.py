@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -11,12 +12,13 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 from flax.core import meta
+from flax.errors import TransformedMethodReturnValueError
 
 from mpmodules._defined_in import package_of
 from mpmodules._references import is_reference
 from mpmodules.linen._boundary import NOT_BOUNDARIES
 from mpmodules.linen._held_parameters import Read, made_in_setup
-from mpmodules.linen._pure_calls import Method, lifted
+from mpmodules.linen._pure_calls import Method, lifted, put_back
 from mpmodules.linen._resolution import effective_policy, where
 from policy.casting import cast_floating, is_floating
 from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
@@ -103,7 +105,7 @@ def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: di
         return outputs
     try:
         return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums, _marked)(module, *args, **kwargs)
-    except CANNOT_BE_TRACED:
+    except (*CANNOT_BE_TRACED, TransformedMethodReturnValueError):  # the latter: it returns a module
         vars(module)[_KEPT] = True
         try:
             return plainly()
@@ -121,8 +123,32 @@ def _reads_in_half(module: Any, method: Method, args: tuple[Any, ...], kwargs: d
         return False
     if getattr(method, "__name__", "") in NOT_BOUNDARIES or module.is_initializing():
         return False
-    own = own_params(module)
-    return bool(own) and needs_float32_sums(effective_policy(module, scope).policy, own, _arrays(args, kwargs))
+    policy, params = effective_policy(module, scope).policy, module.scope.variables().get("params", {})
+    if not needs_float32_sums(policy, params, _arrays(args, kwargs)):
+        return False
+    return bool(own_params(module)) or _holds_params_of_others(module)
+
+
+def _holds_params_of_others(module: Any) -> bool:
+    """Returns whether a module's methods may read parameters of a user's modules that it has as attributes."""
+    if _users_children(module):
+        return True
+    if type(module).setup is flax_nn.Module.setup:
+        return False
+    before = copy.deepcopy(module.scope.rng_counters)
+    module._try_setup()
+    found = _users_children(module)
+    if found:  # the call is lifted, and its copy runs setup again
+        put_back(module.scope.rng_counters, before)
+    return found
+
+
+def _users_children(module: Any) -> bool:
+    """Returns whether a user's module with parameters of its own is an attribute of a bound module, as far as bound."""
+    attributes = {name: value for name, value in vars(module).items() if name != "parent"}
+    leaves = jax.tree.leaves(attributes, is_leaf=is_reference)
+    children = [leaf for leaf in leaves if isinstance(leaf, flax_nn.Module) and is_users(type(leaf))]
+    return any(child.scope is not None and own_params(child) for child in children)
 
 
 def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

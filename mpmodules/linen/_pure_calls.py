@@ -62,19 +62,19 @@ def _transform(
             return packed(scopes, *args, **kwargs)
         except BaseException:
             for counts, old in zip(counters, before, strict=True):
-                _put_back(counts, old)
+                put_back(counts, old)
             raise
 
     return lifted
 
 
-def _put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
+def put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Sets the counters of a scope's random streams, and those of scopes inside of it, to what they were."""
     for key in list(counters):
         if key not in before:
             del counters[key]
         elif isinstance(counters[key], dict):
-            _put_back(counters[key], before[key])
+            put_back(counters[key], before[key])
         else:
             counters[key] = before[key]
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jax
 from flax import nnx as flax_nnx
+from flax.errors import TraceContextError
 
 from mpmodules._defined_in import package_of
 from mpmodules._own_code import told_apart
@@ -22,6 +23,7 @@ from policy.islands import as_in_force
 from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, read_parameter, with_float32_sums
 from policy.policy import Policy
 from policy.precedence import warn_once
+from policy.pure_calls import UnreturnableError
 from policy.scope import current_scope, enter
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,6 +91,8 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
     for param in touched_params(module):
         if id(param) not in shared:
             param.set_raw_value(cast_floating(param.get_raw_value(), policy.param_dtype))
+        if reads.marks_new and _USERS not in param.get_metadata():
+            param.set_metadata(_USERS, None)
 
 
 def _variables(tree: Any) -> Iterator[Any]:
@@ -103,7 +107,8 @@ def _variables(tree: Any) -> Iterator[Any]:
 # Reads
 # ---------------------------------------------------------------------------------------------------------------------
 
-_USERS = "policy_users_own"  # metadata of a copied parameter that a user's module holds; copies of the copy have it too
+# Metadata of a copied parameter that a user's module holds, its path; copies of the copy have it too.
+_USERS = "policy_users_own"
 
 
 class _Reads(threading.local):
@@ -111,19 +116,21 @@ class _Reads(threading.local):
 
     Attributes:
       policy: the policy of the user's module whose method is running; None in a layer's, and where no policy holds.
-      are_marked: whether the modules under way are copies, whose parameters of a user's tell so.
+      are_marked: whether a call of a user's module is under way: calls in it make no copies.
+      marks_new: whether its modules are copies, whose parameters of a user's tell so; new ones are to be like them.
     """
 
     policy: Policy | None = None
     are_marked: bool = False
+    marks_new: bool = False
 
 
 reads = _Reads()
 _get_value, _set_value, _getattr = (getattr(flax_nnx.Param, n) for n in ("get_value", "set_value", "__getattr__"))
 
 
-class _Written(Exception):
-    """Ends a call that writes to a parameter which it reads in compute_dtype."""
+class _Written(BaseException):
+    """Ends a call that writes to a parameter which it reads in compute_dtype; no `except Exception` of its stops it."""
 
 
 def policy_of_reader(module: Any, policy: Policy | None) -> Policy | None:
@@ -158,7 +165,10 @@ def _attribute_for_reader(self: Any, name: str) -> Any:
 
 def _set_by_writer(self: Any, value: Any, **index: Any) -> None:
     if _is_read(self):
-        raise _Written(self.get_metadata()[_USERS])
+        path = self.get_metadata()[_USERS]
+        if path is not None:
+            raise _Written(path)
+        self.del_metadata(_USERS)  # made in this very call
     _set_value(self, value, **index)
 
 
@@ -179,7 +189,12 @@ def reads_own_params(module: Any) -> bool:
     """Returns whether a call may read parameters of users' modules in another dtype than they are stored in."""
     if reads.are_marked or not is_users(type(module)) or getattr(module, "dtype_policy", None) is None:
         return False
-    return any(is_floating(leaf) for _, param in _users_params(module) for leaf in jax.tree.leaves(param))
+    modules = [node for _, node in flax_nnx.iter_modules(module) if is_users(type(node))]
+    params = [param for node in modules for param in touched_params(node)]
+    stored = {leaf.dtype for param in params for leaf in jax.tree.leaves(param) if is_floating(leaf)}
+    computed = {node.dtype_policy.compute_dtype for node in modules if node.dtype_policy is not None}
+    dtypes = stored | computed
+    return bool(stored) and (len(dtypes) > 1 or any(dtype.itemsize < 4 for dtype in dtypes))
 
 
 def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,14 +210,34 @@ def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     call = StatefulCall(module, name, args, kwargs, named=False)
     policy = as_in_force(module.dtype_policy, current_scope())
     key = type(module), name, told_apart(args, kwargs)
-    written = _written.get(key, frozenset())
+    written = _written_by(key)
     while True:
         try:
             return call.finish(_run(call, written, is_traced=needs_float32_sums(policy, *call.trees)))
+        except UnreturnableError:
+            return _as_it_is(module, name, args, kwargs)
         except _Written as write:
             if write.args[0] in written:
                 raise AssertionError(f"{write.args[0]} is read as stored") from None
-            _written[key] = written = written | {write.args[0]}
+            written = written | {write.args[0]}
+            with contextlib.suppress(TypeError):  # an argument without a hash
+                _written[key] = written
+
+
+def _written_by(key: Hashable) -> frozenset[str]:
+    try:
+        return _written.get(key, frozenset())
+    except TypeError:  # an argument without a hash
+        return frozenset()
+
+
+def _as_it_is(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a method of the module itself, which reads parameters as stored: what it returns may hold them."""
+    outer, reads.are_marked = reads.are_marked, True
+    try:
+        return getattr(module, name)(*args, **kwargs)
+    finally:
+        reads.are_marked = outer
 
 
 def _run(call: StatefulCall, written: frozenset[str], *, is_traced: bool) -> Any:
@@ -210,7 +245,7 @@ def _run(call: StatefulCall, written: frozenset[str], *, is_traced: bool) -> Any
     if is_traced:
         try:
             return with_float32_sums(_in_marking_scope(pure), *call.trees)
-        except CANNOT_BE_TRACED:
+        except (*CANNOT_BE_TRACED, TraceContextError):  # the latter: it writes to a variable outside of the module
             pass
     return pure(*call.trees)
 
@@ -232,12 +267,13 @@ def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
     for path, param in params.items():
         if path not in written:
             param.set_metadata(_USERS, path)
-    outer, reads.are_marked = reads.are_marked, True
+    outer, reads.are_marked, reads.marks_new = reads.are_marked, True, True
     try:
         yield
     finally:
-        reads.are_marked = outer
-        for _, node in flax_nnx.iter_graph(nodes):
+        reads.are_marked, reads.marks_new = outer, False
+        returned, call.copies = call.copies, ()
+        for _, node in flax_nnx.iter_graph((nodes, returned)):
             if isinstance(node, flax_nnx.Param) and _USERS in node.get_metadata():
                 node.del_metadata(_USERS)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +13,75 @@ from flax import nnx as flax_nnx
 from mpmodules._references import is_reference
 from mpmodules.nnx._tracing import named_modules
 from policy.casting import cast_array
-from policy.tracing import is_array
+from policy.pure_calls import UnreturnableError, require_returnable
 
-Place = tuple[int, tuple[Any, ...]]
-Attributes = dict[Place, dict[str, Any]]
 _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
+_NOTHING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """An object in the results of a call, by its number."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edit:
+    """An attribute that a call set or deleted.
+
+    Attributes:
+      index: of the object that has it.
+      name: the attribute's.
+      is_data: whether Flax has it for data.
+      value: what it was set to; `_NOTHING` where it was deleted.
+      is_dynamic: whether the value holds arrays or objects, and is a result of the pure function.
+    """
+
+    index: int
+    name: str
+    is_data: bool = False
+    value: Any = _NOTHING
+    is_dynamic: bool = False
+
+
+class _Results:
+    """The results of a call of copies, in which objects are told by their numbers: first the copies, then new ones.
+
+    Attributes:
+      made: the new ones.
+    """
+
+    def __init__(self, copies: Sequence[Any]):
+        self.made: list[Any] = []
+        self._numbers = {id(copy): i for i, copy in enumerate(copies)}
+        self._inside: dict[int, Any] = {}  # of new ones
+
+    def carried(self, tree: Any) -> Any:
+        """Returns a tree with its objects told by their numbers.
+
+        Raises:
+          UnreturnableError: a new object holds a copy, or is a part of two.
+        """
+        return jax.tree.map(self._carried, tree, is_leaf=is_reference)
+
+    def _carried(self, leaf: Any) -> Any:
+        if id(leaf) in self._numbers:
+            return _Known(self._numbers[id(leaf)])
+        if not is_reference(leaf):
+            require_returnable(leaf)
+            return leaf
+        if isinstance(leaf, flax_nnx.GraphDef):
+            raise UnreturnableError(leaf)
+        parts = {id(node): node for _, node in flax_nnx.iter_graph(leaf) if _is_object(node)}
+        if parts.keys() & (self._numbers.keys() | self._inside.keys()):
+            raise UnreturnableError(leaf)
+        if not _is_object(leaf):
+            return leaf
+        self._inside |= parts
+        self._numbers[id(leaf)] = len(self._numbers)
+        self.made.append(leaf)
+        return _Known(self._numbers[id(leaf)])
 
 
 class StatefulCall:
@@ -31,95 +96,135 @@ class StatefulCall:
     Attributes:
       nodes: the module, and the modules and variables among the arguments.
       trees: the pure function's arguments: parameters, other state and inputs.
-      attributes: the static attributes that the call set, by node and module path.
+      copies: while the method runs, the copies of the nodes; just after it, also the objects that it returned.
     """
 
     def __init__(self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, named: bool):
         leaves, self._treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_reference)
-        self._is_node = [isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable)) for leaf in leaves]
+        self._is_node = [_is_object(leaf) for leaf in leaves]
         self.nodes = tuple(leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one)
         inputs = [leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one]
         self._graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
         self._name, self._named = name, named
         self.trees = params, rest, inputs
-        self.attributes: Attributes = {}
         self.copies: tuple[Any, ...] = ()
+        self._edits: list[_Edit] = []
 
     def inside(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[..., Any]:
-        """Returns the pure function, whose method runs in a context; `copies` are the nodes that it is called with."""
+        """Returns the pure function, whose method runs in a context.
+
+        Raises (the function):
+          UnreturnableError: what the method returned, or set, can't be told apart from the copies that it ran on.
+        """
 
         def pure(params: Any, rest: Any, inputs: Any) -> Any:
             nodes = flax_nnx.merge(self._graph, params, rest, copy=True)
+            known = _objects(nodes)
             self.copies = nodes
-            merged, given = iter(nodes), iter(inputs)
-            filled = [next(merged) if is_one else next(given) for is_one in self._is_node]
-            root, args, kwargs = jax.tree.unflatten(self._treedef, filled)
             with named_modules(nodes) if self._named else contextlib.nullcontext(), context():
-                before = _attributes(nodes)
-                out = getattr(root, self._name)(*args, **kwargs)
-                self.attributes = _set_since(before, _attributes(nodes))
+                before = [_attributes(node) for node in known]
+                out = self._called(nodes, inputs)
+                self.copies = nodes, _holders(out)
             self.copies = ()  # they may hold tracers
-            return out, flax_nnx.state(nodes)
+            results = _Results(known)
+            variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
+            return results.carried(out), variables, self._edited(known, before, results), results.made
 
         return pure
 
-    def finish(self, returned: tuple[Any, Any]) -> Any:
+    def _called(self, nodes: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
+        """Calls the method of a copy."""
+        merged, given = iter(nodes), iter(inputs)
+        filled = [next(merged) if is_one else next(given) for is_one in self._is_node]
+        root, args, kwargs = jax.tree.unflatten(self._treedef, filled)
+        return getattr(root, self._name)(*args, **kwargs)
+
+    def _edited(self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results) -> list[Any]:
+        """Notes the attributes that the call set or deleted; returns the values of those that hold arrays."""
+        edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
+        values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
+        self._edits = [dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits]
+        return values
+
+    def finish(self, returned: tuple[Any, Any, Any, Any]) -> Any:
         """Puts the state that the pure function returned in place where it changed, and returns the call's result."""
-        out, state = returned
-        changed = self.changed(state)
-        if changed:
-            flax_nnx.update(self.nodes, flax_nnx.from_flat_state(list(changed.items())))
-        modules = _modules(self.nodes)
-        for place, attributes in self.attributes.items():
-            for name, value in attributes.items() if place in modules else ():
-                setattr(modules[place], name, value)
-        return out
-
-    def changed(self, state: Any) -> dict[Any, Any]:
-        """Returns the variables of a returned state that are new or hold other arrays than before, by path."""
-        before = dict(flax_nnx.to_flat_state(flax_nnx.state(self.nodes)))
-        return {
-            path: _as_stored(new, before[path]) if path in before else new
-            for path, new in flax_nnx.to_flat_state(state)
-            if path not in before or not _is_same(new, before[path])
-        }
+        out, variables, values, made = returned
+        known = _objects(self.nodes)
+        before = [node for node in known if isinstance(node, flax_nnx.Variable)]
+        for old, new in zip(before, variables, strict=True):
+            if not _is_same(new, old):
+                old.update_from_state(_as_stored(new, old))
+        known += made
+        results = iter(values)
+        for edit in self._edits:
+            _put_in_place(known[edit.index], edit, _given_back(next(results), known) if edit.is_dynamic else edit.value)
+        return _given_back(out, known)
 
 
-def _modules(nodes: tuple[Any, ...]) -> dict[Place, Any]:
-    """Returns the modules of each node, by its index and their paths."""
-    found = ((i, node) for i, node in enumerate(nodes) if isinstance(node, flax_nnx.Module))
-    return {(i, path): module for i, node in found for path, module in flax_nnx.iter_modules(node)}
+def _is_object(leaf: Any) -> bool:
+    return isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable))
 
 
-def _attributes(nodes: tuple[Any, ...]) -> Attributes:
-    """Returns the static attributes of each module: those that hold neither state nor parts."""
-
-    def is_static(name: str, value: Any) -> bool:
-        leaves = jax.tree.leaves(value, is_leaf=is_reference)
-        return not name.startswith(_OF_FLAX) and not any(is_reference(leaf) or is_array(leaf) for leaf in leaves)
-
-    return {
-        place: {name: value for name, value in vars(module).items() if is_static(name, value)}
-        for place, module in _modules(nodes).items()
-    }
+def _holders(tree: Any) -> list[Any]:
+    """Returns the leaves of a tree that are, or hold, variables."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_reference)
+    return [leaf for leaf in leaves if _is_object(leaf) or isinstance(leaf, flax_nnx.State)]
 
 
-def _set_since(before: Attributes, after: Attributes) -> Attributes:
-    nothing = object()
-    return {
-        place: {name: new for name, new in found.items() if before.get(place, {}).get(name, nothing) is not new}
-        for place, found in after.items()
-    }
+def _objects(nodes: tuple[Any, ...]) -> list[Any]:
+    """Returns the modules, containers and variables of nodes: in the same order for nodes and for their copies."""
+    return [node for _, node in flax_nnx.iter_graph(nodes) if _is_object(node)]
+
+
+def _attributes(node: Any) -> dict[str, tuple[Any, list[Any]]]:
+    """Returns the structure and the leaves of each attribute of a module or container; a variable has none."""
+    found: dict[str, tuple[Any, list[Any]]] = {}
+    own: dict[str, Any] = {} if isinstance(node, flax_nnx.Variable) else vars(node)
+    for name, value in own.items():
+        if not name.startswith(_OF_FLAX):
+            leaves, treedef = jax.tree.flatten(value, is_leaf=is_reference)
+            found[name] = treedef, leaves
+    return found
+
+
+def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
+    """Returns the attributes of an object that differ from those before."""
+    after, found = _attributes(node), []
+    for name, (treedef, leaves) in after.items():
+        if name in before and before[name][0] == treedef and all(map(_is_identical, leaves, before[name][1])):
+            continue
+        for leaf in leaves:
+            if not is_reference(leaf):
+                require_returnable(leaf)
+        is_dynamic = any(is_reference(leaf) or isinstance(leaf, jax.Array) for leaf in leaves)
+        found.append(_Edit(index, name, bool(node._pytree__nodes.get(name)), vars(node)[name], is_dynamic))
+    return found + [_Edit(index, name) for name in before if name not in after]
+
+
+def _is_identical(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
+    if value is _NOTHING:
+        delattr(node, edit.name)
+    else:
+        setattr(node, edit.name, flax_nnx.data(value) if edit.is_data else value)
+
+
+def _given_back(tree: Any, known: Sequence[Any]) -> Any:
+    """Returns a tree with the objects given in the places of their copies."""
+    return jax.tree.map(lambda x: known[x.index] if isinstance(x, _Known) else x, tree, is_leaf=is_reference)
 
 
 def _is_same(new: Any, old: Any) -> bool:
     """Returns whether a variable holds the very arrays that it held before."""
     (leaves, treedef), (before, structure) = jax.tree.flatten(new), jax.tree.flatten(old)
-    return treedef == structure and all(a is b for a, b in zip(leaves, before, strict=True))
+    return treedef == structure and all(map(_is_identical, leaves, before))
 
 
 def _as_stored(new: Any, old: Any) -> Any:
     """Returns a variable's new value in the floating dtype of the old one: half parameters are traced in float32."""
-    if not isinstance(new, flax_nnx.Param):
+    if not isinstance(new, flax_nnx.Param) or jax.tree.structure(new) != jax.tree.structure(old):
         return new
     return jax.tree.map(lambda array, before: cast_array(array, before.dtype), new, old)

@@ -429,6 +429,70 @@ def test_an_object_that_holds_arrays_is_returned_too() -> None:
     assert gradient["params"]["w"][0, 0] == 2
 
 
+class Outer(nn.Module):
+    """Reads the parameter of a module that it holds, and has none itself."""
+
+    def setup(self) -> None:
+        self.words = Table()
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.words.table[ids]
+
+
+def test_a_parameter_that_only_another_module_reads_sums_in_float32() -> None:
+    with use_policy("mixed_bfloat16"):
+        variables = Outer().init(KEY, MANY)
+        gradient = jax.grad(total(Outer(), MANY))(variables)["params"]["words"]["table"]
+    assert gradient[0, 0] == 4096
+
+
+class Lends(nn.Module):
+    def setup(self) -> None:
+        self.dense, self.scale = nn.Dense(4), self.param("scale", ONES, (1, 4))
+
+    def layer(self) -> nn.Module:
+        return self.dense
+
+    def function(self) -> Any:
+        scale = self.scale
+        return lambda x: self.dense(x) * scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x) * self.scale
+
+
+class Borrows(nn.Module):
+    how: str
+
+    def setup(self) -> None:
+        self.lends = Lends()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.lends(x) + getattr(self.lends, self.how)()(x)
+
+
+@pytest.mark.parametrize("how", ["layer", "function"])
+def test_a_method_may_return_a_module_or_a_function(how: str) -> None:
+    with use_policy("mixed_bfloat16"):
+        variables = Borrows(how).init(KEY, X)
+        gradient = jax.grad(total(Borrows(how), X))(variables)["params"]["lends"]
+    assert (gradient["dense"]["bias"] == 4).all() and gradient["scale"].dtype == jnp.float32
+
+
+def test_an_interceptor_sees_each_call_once() -> None:
+    seen: list[Any] = []
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        seen.append((type(context.module).__name__, context.method_name, sorted(kwargs)))
+        return call(*args, **kwargs)
+
+    with use_policy("mixed_bfloat16"):
+        variables = Borrows("layer").init(KEY, X)
+        with flax_nn.intercept_methods(intercept):
+            jax.grad(lambda v: apply(Lends(), v, x=X).sum())({"params": variables["params"]["lends"]})
+    assert seen == [("Lends", "setup", []), ("Lends", "__call__", ["x"]), ("Dense", "__call__", [])]
+
+
 def test_a_ported_model_of_ours_reads_in_the_policys_dtype() -> None:
     model = nn.apply_policy(Linear(), "mixed_bfloat16")
     variables = model.init(KEY, X)

@@ -314,6 +314,87 @@ def test_state_and_random_streams_are_those_of_flax() -> None:
     assert (copied.w[...] == half.w[...]).all() and type(copied.w) is flax_nnx.Param
 
 
+class Lends(nnx.Module):
+    """Hands out what it holds, and makes more of it."""
+
+    def __init__(self) -> None:
+        self.w, self.layer, self.count = nnx.Param(jnp.ones((1, 4))), nnx.List([Linear()]), nnx.Variable(jnp.array(0))
+
+    def child(self) -> Any:
+        return {"layer": self.layer[0], "w": self.w}
+
+    def function(self) -> Any:
+        def call(x: jax.Array) -> jax.Array:
+            self.count[...] += 1
+            return x * self.w
+
+        return call
+
+    def parts(self) -> Any:
+        return flax_nnx.split(self)
+
+    def gradient(self, x: jax.Array) -> Any:
+        return flax_nnx.grad(lambda m: m.layer[0](x).astype(jnp.float32).sum())(self)
+
+    def adopt(self, other: Any) -> Any:
+        self.other = other
+        return other
+
+    def forget(self) -> None:
+        del self.count
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not hasattr(self, "new"):
+            self.new, self.cache = Linear(), nnx.Cache(jnp.zeros(3))
+            self.layer.append(self.new)
+        self.cache = nnx.Cache(self.cache[...] + 1)
+        return self.layer[1](x) * self.w
+
+
+TRANSFORMS: Any = pytest.mark.parametrize(
+    "wrap",
+    [lambda f: f, lambda f: lambda m: flax_nnx.grad(lambda m: (f(m), m(X).sum())[1])(m)],
+    ids=["eager", "grad"],
+)
+
+
+@TRANSFORMS
+def test_a_method_returns_the_very_objects_that_a_module_holds(wrap: Any) -> None:
+    def call(model: Any) -> None:
+        found, other = model.child(), Linear()
+        assert found["layer"] is model.layer[0] and found["w"] is model.w
+        assert model.adopt(other) is other is model.other
+        model.forget()
+        assert not hasattr(model, "count")
+
+    wrap(call)(Lends(dtype_policy="mixed_bfloat16"))
+
+
+@TRANSFORMS
+def test_what_a_call_makes_is_put_in_place(wrap: Any) -> None:
+    def call(model: Any) -> None:
+        for _ in range(2):
+            assert model(X).shape == X.shape
+        assert type(model.new) is Linear and model.layer[1] is model.new and len(model.layer) == 2
+        assert (model.cache[...] == 2).all()
+
+    wrap(call)(Lends(dtype_policy="mixed_bfloat16"))
+
+
+def test_a_function_that_a_method_returns_holds_the_module_itself() -> None:
+    model = Lends(dtype_policy="mixed_bfloat16")
+    call = model.function()
+    model.w.set_value(jnp.full((1, 4), 3.0))
+    assert call(X)[0, 0] == 3 and int(model.count[...]) == 1
+
+
+def test_the_parts_of_a_module_are_those_seen_from_outside() -> None:
+    model = Lends(dtype_policy="mixed_bfloat16")
+    assert model.parts()[0] == flax_nnx.split(model)[0]
+    assert not [name for name in model.gradient(X)["w"].get_metadata() if name.startswith("policy")]
+    assert not [name for name in flax_nnx.clone(model).w.get_metadata() if name.startswith("policy")]
+
+
 def test_abstract_models_and_states_hold() -> None:
     model = nnx.eval_shape(lambda: Table(dtype_policy="bfloat16"))
     assert model.table.get_value().dtype == jnp.bfloat16
