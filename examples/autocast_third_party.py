@@ -453,8 +453,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         with tqdm(total=steps_of(data, config), desc=f"{options.wing} {way}", unit="step") as bar:
             results.append(train(way, model, policies[way], data, config, bar))
     print(table(results))
-    if any(result.audit.findings for result in results):
-        print("\n" + table_of_findings(results))
+    found = any(result.audit.findings for result in results)
+    print("\n" + (table_of_findings(results) if found else "audit finds nothing"))
     images = jnp.asarray(data.test_images[:64])
     for result in results:
         if result.name != "float32":

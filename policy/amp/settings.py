@@ -138,7 +138,7 @@ class Places:
         if rules:
             paths = map(without_marks, self._known)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
-            rules.check_places(sorted({name for path in prefixes if path for name in _names(path)}))
+            rules.check_places(sorted({name for path in prefixes for name in _names(path)}))
 
 
 def without_marks(path: Path) -> Path:

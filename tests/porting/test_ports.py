@@ -78,7 +78,7 @@ def test_a_port_has_the_same_parameters(name):
     assert jax.eval_shape(models.by_policy(name, "mixed_bfloat16").init) == shapes(name)
 
 
-def test_a_parameter_made_by_hand_is_float32_until_a_policy_is_applied():
+def test_a_parameter_made_by_hand_is_stored_in_param_dtype():
     module = models.after("gemma")
 
     def params(apply: bool) -> Any:
@@ -87,7 +87,7 @@ def test_a_parameter_made_by_hand_is_float32_until_a_policy_is_applied():
         return nnx.to_pure_dict(nnx.state(nnx.apply_policy(model, "bfloat16") if apply else model, nnx.Param))
 
     built = jax.eval_shape(lambda: params(apply=False))
-    assert built["final_norm"]["scale"].dtype == jnp.float32
+    assert built["final_norm"]["scale"].dtype == jnp.bfloat16
     assert built["embedder"]["embedding"].dtype == jnp.bfloat16
     theirs = models.by_hand("gemma", jnp.bfloat16, jnp.bfloat16)
     assert jax.eval_shape(lambda: params(apply=True)) == jax.eval_shape(theirs.init)

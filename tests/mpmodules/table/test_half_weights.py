@@ -104,6 +104,7 @@ def test_an_nnx_scan_whose_body_changes_its_carrys_dtype_is_explained():
     with pytest.raises(TypeError, match="carry") as caught:
         model(X[0])
     assert any(
-        "boundaries with a policy of their own: 'Block' (returns float32)" in note and "lift its class" not in note
+        "boundaries with a policy of their own: 'Block' (returns float32 by argument dtype_policy)" in note
+        and "lift its class" not in note
         for note in caught.value.__notes__
     )

@@ -62,7 +62,7 @@ def test_an_unknown_primitive_is_refused_with_the_nearest(what):
 
 def test_a_rule_that_matches_nothing_is_refused_with_the_paths_there_are():
     fn = autocast(layer, BF16, rules={"layer": "f32", "leyer": "f32", "nothing/.*": "f32"})
-    with pytest.raises(ValueError, match=r"Rules 'leyer', 'nothing/\.\*' matched no module\..*Net/layer, layer"):
+    with pytest.raises(ValueError, match=r"Rules 'leyer', 'nothing/\.\*' matched no module\. Modules seen: layer\."):
         fn(W, X)
     with pytest.raises(ValueError, match="no module"):
         jax.grad(lambda w: fn(w, X).sum())(W)

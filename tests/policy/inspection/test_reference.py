@@ -147,7 +147,7 @@ def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(model: A
     variables["params"]["up"]["kernel"] = jnp.abs(variables["params"]["up"]["kernel"])
     variables["params"]["down"]["bias"] = jnp.arange(4.0)
     comparison = compare(model.apply, variables, x, policy=policy)
-    name = type(model).__name__
+    name = f"{type(model).__name__}:"
     assert comparison.error == np.inf and comparison.outputs[0].overflow == 1 and comparison.first_jump == name
     assert comparison.notes == () and comparison.outputs[0].undefined == 0 and comparison.unpaired == ()
     found = suggest(model.apply, variables, x, error=1e-2, policy=policy)

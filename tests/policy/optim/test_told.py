@@ -57,7 +57,6 @@ def test_float32_params_under_a_policy_of_half_params_are_told_with_init_from_ma
 def test_other_params_are_silent(policy, dtypes):
     tx = mixed_precision(optax.sgd(0.1), policy)
     tx.init({"a": jnp.ones(2, dtypes[0]), "b": jnp.ones(2, dtypes[1])})
-    tx.init({})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
