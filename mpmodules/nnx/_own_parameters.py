@@ -187,12 +187,12 @@ _written: dict[Hashable, frozenset[str]] = {}  # the parameters that a method wr
 
 def reads_own_params(module: Any) -> bool:
     """Returns whether a call may read parameters of users' modules in another dtype than they are stored in."""
-    if reads.are_marked or not is_users(type(module)) or getattr(module, "dtype_policy", None) is None:
-        return False
+    if reads.are_marked or not is_users(type(module)) or not isinstance(module.dtype_policy, Policy):
+        return False  # a text that was set by hand is refused where the call begins
     modules: list[Any] = [node for _, node in flax_nnx.iter_modules(module) if is_users(type(node))]
     params = [param for node in modules for param in touched_params(node)]
     stored = {leaf.dtype for param in params for leaf in jax.tree.leaves(param) if is_floating(leaf)}
-    computed = {node.dtype_policy.compute_dtype for node in modules if node.dtype_policy is not None}
+    computed = {node.dtype_policy.compute_dtype for node in modules if isinstance(node.dtype_policy, Policy)}
     dtypes = stored | computed
     return bool(stored) and (len(dtypes) > 1 or any(dtype.itemsize < 4 for dtype in dtypes))
 
