@@ -1,4 +1,4 @@
-"""Where a class or a method was defined. One made by `exec`, or by hand, may not say."""
+"""The Python module of a class or a function. One made by `exec`, or by hand, may name none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import policy` finds: our own package, or another of that name, and what can be done then.
+"""Tells our package `policy` from others of that name that ``import policy`` may find, and says what to do then.
 
 Imports nothing but the standard library, and runs nothing of what it finds.
 """

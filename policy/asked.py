@@ -17,7 +17,7 @@ from policy.rules import PolicyRules
 
 @dataclasses.dataclass
 class Asked:
-    """What was asked for in one trace.
+    """The dtypes asked for in one trace.
 
     Attributes:
       policy: the policy around the trace, or None.

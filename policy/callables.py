@@ -1,4 +1,4 @@
-"""What is handed over as a function, and is none that could be traced."""
+"""Refuses values, classes and unbound modules that are handed over as functions to trace."""
 
 from __future__ import annotations
 

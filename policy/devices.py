@@ -38,7 +38,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def is_typed(axis: Hashable) -> bool:
-    """Whether types say what varies over a mapped axis.
+    """Returns whether the types of arrays say which vary over a mapped axis.
 
     Raises:
       ValueError: the axis is not mapped here.

@@ -239,7 +239,7 @@ def grad(
 
 
 class Finish:
-    """What `value_and_grad` does to raw gradients, shared with the nnx wing's: unscale them, or round and keep them.
+    """Unscales raw gradients, or rounds and keeps them, for `value_and_grad` here and in the nnx wing.
 
     Attributes:
       policy: in force while the loss is traced, or None.

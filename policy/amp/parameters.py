@@ -1,4 +1,4 @@
-"""Which arguments of a function are parameters, and which are an optimizer's business."""
+"""Finds the parameters among a function's arguments, and warns of optimizers among them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_params(params: Any) -> None:
 
 
 def parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    """Which leaves of ``(args, kwargs)`` are parameters."""
+    """Returns for each leaf of ``(args, kwargs)`` whether it is a parameter."""
     everything = (args, kwargs)
     if callable(params):
         return [bool(params(leaf)) for leaf in jax.tree.leaves(everything)]

@@ -88,7 +88,7 @@ def _decades(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _along(error: float, low: int, high: int) -> float:
-    """Where a finite error stands between the decades: 0 at the left for none."""
+    """Returns the position of a finite error between the decades: 0 at the left for none."""
     return 0.0 if error <= 0 else min(max((math.log10(error) - low) / max(high - low, 1), 0.0), 1.0)
 
 

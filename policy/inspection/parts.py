@@ -1,4 +1,4 @@
-"""What an audit's page is made of: dtypes, shares, links, tables and numbers."""
+"""Parts of an audit's page: dtypes, shares, links, tables and numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def link(path: str, ids: Mapping[str, str]) -> Markup:
 
 
 def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
-    """What a bar is filled with. `total`: what would fill all of it; None: the sum of the shares."""
+    """Returns the pieces of a bar. `total` would fill all of it; None stands for the sum of the shares."""
     total = sum(shares.values()) if total is None else total
     widths = {dtype: amount / total for dtype, amount in shares.items() if amount}
     return [
@@ -48,7 +48,7 @@ def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
 
 
 def bar(what: str, shares: Mapping[str, int], form: Callable[[int], str]) -> Markup:
-    """How much of something there is by dtype, as a bar and its legend."""
+    """Returns shares by dtype as a bar and its legend."""
     total = sum(shares.values())
     if not total:
         return tag("figure", tag("figcaption", f"{what}: none"))

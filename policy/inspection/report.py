@@ -1,4 +1,4 @@
-"""What an audit found: operations, findings, and how they are handed on."""
+"""The result of an audit: operations and findings, as figures, JSON, files and text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What one primitive does at one place, in one set of dtypes; equal ones are one row.
+    """One primitive at one place, in one set of dtypes; equal ones are one row.
 
     Attributes:
       path: the module path, its names joined by "/", as rules take it; the model itself is ``Net:``, "" is outside of

@@ -1,4 +1,4 @@
-"""Whether two programs are one, and where they differ first."""
+"""Compares two programs up to their first difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where two programs differ first.
+    """The first difference of two programs.
 
     Attributes:
       what: what differs, in a sentence.
@@ -91,7 +91,7 @@ def _constants(ours: list[Any], theirs: list[Any]) -> Iterator[Difference]:
 
 
 def _at(found: Iterator[Any], i: int, a: Any, b: Any, above: Path) -> Iterator[Difference]:
-    """What was found in a pair of equations, with its place."""
+    """Returns a difference found in a pair of equations, with its place."""
     for what in found:
         if isinstance(what, Difference):  # of the programs inside of them
             yield what if what.path or any(what.sources) else dataclasses.replace(what, path=_path(a, above))

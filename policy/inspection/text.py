@@ -24,7 +24,7 @@ _FEW = 10  # numbers that a pattern lists one by one
 
 
 def shows_colour(file: TextIO) -> bool:
-    """Whether a file is a terminal that shows colours, and nobody said NO_COLOR."""
+    """Returns whether a file is a terminal that shows colours, and NO_COLOR is not set."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -166,7 +166,7 @@ def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
 
 
 class _Module:
-    """What runs at a path, and the modules below it."""
+    """The operations at a path, and the modules below it."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []

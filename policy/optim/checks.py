@@ -1,4 +1,4 @@
-"""What a step refuses, by name, before anything is computed."""
+"""Refusals of a step, by name, before anything is computed."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def differentiated(params: Any) -> Any:
 
 
 def per_example(gradients: Any, params: Any) -> bool:
-    """Whether gradients have an axis more in front than the params: one for each example, as `dpsgd` takes them."""
+    """Returns whether gradients have one more axis in front than the params: that of the examples, as `dpsgd` takes."""
     return bool(_examples(gradients, differentiated(params)))
 
 
@@ -271,7 +271,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def is_transform(tx: Any) -> bool:
-    """Whether `tx` has what optax asks of a gradient transformation."""
+    """Returns whether `tx` has the methods of an optax gradient transformation."""
     return isinstance(tx, optax.GradientTransformation) or (
         callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
     )

@@ -1,4 +1,4 @@
-"""Where an optimizer's state lies: each of its leaves beside the param that it belongs to."""
+"""Shardings of an optimizer's state: each leaf's is that of the param that it belongs to."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FLAXS_OWN = re.compile(r"Frozen(Variable)?Dict|Skipping analyzing \"optax\"")
 
 
 class Mark(NamedTuple):
-    """What a line of user code has, or is to have: an error of that rule, or a type that is revealed."""
+    """An error or a revealed type of a line of user code, found or wanted."""
 
     line: int
     kind: str

@@ -1,4 +1,4 @@
-"""What a row of the table of mistakes is."""
+"""The rows of the table of mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else may be called `policy`: a file beside the script, one on PYTHONPATH, another distribution; told apart."""
+"""Others called `policy` are told apart: a file beside the script, one on PYTHONPATH, another distribution."""
 
 from __future__ import annotations
 

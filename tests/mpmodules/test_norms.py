@@ -145,7 +145,7 @@ def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
 
 @pytest.mark.parametrize("region", [Region((0, 1, 2)), Region((1, 2), groups=2)])
 def test_channels_are_multiplied_and_added_to_as_seldom_as_can_be(region):
-    """What is one number of a channel is computed before it meets the elements."""
+    """Numbers of a channel are computed before they meet its elements."""
 
     def pullback(x: jax.Array, scale: jax.Array, bias: jax.Array, ct: jax.Array) -> Any:
         forward = functools.partial(normalize, region=region, epsilon=1e-5, dtype=jnp.bfloat16)

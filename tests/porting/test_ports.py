@@ -39,7 +39,7 @@ class Result(NamedTuple):
 
 @functools.cache
 def results(name: str, made_by: str, dtype: str) -> list[Result]:
-    """What a model makes of each of the random trees.
+    """Returns the results of a model for each of the random trees.
 
     Args:
       made_by: "hand", "policy", or "rules": the policy with the rules above.

@@ -1,4 +1,4 @@
-"""What a model's own code, and Flax's tools, see of our layers: the same as of Flax's."""
+"""Our layers look to a model's own code, and to Flax's tools, as Flax's do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who obeys which policy, from strongest to weakest: an argument of the layer, dtype_policy=, a rule, the enclosing
+"""The order of precedence, from strongest to weakest: an argument of the layer, dtype_policy=, a rule, the enclosing
 module or block, the global policy, none. One test for each neighbouring pair."""
 
 # What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.

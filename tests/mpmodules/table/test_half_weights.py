@@ -70,7 +70,7 @@ def test_an_initialiser_that_fails_in_half_runs_in_float32(policy):
 
 
 def rounded_orthogonal(policy: str) -> Any:
-    """What Flax makes in float32, rounded."""
+    """Returns Flax's orthogonal matrix of float32, rounded."""
     kernel: Any = linen.Dense(4, kernel_init=ORTHOGONAL).init(KEY, jnp.ones((2, 3, 4)))
     return kernel["params"]["kernel"].astype(policy)
 

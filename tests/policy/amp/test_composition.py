@@ -193,7 +193,7 @@ def test_an_integers_cotangent_is_float0():
 def test_trees_keywords_and_static_arguments_are_passed_on():
     @autocast(policy=BF16)
     def fn(params, batch, scale=1.0, *, train, act="tanh"):
-        """What it says."""
+        """Returns a tree."""
         assert isinstance(train, bool)
         h = getattr(jnp, act)(batch["x"] @ params["w"]) * scale
         return {"h": h, "train": train, "none": None}, (batch["i"], h if train else h.sum())
@@ -202,7 +202,7 @@ def test_trees_keywords_and_static_arguments_are_passed_on():
     assert set(found[0]) == {"h", "train", "none"} and found[0]["none"] is None
     near(found[1][1], jnp.sin(X @ W))
     assert fn({"w": W}, {"x": X, "i": 2}, 2.0, train=False)[1][1].shape == ()
-    assert fn.__name__ == "fn" and fn.__doc__ == "What it says."
+    assert fn.__name__ == "fn" and fn.__doc__ == "Returns a tree."
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""What is told to stay in float32: `full_precision`, `enabled=False`, allow, deny and opaque."""
+"""Ways to keep operations in float32: `full_precision`, `enabled=False`, allow, deny and opaque."""
 
 from __future__ import annotations
 

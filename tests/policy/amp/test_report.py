@@ -1,4 +1,4 @@
-"""What a report says: parameters, casts, and what was left in float32."""
+"""The report of an autocast: parameters, casts, and operations left in float32."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def matmuls(fn: Any, *args: Any) -> Counter[tuple[str, str]]:
-    """How many matmuls each layer has, by layer and dtype: told by shapes, not by the names under test."""
+    """Counts the matmuls of each layer, by layer and dtype: told by shapes, not by the names under test."""
     found: Counter[tuple[str, str]] = Counter()
 
     for site in walk(jax.make_jaxpr(fn)(*args)):

@@ -1,4 +1,4 @@
-"""What an audit is handed on as: figures, JSON, files and text."""
+"""An audit as figures, JSON, files and text."""
 
 from __future__ import annotations
 
