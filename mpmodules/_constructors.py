@@ -86,6 +86,25 @@ def require_dtypes(what: str, given: Mapping[str, Any]) -> None:
             ) from None
 
 
+def require_names(cls: type, attribute: str, names: Any, *, example: str) -> None:
+    """Refuses a class attribute that is no collection of names.
+
+    Args:
+      cls: the class.
+      attribute: the attribute's name.
+      names: its value.
+      example: a name to show.
+
+    Raises:
+      TypeError: `names` is one text, or holds something that is no text.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        shown = (names,) if isinstance(names, str) else (example,)
+        raise TypeError(
+            f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write {attribute} = {shown!r}."
+        )
+
+
 def require_keep_inputs(cls: Any) -> None:
     """Refuses a class whose `keep_inputs` names no argument of its public methods.
 
@@ -96,12 +115,7 @@ def require_keep_inputs(cls: Any) -> None:
     keep = cls.keep_inputs
     if not keep or cls in _checked:
         return
-    if isinstance(keep, str) or not isinstance(keep, Collection) or not all(isinstance(name, str) for name in keep):
-        example = f"({keep!r},)" if isinstance(keep, str) else "('positions',)"
-        raise TypeError(
-            f"{cls.__name__}.keep_inputs should be a tuple of names of arguments, but got {keep!r}: write "
-            f"keep_inputs = {example}."
-        )
+    require_names(cls, "keep_inputs", keep, example="positions")
     known = _arguments_of(cls)
     unknown = [] if known is None else [name for name in keep if name not in known]
     if unknown and known is not None:

@@ -1,20 +1,48 @@
-"""The parameters of modules that a user writes: which are left to their own dtypes."""
+"""Modules that users write, and the parameters of theirs that `keep_params` leaves to their own dtypes."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Collection, Iterable
+
+from mpmodules._constructors import require_names
+from mpmodules._defined_in import package_of
+from policy.precedence import warn_once
 
 
-def require_names(cls: type, attribute: str) -> None:
-    """Refuses a class attribute that is no collection of names.
+@functools.cache
+def is_written_by_user(cls: type, upstream: type) -> bool:
+    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's layers.
+
+    Args:
+      cls: a class of modules.
+      upstream: Flax's base class of modules.
+    """
+    return getattr(cls, "_upstream_class", None) is upstream and package_of(cls) != "mpmodules"
+
+
+def require_keep_params(cls: type) -> None:
+    """Refuses a class whose own `keep_params` is no collection of names.
 
     Raises:
-      TypeError: the class itself sets the attribute to something else.
+      TypeError: it is one text, or holds something that is no text.
     """
-    names = vars(cls).get(attribute, ())
-    if isinstance(names, str) or not isinstance(names, tuple | list | set | frozenset) or not _all_names(names):
-        raise TypeError(f'{cls.__name__}.{attribute} should be a tuple of names, as ("scale",), but got {names!r}.')
+    require_names(cls, "keep_params", vars(cls).get("keep_params", ()), example="scale")
 
 
-def _all_names(names: Any) -> bool:
-    return all(isinstance(name, str) for name in names)
+def warn_of_unknown_names(cls: type, params: Iterable[str], where: str) -> None:
+    """Warns of names in a class's `keep_params` that a module of it has no parameter of.
+
+    Args:
+      cls: the class.
+      params: the names of the module's parameters.
+      where: how the message names the module.
+    """
+    keep: Collection[str] = getattr(cls, "keep_params", ())
+    known = sorted(set(params))
+    unknown = sorted(set(keep) - set(known))
+    if unknown:
+        warn_once(
+            f"{cls.__name__}.keep_params names {', '.join(unknown)}, but {where} has no such parameter. It has: "
+            f"{', '.join(known) or 'none'}."
+        )

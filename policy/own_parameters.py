@@ -6,6 +6,7 @@ it is traced with casts that are marked as reads, and its program is evaluated w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from policy.casting import cast_array, is_floating
 from policy.float32_cotangents import READ, evaluate, read
 from policy.policy import Policy
 from policy.pure_calls import PureCall, UnreturnableError
-from policy.scope import current_scope
+from policy.scope import current_scope, enter
 
 CANNOT_BE_TRACED = (
     UnreturnableError,
@@ -68,5 +69,10 @@ def with_float32_sums(call: Callable[..., Any], *trees: Any) -> Any:
     Raises:
       the errors in `CANNOT_BE_TRACED`: the call needs the values of arrays, or returns what holds some.
     """
-    traced = PureCall.of(call, *trees)
+
+    def marking(*trees: Any) -> Any:
+        with enter(dataclasses.replace(current_scope(), marks_reads=True)):
+            return call(*trees)
+
+    traced = PureCall.of(marking, *trees)
     return traced.returned([read(x) for x in evaluate(traced.jaxpr, traced.arrays)])

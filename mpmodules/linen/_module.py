@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from mpmodules._constructors import require_dtypes, require_keep_inputs, with_explained_errors
 from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
-from mpmodules._own_parameters import require_names
+from mpmodules._own_parameters import require_keep_params
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._calls import calls
@@ -107,7 +107,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                     LAYER_OF[base] = cls
                     extend_docstring(cls, base, _DTYPE_POLICY)
         install_boundaries(cls)
-        require_names(cls, "keep_params")
+        require_keep_params(cls)
         own_parameters.install(cls)
 
     def __post_init__(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +12,7 @@ import jax
 from flax.core import meta
 from flax.errors import TransformedMethodReturnValueError
 
-from mpmodules._defined_in import package_of
+from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
 from mpmodules.linen._boundary import NOT_BOUNDARIES
 from mpmodules.linen._held_parameters import Read, made_in_setup
@@ -23,17 +21,15 @@ from mpmodules.linen._resolution import effective_policy, where
 from policy.casting import cast_floating, is_floating
 from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
 from policy.policy import Policy
-from policy.precedence import warn_once
-from policy.scope import current_scope, enter
+from policy.scope import current_scope
 
 _call_plainly = flax_nn.Module._call_wrapped_method  # Flax's, through which it runs every method
 _KEPT = "_runs_as_it_is"  # on an instance, while a call of it that can't be traced runs
 
 
-@functools.cache
 def is_users(cls: type) -> bool:
     """Returns whether a class is one that a user wrote, and derives from none of Flax's layers."""
-    return getattr(cls, "_upstream_class", None) is flax_nn.Module and package_of(cls) != "mpmodules"
+    return is_written_by_user(cls, flax_nn.Module)
 
 
 def param(
@@ -100,11 +96,11 @@ def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: di
     plainly = functools.partial(_call_plainly, module, method, args, kwargs)
     if not _reads_in_half(module, method, args, kwargs):
         outputs = plainly()
-        if getattr(type(module), "keep_params", ()) and module.scope is not None and module.is_initializing():
-            _warn_of_names(module, method)
+        if _has_just_initialised(module, method) and getattr(type(module), "keep_params", ()):
+            warn_of_unknown_names(type(module), own_params(module), f"'{where(module)}'")
         return outputs
     try:
-        return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums, _marked)(module, *args, **kwargs)
+        return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums)(module, *args, **kwargs)
     except (*CANNOT_BE_TRACED, TransformedMethodReturnValueError):  # the latter: it returns a module
         vars(module)[_KEPT] = True
         try:
@@ -113,8 +109,10 @@ def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: di
             del vars(module)[_KEPT]
 
 
-def _marked() -> contextlib.AbstractContextManager[Any]:
-    return enter(dataclasses.replace(current_scope(), marks_reads=True))
+def _has_just_initialised(module: Any, method: Method) -> bool:
+    if module.scope is None or getattr(method, "__name__", "") == "setup":
+        return False
+    return module.is_initializing()
 
 
 def _reads_in_half(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -164,16 +162,3 @@ def own_params(module: Any) -> dict[str, Any]:
         for name, value in params.items()
         if not isinstance(value, Mapping) and any(map(is_floating, jax.tree.leaves(value)))
     }
-
-
-def _warn_of_names(module: Any, method: Method) -> None:
-    """Warns of names in `keep_params` that an initialised module has no parameter of."""
-    if getattr(method, "__name__", "") == "setup":
-        return
-    unknown = sorted(set(type(module).keep_params) - set(own_params(module)))
-    if unknown:
-        created = ", ".join(sorted(own_params(module))) or "none"
-        warn_once(
-            f"{type(module).__name__}.keep_params names {', '.join(unknown)}, but '{where(module)}' created no such "
-            f"parameter. It created: {created}."
-        )

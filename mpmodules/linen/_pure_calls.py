@@ -19,7 +19,9 @@ Run = Callable[[Callable[..., Any], Any, Any, Any], Any]
 """From a pure function and its three arguments, parameters, other state and inputs, to its result."""
 
 
-def lifted(method: Method, run: Run, inside: Callable[[], contextlib.AbstractContextManager[Any]]) -> Method:
+def lifted(
+    method: Method, run: Run, inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Method:
     """Returns a method that hands itself to `run` as a pure function of variables and arguments.
 
     Args:

@@ -14,7 +14,7 @@ from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 from mpmodules._constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
 from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
-from mpmodules._own_parameters import require_names
+from mpmodules._own_parameters import require_keep_params
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
 from mpmodules.nnx._obeying import LAYER_OF
@@ -182,7 +182,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
         install_boundaries(cls)
-        require_names(cls, "keep_params")
+        require_keep_params(cls)
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, cast
 
 import jax
 from flax import nnx as flax_nnx
 from flax.errors import TraceContextError
 
-from mpmodules._defined_in import package_of
 from mpmodules._own_code import told_apart
+from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
 from mpmodules.nnx._obeying import is_ours
 from mpmodules.nnx._pure_calls import StatefulCall
@@ -22,20 +21,17 @@ from policy.casting import cast_floating, is_floating
 from policy.islands import as_in_force
 from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, read_parameter, with_float32_sums
 from policy.policy import Policy
-from policy.precedence import warn_once
 from policy.pure_calls import UnreturnableError
-from policy.scope import current_scope, enter
+from policy.scope import current_scope
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose parameters they are
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def is_users(cls: type) -> bool:
     """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's layers."""
-    is_plain = is_ours(cls) and getattr(cls, "_upstream_class", None) is flax_nnx.Module
-    return is_plain and package_of(cls) != "mpmodules"
+    return is_ours(cls) and is_written_by_user(cls, flax_nnx.Module)
 
 
 def own_params(module: Any) -> Iterator[tuple[str, flax_nnx.Param]]:
@@ -78,13 +74,8 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
     """
     if not is_users(type(module)):
         return
-    unknown = sorted(set(type(module).keep_params) - {name for name, _ in own_params(module)})
-    if unknown:
-        names = ", ".join(sorted({name for name, _ in own_params(module)})) or "none"
-        warn_once(
-            f"{type(module).__name__}.keep_params names {', '.join(unknown)}, but the module has no such parameter. "
-            f"It has: {names}."
-        )
+    if type(module).keep_params:
+        warn_of_unknown_names(type(module), (name for name, _ in own_params(module)), "the module")
     if policy is None:
         return
     shared = {id(leaf) for leaf in _variables(arguments)}
@@ -217,8 +208,6 @@ def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
         except UnreturnableError:
             return _as_it_is(module, name, args, kwargs)
         except _Written as write:
-            if write.args[0] in written:
-                raise AssertionError(f"{write.args[0]} is read as stored") from None
             written = written | {write.args[0]}
             with contextlib.suppress(TypeError):  # an argument without a hash
                 _written[key] = written
@@ -244,18 +233,10 @@ def _run(call: StatefulCall, written: frozenset[str], *, is_traced: bool) -> Any
     pure = call.inside(functools.partial(_marked, call, written))
     if is_traced:
         try:
-            return with_float32_sums(_in_marking_scope(pure), *call.trees)
+            return with_float32_sums(pure, *call.trees)
         except (*CANNOT_BE_TRACED, TraceContextError):  # the latter: it writes to a variable outside of the module
             pass
     return pure(*call.trees)
-
-
-def _in_marking_scope(pure: Callable[..., Any]) -> Callable[..., Any]:
-    def marking(*trees: Any) -> Any:
-        with enter(dataclasses.replace(current_scope(), marks_reads=True)):
-            return pure(*trees)
-
-    return marking
 
 
 @contextlib.contextmanager

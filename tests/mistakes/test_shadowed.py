@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+
 ROOT = Path(__file__).parents[2]
 RUN_ANYWAY = "raise SystemExit('the other policy was run')"
 
@@ -88,7 +90,11 @@ def test_a_distribution_that_wrote_over_our_files_is_told(tmp_path):
 
 
 def test_an_installation_without_policy_is_called_broken(tmp_path):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "mpmodules").symlink_to(ROOT / "mpmodules")
-    last = run(script_in(tmp_path / "work"), path=(tmp_path / "site",))
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "mpmodules").symlink_to(ROOT / "mpmodules")
+    for installed in Path(jax.__file__).parents[1].iterdir():  # all but us: in an environment we may be installed
+        if installed.name not in ("policy", "mpmodules"):
+            (site / installed.name).symlink_to(installed)
+    last = run(script_in(tmp_path / "work"), "-S", path=(site,))
     assert "'import policy' finds nothing: the installation is broken. Reinstall it: pip install" in last

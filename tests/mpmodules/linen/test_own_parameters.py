@@ -293,7 +293,7 @@ def test_what_is_named_boxed_or_no_float_is_read_as_stored(text: str) -> None:
 
 def test_names_to_keep_are_a_tuple_of_names() -> None:
     for names in ("scale", 3, (1,)):
-        with pytest.raises(TypeError, match=r"Wrong.keep_params should be a tuple of names, as \("):
+        with pytest.raises(TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"):
             type("Wrong", (nn.Module,), {"keep_params": names, "__module__": __name__})
 
 
@@ -305,7 +305,7 @@ def test_a_name_to_keep_that_no_parameter_has_warns() -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return x * self.param("scale", ONES, (1, 4))
 
-    with pytest.warns(DtypePolicyWarning, match="Misspelt.keep_params names scael.* It created: scale"):
+    with pytest.warns(DtypePolicyWarning, match="Misspelt.keep_params names scael.* It has: scale"):
         Misspelt().init(KEY, X)
 
 

@@ -144,7 +144,7 @@ def test_what_is_named_or_no_float_is_read_as_stored(text: str) -> None:
 
 def test_names_to_keep_are_a_tuple_of_names() -> None:
     for names in ("scale", 3, (1,)):
-        with pytest.raises(TypeError, match=r"Wrong.keep_params should be a tuple of names, as \("):
+        with pytest.raises(TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"):
             type("Wrong", (nnx.Module,), {"keep_params": names, "__module__": __name__})
 
 
