@@ -163,7 +163,7 @@ LINEN = [
         "keep_params misspelt",
         lambda: linen_keeping_params(("scael",)),
         DtypePolicyWarning,
-        ("Scaled.keep_params", "scael", "It created: scale"),
+        ("Scaled.keep_params", "scael", "It has: scale"),
     ),
     Mistake(
         "keep_params as an argument", lambda: Net(keep_params=("x",)), TypeError, ("keep_params", "class attribute")
