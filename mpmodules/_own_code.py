@@ -16,11 +16,11 @@ from typing import Any
 import jax
 
 from mpmodules._references import is_reference
-from policy.amp import regions
-from policy.amp.ported import Ported
+from policy.autocast import marks
+from policy.autocast.own_code import Ported
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.scope import Scope, current_scope, enter
-from policy.sources import Source
 
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
@@ -95,7 +95,7 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
     if policy is None:
         return call()
     inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
-    with enter(inner, source), regions.computes_in(policy.compute_dtype):
+    with enter(inner, source), marks.computes_in(policy.compute_dtype):
         return call()
 
 
@@ -107,7 +107,7 @@ def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
       scope: the one in force.
       given_carry: the carry that it is called with, or None.
     """
-    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
+    with enter(dataclasses.replace(scope, hands_on_float32=False)), marks.layer():
         return handed_on(call(), given_carry)
 
 
@@ -120,15 +120,13 @@ def handed_on(outputs: Any, carry: Any = None) -> Any:
     """Returns a layer's outputs in float32, marked for autocast; a carry keeps the dtypes of the one given."""
     if carry is not None and isinstance(outputs, tuple) and len(outputs) == 2:
         return _carry_handed_on(outputs[0], carry), handed_on(outputs[1])
-    return jax.tree.map(lambda x: x if is_reference(x) else regions.handed_on(x), outputs, is_leaf=is_reference)
+    return jax.tree.map(lambda x: x if is_reference(x) else marks.handed_on(x), outputs, is_leaf=is_reference)
 
 
 def _carry_handed_on(new: Any, given: Any) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(given):
         return handed_on(new)
-    return jax.tree.map(
-        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x), new, given
-    )
+    return jax.tree.map(lambda x, old: x if x.dtype == getattr(old, "dtype", None) else marks.handed_on(x), new, given)
 
 
 def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]) -> Shown:

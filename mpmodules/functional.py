@@ -15,8 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from policy.accumulators import accumulating, bilinear_tangent
+from policy.checkpointing import traced_once
 from policy.materialize import materialized
-from policy.remembering import traced_once
 
 Array = jax.Array
 

@@ -16,7 +16,7 @@ from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decisions, Shown, descri
 from mpmodules._port_options import PortOptions
 from mpmodules.linen._calls import unrecorded
 from mpmodules.linen._pure_calls import Method, lifted
-from policy.amp.ported import Ported, traced
+from policy.autocast.own_code import Ported, traced
 from policy.precedence import warn_once
 
 _decisions = Decisions()

@@ -19,8 +19,8 @@ from mpmodules.linen._own_code import call_port
 from mpmodules.linen._summary import tabulate_method
 from policy.islands import as_in_force
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.scope import RulesLike, Scope, current_scope, enter
-from policy.sources import Source
 
 M = TypeVar("M", bound=flax_nn.Module)
 

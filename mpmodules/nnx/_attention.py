@@ -19,8 +19,8 @@ from mpmodules.nnx._layer import constructor_dtypes
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.scope import current_policy
-from policy.sources import Source
 
 
 def dot_product_attention_weights(

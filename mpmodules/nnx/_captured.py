@@ -13,8 +13,8 @@ from mpmodules._references import is_reference
 from mpmodules.nnx._obeying import obeys_policies
 from policy.policy import Policy
 from policy.precedence import warn_once
+from policy.provenance import Source
 from policy.scope import Scope
-from policy.sources import Source
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from mpmodules.nnx._module import Module
 from mpmodules.nnx._obeying import viewed as viewed
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
-from policy.sources import Source
+from policy.provenance import Source
 
 
 class Layer(Module):

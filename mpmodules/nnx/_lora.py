@@ -17,7 +17,7 @@ from mpmodules.nnx._linear import Linear, Matmul
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import with_explicit_dtypes
-from policy.sources import Source
+from policy.provenance import Source
 
 
 class LoRA(Layer, flax_nnx.LoRA):

@@ -20,9 +20,9 @@ from mpmodules.nnx._captured import Frame, building, refuse_children_from_outsid
 from mpmodules.nnx._obeying import LAYER_OF
 from mpmodules.nnx._own_parameters import store_in_param_dtype
 from policy.policy import Policy, get_policy
+from policy.provenance import NO_SOURCE, Source, source_in_force
 from policy.rules import name_of
 from policy.scope import current_scope, enter, require_usable
-from policy.sources import NO_SOURCE, Source, source_in_force
 
 T = TypeVar("T")
 

@@ -35,9 +35,9 @@ from mpmodules._normalization_calls import (
 from mpmodules.moments import Region, shift_of
 from mpmodules.nnx._layer import Layer, in_complex, viewed
 from policy.casting import cast_array
+from policy.checkpointing import keeping_inputs, keeping_inputs_once
 from policy.policy import Policy
-from policy.remembering import keeping_inputs, keeping_inputs_once
-from policy.sources import Source
+from policy.provenance import Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import optax
 from flax import nnx as flax_nnx
 
 from mpmodules.nnx._layer import viewed
-from policy.gradients import ScaledGradients
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import MixedPrecision
 
 M = TypeVar("M")

@@ -17,9 +17,9 @@ from mpmodules.nnx._own_code import OwnCodeOf
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
+from policy.provenance import NO_SOURCE, Source
 from policy.rules import Pattern, PolicyRules, name_of
 from policy.scope import RulesLike, current_scope
-from policy.sources import NO_SOURCE, Source
 
 M = TypeVar("M", bound=flax_nnx.Module)
 

@@ -21,7 +21,7 @@ from mpmodules.nnx._obeying import as_ours
 from mpmodules.nnx._port import adopt_children
 from policy.casting import cast_floating
 from policy.policy import Policy
-from policy.sources import Source
+from policy.provenance import Source
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):

@@ -11,11 +11,11 @@ from typing import Any, cast
 import jax
 from flax import nnx as flax_nnx
 
-from policy.asked import note_given, note_obeyed
-from policy.inspection.differentiating import NO_PARAMETERS
-from policy.names import note, note_repeated, note_root
+from policy._jaxpr.module_names import note, note_repeated, note_root
+from policy._jaxpr.trace import LOWERINGS, Lowered
 from policy.policy import Policy
-from policy.tracing import LOWERINGS, Lowered
+from policy.requested_dtypes import note_given, note_obeyed
+from policy.traced.gradients import NO_PARAMETERS
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
 

@@ -15,8 +15,8 @@ from mpmodules.nnx._layer import constructor_dtypes, viewed
 from mpmodules.nnx._module import Module
 from policy.casting import cast_array
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.reductions import reduction_dtype
-from policy.sources import Source
 
 
 class ReparameterizedWeights(Module):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from policy.gradients import ScaledGradients
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim.checks import check_params
 from policy.optim.masters import init_masters, without_overwritten
 from policy.optim.state import MixedPrecisionState, states_in

@@ -20,9 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from policy.devices import varying_axes
-from policy.gradients import ScaledGradients
-from policy.loss_scale import (
+from policy.grads.loss_scale import (
     LossScale,
     all_finite,
     all_squares_finite,
@@ -30,6 +28,8 @@ from policy.loss_scale import (
     require_positive,
     unscale_by_reciprocal,
 )
+from policy.grads.scaled_losses import warn_if_scaled
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim.branches import Branches, selected
 from policy.optim.checks import (
     check_gradients,
@@ -49,7 +49,7 @@ from policy.optim.state import MixedPrecisionState, states_in, strengthened, str
 from policy.optim.state_checks import InnerLike, check_inner, check_loss_scale, inner_like, require_storage
 from policy.optim.storage import PACKED, MasterWeights, kind_of
 from policy.policy import Policy
-from policy.scaled_losses import warn_if_scaled
+from policy.sharding.all_reduce import varying_axes
 from policy.trees import is_overwritten, working_dtype
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from policy.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale
 from policy.optim.storage import MasterWeights, storage_code
 from policy.trees import unboxed
 

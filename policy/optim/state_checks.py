@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from policy.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale
 from policy.optim.moments import moment_targets
 from policy.optim.naming import optimizer_name
 from policy.optim.state import Layout, MixedPrecisionState

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, mixed_precision
 
 MODES = ["auto", "full", "remainder", "kahan", "stochastic", "none"]

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax import monitoring
 
-from policy.gradients import ScaledGradients
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import apply_gradients, mixed_precision
 
 NAMES = ("sgd", "adam", "adamw", "lion", "rmsprop", "adagrad", "lamb", "lars", "novograd", "radam", "yogi", "adabelief")

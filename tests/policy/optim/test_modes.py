@@ -14,7 +14,7 @@ import pytest
 from flax import nnx, serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.loss_scale import NoOpLossScale
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import (
     apply_gradients,
     convert,

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from policy.loss_scale import NoOpLossScale
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, master_params, mixed_precision
 from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
 from policy.optim.storage import Kind, beside, hold, hold_same, release, widen_leaf

@@ -17,7 +17,7 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, loss_scale_of, master_params, mixed_precision, resync
 from tests.policy.optim import saving
 

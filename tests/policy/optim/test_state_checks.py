@@ -12,7 +12,7 @@ import pytest
 from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, convert, mixed_precision, resync
 from policy.optim.naming import optimizer_name
 from tests.policy.optim.transforms import found, make
