@@ -13,7 +13,7 @@ import pytest
 from policy.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, master_params, mixed_precision
 from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
-from policy.optim.storage import Kind, beside, hold, hold_same, release, widen_leaf
+from policy.optim.storage_modes import FULL, KAHAN, REMAINDER
 from policy.testing import assert_close_in_ulps
 from policy.ulps import spacing
 
