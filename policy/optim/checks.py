@@ -17,7 +17,7 @@ from policy.precedence import warn_once
 from policy.trees import is_inexact, is_overwritten, path_name, shortened
 
 
-def check_params(params: optax.Params) -> None:
+def check_params(params: Any) -> None:
     """Refuses params that no optimizer can step, and names each of them by its path.
 
     Raises:

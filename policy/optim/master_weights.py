@@ -180,7 +180,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     check_tree(params, state)
     layout = layout_of(params, master_weights, state.layout.optimizer)
 
-    def follow(p: jax.Array, stored: Stored) -> Stored:
+    def follow(p: jax.Array, stored: Any) -> Stored:
         mode = storage_mode(p.dtype, master_weights)
         if not mode.stores or getattr(stored, "dtype", None) != jnp.float32:
             return mode.init(p)
@@ -194,8 +194,8 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
 
 
 def init_masters(
-    f32_params: optax.Params, param_dtype: DTypeLike, master_weights: MasterWeights
-) -> tuple[optax.Params, optax.Params]:
+    f32_params: Any, param_dtype: DTypeLike, master_weights: MasterWeights
+) -> tuple[Any, Any]:
     """Returns params in `param_dtype`, and the masters that hold their rounding errors.
 
     All are rounded to nearest; overwritten leaves stay as they are. Raises as `layout_of` does.
@@ -213,5 +213,5 @@ def init_masters(
         param, stored = mode.split(jnp.asarray(leaf).astype(working_dtype(dtype)), dtype)
         params.append(param)
         # a master may be the caller's own array, which isn't ours to donate
-        masters.append(strong_copy(stored) if mode.is_master else stored)
+        masters.append(jax.tree.map(strong_copy, stored) if mode.is_master else stored)
     return jax.tree.unflatten(tree, params), jax.tree.unflatten(tree, masters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,12 +62,12 @@ def get_moment_dtypes(
 
 
 def _storage_dtype(asked: DTypeLike | None) -> np.dtype:
-    try:
-        is_name = isinstance(asked, str) and asked in dtype_names()
-        as_numpy = None if asked is None or is_name else np.dtype(jnp.dtype(asked))
-        dtype = parse_dtype(asked) if is_name else as_numpy
-    except TypeError:
-        dtype = None
+    dtype = None
+    with contextlib.suppress(TypeError):
+        if isinstance(asked, str) and asked in dtype_names():
+            dtype = parse_dtype(asked)
+        elif asked is not None:
+            dtype = np.dtype(jnp.dtype(asked))
     if dtype is None or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
             f"moment_dtype should be bfloat16, float16 or float32, but got {dtype or repr(asked)}."

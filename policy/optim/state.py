@@ -104,7 +104,7 @@ def loss_scale_of(opt_state: Any) -> LossScale:
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16", loss_scale=1024.0)
       >>> opt_state = tx.init({"w": jnp.ones(2)})
       >>> loss_scale_of(opt_state).loss_scale
-      Array(1024., dtype=float32)
+      1024.0
     """
     return unboxed(find_state(opt_state).loss_scale)
 

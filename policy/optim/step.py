@@ -157,11 +157,11 @@ class Stepper:
 
     def apply(
         self,
-        params: optax.Params,
+        params: Any,
         state: MixedPrecisionState,
         gradients: optax.Updates | ScaledGradients,
         extra_args: dict[str, Any],
-    ) -> tuple[optax.Params, MixedPrecisionState]:
+    ) -> tuple[Any, MixedPrecisionState]:
         """Returns the new params themselves, and the state."""
         rounded, state = self.step(gradients, state, params, extra_args, as_updates=False)
         overwrite = lambda p, g: jnp.where(state.finite, g, p)  # noqa: E731
@@ -359,7 +359,7 @@ def _all_of(*flags: jax.Array | bool) -> jax.Array | Literal[True]:
 def _is_eager(trees: Any, extra_args: dict[str, Any]) -> bool:
     """Returns whether a step is of concrete arrays.
 
-    Numbers among `extra_args` may be what a transform branches on, so these are not compiled.
+    A transform may branch on numbers among `extra_args`, so these are not compiled.
     """
     arrays, extra = jax.tree.leaves(trees), jax.tree.leaves(extra_args)
     are_arrays = all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in arrays)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import CellType
-from typing import Any
+from typing import Any, Protocol
 
 import optax
 

@@ -64,7 +64,7 @@ def match_updates(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         trees = {"grads": updates, "params": params}
-        like = trees.get(target) if isinstance(target, str) else target
+        like: Any = trees.get(target) if isinstance(target, str) else target
         if target == "params" and params is None:
             raise ValueError(
                 "match_updates(to='params') needs params: call update(gradients, state, params)."
