@@ -146,7 +146,7 @@ def _unpacked_by_platform(
             encoded = skip_step(operands).params
             stored = tree.flatten_up_to(operands.masters)
             same = zip(param_updates, leaves, stored, encoded, strict=True)
-            pairs = [(p, kept) if each.is_packed else e for each, p, kept, e in same]
+            pairs: list[Encoded] = [(p, kept) if each.is_packed else e for each, p, kept, e in same]
             return Results(pairs, operands.inner)
 
         return lax.cond(condition, apply_unpacked, skip_unpacked, operands)

@@ -11,7 +11,14 @@ from typing import Any, Protocol
 import optax
 
 
-def optimizer_name(tx: optax.GradientTransformation, state: optax.OptState | None = None) -> str:
+class HasInit(Protocol):
+    """A transform, of optax or of another library."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+
+
+def optimizer_name(tx: HasInit, state: optax.OptState | None = None) -> str:
     """Returns a transform's name: ``chain(scale_by_adam)`` for `optax.adam`'s.
 
     Optax's transforms are pairs of functions. The name is that of the function which made `init`,
