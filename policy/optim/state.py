@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from policy.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale
 from policy.optim.storage_code import storage_code
 from policy.optim.storage_modes import MasterWeights
 from policy.trees import unboxed

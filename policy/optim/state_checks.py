@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from policy.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale
 from policy.optim.moments import moment_targets
 from policy.optim.state import Layout, MixedPrecisionState
 from policy.optim.storage_code import storage_code, storage_text

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import optax
 
-from policy.gradients import ScaledGradients
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim.state import MixedPrecisionState
 from policy.optim.wrapper import require_mixed_precision
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.loss_scale import DynamicLossScale, LossScale, get_loss_scale
+from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
 from policy.optim.checks import check_number, is_transform
 from policy.optim.moments import get_moment_dtypes
 from policy.optim.state import MixedPrecisionState, states_in
