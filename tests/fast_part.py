@@ -1,9 +1,10 @@
 """The fast part of the suite: tests that `pytest` runs where no file and no mark is named.
 
-`durations.txt` lists the test functions that take longer than `BUDGET` with all their cases, one a line: seconds of one
-case, and the name. The fast part has as many of a function's cases as fit into `BUDGET`, spread over their list and at
-least one, but none of a function whose one case takes longer than `LONGEST`. Upstream's defects (`test_facts.py`) always
-have one. All other cases are marked `slow`. Functions that are not listed are fast.
+`durations.txt` lists the test functions that take longer than `BUDGET` with all their cases, one a
+line: seconds of one case, and the name. The fast part has as many of a function's cases as fit into
+`BUDGET`, spread over their list and at least one, but none of a function whose one case takes longer
+than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. All other cases are marked
+`slow`. Functions that are not listed are fast.
 
     python -m pytest -n 2                    # the fast part
     python -m pytest -n 2 -m slow            # all others
