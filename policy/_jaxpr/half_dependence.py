@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.interpreter import HANDLERS
-from policy._jaxpr.primitives import EXACT, HOST
+from policy._jaxpr.primitives import EXACT, HOST, STATES_BITS
 from policy._jaxpr.subprograms import opened, programs_of, scan_arity
 from policy._jaxpr.upcast import dtype_of, is_half
 
@@ -24,7 +24,7 @@ def rounds(equation: Any) -> bool:
         return False
     if name == "convert_element_type":
         return not _widens(dtype_of(equation.invars[0]), equation.params["new_dtype"])
-    return not (name == "reduce_precision" or name == "bitcast_convert_type")
+    return name not in STATES_BITS
 
 
 def _names_half(params: dict[str, Any]) -> bool:

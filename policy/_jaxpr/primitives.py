@@ -253,11 +253,11 @@ _TABLE: dict[str, dict[str, str]] = {
     "explicit": {
         "bits": """
             bitcast: reads_bits
-            bitcast_convert_type: free reads_bits
+            bitcast_convert_type: free reads_bits states_bits
         """,
         "cast": """
             convert_element_type: forwards injective selects_literals rescales passes_activations
-            reduce_precision: forwards
+            reduce_precision: forwards states_bits
             stochastic_round: reads_bits
         """,
         "fp8": """
@@ -448,7 +448,13 @@ MINMAX = _kinds("minmax")
 SIGN_CHANGES = _kinds("sign")
 """Change the sign of numbers at most."""
 
-NARY = ADDITIONS | PRODUCTS | COMPARISONS | MINMAX | _kinds("arith", "compare-total", "complex") | {"pow"}
+NARY = ADDITIONS.union(
+    PRODUCTS,
+    COMPARISONS,
+    MINMAX,
+    _kinds("arith", "compare-total", "complex"),
+    {"pow"},
+)
 """Elementwise functions of several operands, each of which may be broadcast from size 1."""
 
 ROOTS = _kinds("root") | {"pow"}
@@ -563,6 +569,9 @@ ELEMENTWISE = _with("elementwise")
 READS_BITS = _with("reads_bits")
 """Read or cut off bits: their result depends on how many there are."""
 
+STATES_BITS = _with("states_bits")
+"""Say how many bits the result has: it is the same of the same numbers, be they half or float32."""
+
 SQUARE_ROOTS = _with("square_roots")
 """Square roots, inverse or not."""
 
@@ -640,9 +649,8 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
       ValueError: a name that is no primitive's, with the nearest that are.
     """
     if isinstance(names, str):
-        raise TypeError(
-            f"{what} should be a collection of primitive names, as ({names!r},), but got the string itself."
-        )
+        way_out = f"a collection of primitive names, as ({names!r},)"
+        raise TypeError(f"{what} should be {way_out}, but got the string itself.")
     checked = frozenset(names)
     for name in checked:
         if not isinstance(name, str):
