@@ -8,14 +8,7 @@ from typing import Any
 
 import jax
 
-# By name: what is smaller than its operand, or costs a collective to have again.
-_KEPT = frozenset(
-    (
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"),
-        *("psum", "psum_invariant", "pmean", "pmax", "pmin", "reduce_scatter", "psum_scatter"),
-        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute"),
-    )
-)
+from policy._jaxpr.primitives import SAVED
 
 
 def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,4 +62,4 @@ def is_hashable(value: Any) -> bool:
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in _KEPT
+    return primitive.name in SAVED

@@ -9,16 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# One number in, one number out, at the same place: these broadcast axes of size 1 by themselves.
-ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "clamp", "complex"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
-    )
-)
-# Their derivative reads the operand that is broadcast: the small array is saved for it, not the large one.
-PRODUCTS = frozenset(("mul", "div"))
-
 
 def sharding_of(equation: Any) -> Any:
     """Returns the sharding of an equation's result, where the axes of the mesh are explicit; else None."""

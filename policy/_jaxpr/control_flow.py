@@ -10,7 +10,8 @@ import jax.extend.core as jex_core
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from policy._jaxpr.interpreter import HANDLERS, INLINED, REMAT, Handler, Notes, Rerun, Value, filled, flat
+from policy._jaxpr.interpreter import HANDLERS, Handler, Notes, Rerun, Value, filled, flat
+from policy._jaxpr.primitives import INLINED, REMATS
 from policy._jaxpr.subprograms import bind, opened, scan_arity, with_consts_as_arguments
 
 
@@ -79,7 +80,7 @@ def _call(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     return run.inside(equation).run(body, [Value([const]) for const in consts], values)
 
 
-@_handles(*REMAT)
+@_handles(*REMATS)
 def _remat(run: Rerun, equation: Any, values: list[Value]) -> list[Value]:
     """The same primitive, so that what it computes again is not merged with what was computed before."""
     body = Body(run.inside(equation), equation.params["jaxpr"], values, reads="checkpoint")

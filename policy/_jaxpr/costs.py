@@ -7,17 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from policy._jaxpr.operations import dtype_of, is_inexact, kind_of
-
-# Moves numbers, or says something about them: nothing is computed.
-_FREE = frozenset(
-    (
-        *("broadcast_in_dim", "broadcast_to", "reshape", "squeeze", "transpose", "copy", "copy_p", "rev", "tile"),
-        *("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split", "stack", "unstack"),
-        *("gather", "scatter", "select_n", "iota", "stop_gradient", "name", "optimization_barrier", "pvary"),
-        *("sharding_constraint", "reshard", "device_put", "bitcast_convert_type", "expand_dims", "sort", "empty"),
-        "materialize",
-    )
-)
+from policy._jaxpr.primitives import FREE, WINDOWED
 
 
 def size(shape: Sequence[Any]) -> int:
@@ -45,14 +35,14 @@ def flops_of(equation: Any) -> int:
     name = equation.primitive.name
     kind = kind_of(name)
     numbers = [atom.aval for atom in equation.invars if is_inexact(dtype_of(atom))]
-    if not numbers or kind in ("opaque", "cast") or name in _FREE or not equation.outvars:
+    if not numbers or kind in ("opaque", "cast") or name in FREE or not equation.outvars:
         return 0
     result = size(getattr(equation.outvars[0].aval, "shape", ()))
     if kind == "dot":
         return _dot(equation, result)
     if kind == "convolution":
         return _convolution(equation, result)
-    if name in ("reduce_window_sum", "reduce_window"):
+    if name in WINDOWED:
         return result * size(equation.params["window_dimensions"])
     if kind == "scatter-add":
         return size(equation.invars[-1].aval.shape)

@@ -8,21 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.interpreter import HANDLERS, names
+from policy._jaxpr.interpreter import HANDLERS
+from policy._jaxpr.primitives import EXACT, HOST, STATES_BITS
 from policy._jaxpr.subprograms import opened, programs_of, scan_arity
-from policy._jaxpr.upcast import HOST, dtype_of, is_half
-
-# They give numbers that were given to them, or the sign of one: exact in any dtype.
-EXACT = names(
-    """
-    abs all_gather all_gather_invariant all_to_all argmax argmin broadcast_in_dim broadcast_to clamp concatenate
-    copy cummax cummin dynamic_slice dynamic_update_slice eq eq_to gather ge gt is_finite le le_to lt lt_to max
-    min ne neg optimization_barrier pad pbroadcast ppermute pmax pmin pvary reduce_max reduce_min relayout
-    reshape reshard rev roll scatter select_n sharding_constraint sign slice sort split squeeze stack
-    stop_gradient tile top_k transpose unstack device_put name pin layout_constraint real imag conj
-    reduced_vary_cast materialize
-    """
-)
+from policy._jaxpr.upcast import dtype_of, is_half
 
 
 def rounds(equation: Any) -> bool:
@@ -35,7 +24,7 @@ def rounds(equation: Any) -> bool:
         return False
     if name == "convert_element_type":
         return not _widens(dtype_of(equation.invars[0]), equation.params["new_dtype"])
-    return not (name == "reduce_precision" or name == "bitcast_convert_type")
+    return name not in STATES_BITS
 
 
 def _names_half(params: dict[str, Any]) -> bool:

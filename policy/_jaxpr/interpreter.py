@@ -15,15 +15,9 @@ from policy._jaxpr.paths import Path, path_of
 from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.islands import ISLAND
 
-REMAT = ("remat2", "checkpoint", "remat")
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
 Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, outermost first
 Notes = dict[int, Any]  # what a run reports of its values, beside its outputs
-
-
-def names(text: str) -> frozenset[str]:
-    """The words of a text: names of primitives."""
-    return frozenset(text.split())
 
 
 class Place(NamedTuple):
@@ -254,12 +248,3 @@ def handler_of(equation: Any) -> Handler | None:
     """Returns the runner of an equation's programs; None where it holds none, or some for other platforms."""
     is_for_platforms = equation.params.get("branches_platforms") is not None
     return None if is_for_platforms else HANDLERS.get(equation.primitive.name)
-
-
-# Called once, where they stand. Nothing is differentiated any more, so derivative rules have had their say.
-INLINED = names(
-    """
-    jit pjit closed_call core_call call eval_jaxpr named_call jaxpr_call composite xla_metadata_call
-    custom_jvp_call custom_vjp_call custom_vmap_call
-    """
-)

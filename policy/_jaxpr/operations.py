@@ -7,39 +7,35 @@ from typing import Any
 
 import numpy as np
 
-from policy._jaxpr.primitives import kernels, names_of
+from policy._jaxpr.primitives import (
+    CASTS,
+    COLLECTIVES,
+    CONVOLUTIONS,
+    DOTS,
+    OPAQUE_ALGORITHMS,
+    REDUCTION_SUMS,
+    SCATTER_SUMS,
+    STEEP,
+    SUMMING_COLLECTIVES,
+    TRANSCENDENTALS,
+)
 
 HALVES = frozenset(("bfloat16", "float16"))
 WIDES = frozenset(("float32", "float64"))
 KINDS = ("dot", "convolution", "reduction", "scatter-add", "transcendental", "collective", "cast", "opaque", "other")
 
-_SCATTERS = frozenset(("scatter-add", "scatter_add", "scatter-sub", "scatter_sub", "scatter-mul", "scatter_mul"))
-# Products too: they round as often.
-_REDUCTIONS = (
-    "reduce_sum reduce_prod reduce_window_sum cumsum cumprod cumlogsumexp select_and_scatter_add select_and_gather_add "
-    "reduce reduce_window"
-)
-# Powers, what derivatives of bounded functions are made of, and what draws normal numbers; roots are another matter.
-_HARMLESS = frozenset(
-    (
-        *("integer_pow", "square", "reciprocal", "one_minus_square", "polynomial"),
-        *("_copysign", "nextafter", "rsqrt", "erf_inv"),
-    )
-)
-_SUMMING_COLLECTIVES = "collective-reduce"
-
 
 @functools.cache
 def _kinds() -> dict[str, str]:
     table = {
-        "dot": (*names_of("compute", "matmul"), *names_of("compute", "attention"), *names_of("explicit", "fp8")),
-        "convolution": names_of("compute", "conv"),
-        "scatter-add": _SCATTERS,
-        "transcendental": (*names_of("fp32", "transcendental"), *names_of("fp32", "special"), "logistic", "tanh"),
-        "collective": (*names_of("fp32", "collective-reduce"), *names_of("passthrough", "collective-move")),
-        "cast": ("convert_element_type", "reduce_precision", "stochastic_round"),
-        "opaque": (*kernels(), *names_of("opaque", "attention-bwd"), *names_of("fp32", "linalg"), "fft"),
-        "reduction": _REDUCTIONS.split(),
+        "dot": DOTS,
+        "convolution": CONVOLUTIONS,
+        "scatter-add": SCATTER_SUMS,
+        "transcendental": TRANSCENDENTALS,
+        "collective": COLLECTIVES,
+        "cast": CASTS,
+        "opaque": OPAQUE_ALGORITHMS,
+        "reduction": REDUCTION_SUMS,
     }
     return {name: kind for kind, names in table.items() for name in names}
 
@@ -49,16 +45,15 @@ def kind_of(name: str) -> str:
     return _kinds().get(name, "other")
 
 
-@functools.cache
 def is_steep(name: str) -> bool:
     """Whether a function is an exponential, a logarithm or a power, or as sensitive as these: no activation."""
-    return name not in _HARMLESS and name in (*names_of("fp32", "transcendental"), *names_of("fp32", "special"))
+    return name in STEEP
 
 
 def sums(equation: Any) -> bool:
     """Whether an equation adds numbers up one by one: a sum, a scatter, a collective that sums."""
     name = equation.primitive.name
-    return kind_of(name) in ("reduction", "scatter-add") or name in names_of("fp32", _SUMMING_COLLECTIVES)
+    return kind_of(name) in ("reduction", "scatter-add") or name in SUMMING_COLLECTIVES
 
 
 def dtype_of(atom: Any) -> str:

@@ -13,14 +13,10 @@ from jax import lax
 
 from policy._jaxpr import control_flow as control_flow
 from policy._jaxpr.interpreter import Place, Rerun, Value, handler_of
+from policy._jaxpr.primitives import HOST, MATMULS, READS_BITS
 from policy._jaxpr.subprograms import bind, opened, programs_of
 
 F32 = np.dtype(np.float32)
-# They run on the host, where a call may be seen, or change something.
-HOST = frozenset(("debug_callback", "debug_print", "io_callback", "pure_callback", "trace_value"))
-# They read or cut off bits, so that their result depends on how many there are.
-OF_BITS = frozenset(("bitcast", "bitcast_convert_type", "stochastic_round", "nextafter"))
-_MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"))
 
 
 @functools.cache
@@ -79,10 +75,10 @@ def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     if name == "reduce_precision" and half[0] and _keeps(equation):
         return list(arrays)
     has_half = any(half) or any(is_half(dtype) for dtype in map(dtype_of, equation.outvars) if dtype is not None)
-    if has_half and (name in HOST or name in OF_BITS):
+    if has_half and (name in HOST or name in READS_BITS):
         return _as_traced(equation, arrays)
     params = {key: _wide_param(value, arrays) for key, value in equation.params.items()}
-    if name in _MATMULS:
+    if name in MATMULS:
         params["precision"] = _highest(equation)
     try:
         outputs = bind(equation, arrays, params)

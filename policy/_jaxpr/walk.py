@@ -13,21 +13,12 @@ from jax.extend import source_info_util
 from policy._jaxpr.module_names import noted
 from policy._jaxpr.origins import is_jax_file
 from policy._jaxpr.paths import AUTOCAST, Path, path_of
-from policy._jaxpr.primitives import kernels
+from policy._jaxpr.primitives import COMBINES, KERNELS, REMATS
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import opened
 from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.islands import ISLAND
 
-# Small programs that say how two numbers are combined: no part of what runs one after the other.
-_COMBINES = frozenset(
-    (
-        *("reduce", "reduce_window", "select_and_scatter", "sort", "custom_lin"),
-        *("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"),
-        *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
-    )
-)
-_CHECKPOINTS = frozenset(("remat2", "checkpoint"))
 _ON_DEVICES = frozenset(("shard_map",))
 
 
@@ -122,7 +113,7 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
 def site_of(equation: Any, around: Site | None) -> Site:
     """Returns the position of an equation. `around` is the result of `entered` for its body; None at the top."""
     stack = str(equation.source_info.name_stack)
-    if around is not None and around.is_backward and equation.primitive.name in _CHECKPOINTS:
+    if around is not None and around.is_backward and equation.primitive.name in REMATS:
         stack = _once(stack)
     place = _place(stack, () if around is None else around.path, noted())
     if around is None:
@@ -187,7 +178,7 @@ def _is_of_jax(debug_info: Any) -> bool:
 def bodies_of(equation: Any) -> Iterator[Body]:
     """The programs that an equation runs, one after the other or one of them."""
     name = equation.primitive.name
-    if name in _COMBINES or name in kernels():
+    if name in COMBINES or name in KERNELS:
         return
     count = equation.params.get("length", 1) if name == "scan" else 1
     devices = math.prod(size for _, size in _axes(equation)) if name in _ON_DEVICES else 1

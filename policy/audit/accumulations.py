@@ -8,14 +8,11 @@ from typing import NamedTuple
 
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import kind_of
+from policy._jaxpr.primitives import ADDITIONS, EXTREMES, MOVES_DATA, PRODUCTS, UPDATES
 from policy._jaxpr.subprograms import programs_of
-from policy.audit.flow import LAYOUT, is_cast, is_cotangent, reached, users
+from policy.audit.flow import is_cast, is_cotangent, reached, users
 
-ADDS = frozenset(("add", "sub", "add_any"))
-_SCALES = frozenset(("mul", "div"))
-_ZEROS = frozenset(("dynamic_update_slice", "pad", "scatter"))  # what is written into zeros adds to few places
-_UPDATES = {"dynamic_update_slice": 1, "scatter": 2}  # which operand is written into the first
-_EXTREMES = frozenset(("reduce_max", "reduce_min", "argmax", "argmin"))
+_ZEROS = UPDATES | {"pad"}  # a value that is written into zeros adds to few places
 _DEEP = 100  # sums of sums that are followed
 
 
@@ -104,7 +101,7 @@ class Shares:
             if cases := _cases(maker, mine):
                 chosen = self._chosen(cases, below, depth)
                 return None if chosen is None else _times(found, chosen)
-            if maker.name in ADDS and len(mine) == 2:
+            if maker.name in ADDITIONS and len(mine) == 2:
                 self.sums.append(maker)
                 summed = self._summed(maker, depth)
                 return None if summed is None else _times(found, summed)
@@ -119,13 +116,13 @@ class Shares:
     def _step(self, node: Node, mine: list[Value], below: _Below) -> Share | None:
         """Returns what one operation with a single operand of the carry's makes of it."""
         others = [v for v in node.inputs if not any(v is one for one in mine)]
-        if node.name in ADDS:
+        if node.name in ADDITIONS:
             if any(_is_sparse(v) for v in others) or (below is _Below.SCALE and any(map(self._others, others))):
                 return None
             self.sums.append(node)
             sign = -1.0 if node.name == "sub" and mine == [node.inputs[1]] else 1.0
             return Share(sign, added=self._counts(others))
-        if node.name in _SCALES:
+        if node.name in PRODUCTS:
             is_factor = len(mine) == 1 and not (node.name == "div" and mine[0] is node.inputs[1])
             if not self._scales or not is_factor or any(map(self._gates, others)):
                 return None
@@ -136,7 +133,7 @@ class Shares:
             return Share(1.0, added=True)
         if node.name == "neg":
             return Share(-1.0)
-        is_written_into = node.name in _UPDATES and mine[0] is node.inputs[0]
+        is_written_into = node.name in UPDATES and mine[0] is node.inputs[0]
         return Share(1.0) if _is_view(node) or is_written_into else None
 
     def _chosen(self, cases: list[Value], below: _Below, depth: int) -> Share | None:
@@ -206,9 +203,10 @@ def _cases(node: Node, mine: list[Value]) -> list[Value]:
     """The values of which a node returns one or the other, or a part of each; none where it does something else."""
     if node.name in ("select_n", "branch"):
         return node.inputs[1:]
-    place = _UPDATES.get(node.name)
-    if place is not None and any(v is node.inputs[0] for v in mine) and any(v is node.inputs[place] for v in mine):
-        return [node.inputs[0], node.inputs[place]]
+    if node.name in UPDATES:
+        target, update = node.inputs[0], node.inputs[1 if node.name == "dynamic_update_slice" else 2]
+        if any(v is target for v in mine) and any(v is update for v in mine):
+            return [target, update]
     return []
 
 
@@ -244,13 +242,13 @@ def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
 
 
 def _is_statistic(node: Node) -> bool:
-    return not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in _EXTREMES)
+    return not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in EXTREMES)
 
 
 def _applies_addition(node: Node) -> bool:
     """Returns whether a node changes places of an array by a function that adds, as ``x.at[i].apply`` does."""
     return node.name == "scatter" and any(
-        equation.primitive.name in ADDS for program in programs_of(node.site.equation) for equation in program.eqns
+        equation.primitive.name in ADDITIONS for program in programs_of(node.site.equation) for equation in program.eqns
     )
 
 
@@ -265,12 +263,12 @@ def _uncast(value: Value) -> Value:
 
 
 def _is_view(node: Node) -> bool:
-    return node.name in LAYOUT or is_cast(node)
+    return node.name in MOVES_DATA or is_cast(node)
 
 
 def _goes_on(value: Value) -> bool:
     """Returns whether a value is handed on or returned, be it added to, cast or selected from before."""
-    passes = lambda node: node.name in ADDS or node.name in ("select_n", "branch") or _is_view(node)  # noqa: E731
+    passes = lambda node: node.name in ADDITIONS or node.name in ("select_n", "branch") or _is_view(node)  # noqa: E731
     return any(
         each.is_output or any(node.name == "carry" for node in each.readers) for each in reached([value], passes)
     )

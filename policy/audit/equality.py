@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from policy._jaxpr.graph import Value, is_joint
-
-_SHAPES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "expand_dims", "copy"))
+from policy._jaxpr.primitives import REARRANGES
 
 
 def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
@@ -27,7 +26,7 @@ def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
 
 
 def _in_any_shape(value: Value) -> Value:
-    while value.maker is not None and value.maker.name in _SHAPES:
+    while value.maker is not None and value.maker.name in REARRANGES:
         value = value.maker.inputs[0]
     return value
 

@@ -7,20 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy._jaxpr.graph import Graph, Node, Value, is_joint
 from policy._jaxpr.operations import is_inexact, kind_of
+from policy._jaxpr.primitives import MOVES_DATA
 from policy.audit.lost_constants import Lost
 from policy.audit.states import State
 from policy.requested_dtypes import Asked
 
-MATMULS = ("dot", "convolution")
-# Moves numbers and changes none of them.
-LAYOUT = frozenset(
-    (
-        *("broadcast_in_dim", "broadcast_to", "reshape", "squeeze", "transpose", "copy", "copy_p", "rev", "tile"),
-        *("slice", "dynamic_slice", "split", "unstack", "expand_dims", "gather", "stop_gradient", "name", "pvary"),
-        *("sharding_constraint", "reshard", "device_put", "optimization_barrier", "pbroadcast", "stage", "layout_cast"),
-        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "slice", "stack", "materialize"),
-    )
-)
+_MATMULS = ("dot", "convolution")
 
 
 @functools.cache
@@ -61,7 +53,7 @@ def narrows(node: Node) -> bool:
 
 
 def is_matmul(node: Node) -> bool:
-    return kind_of(node.name) in MATMULS and not is_joint(node)
+    return kind_of(node.name) in _MATMULS and not is_joint(node)
 
 
 def is_cotangent(node: Node) -> bool:
@@ -71,14 +63,14 @@ def is_cotangent(node: Node) -> bool:
 
 def made_of(value: Value) -> Value:
     """Returns the value that this one is a view of, through layout operations."""
-    while value.maker is not None and value.maker.name in LAYOUT and value.maker.inputs:
+    while value.maker is not None and value.maker.name in MOVES_DATA and value.maker.inputs:
         value = value.maker.inputs[0]
     return value
 
 
 def is_layout(node: Node) -> bool:
     """Returns whether a node moves numbers and changes none of them."""
-    return node.name in LAYOUT
+    return node.name in MOVES_DATA
 
 
 def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout) -> Iterator[Value]:
@@ -175,7 +167,7 @@ def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
         return True
     if narrows(reader):
         return False
-    if reader.name in LAYOUT or is_cast(reader) or is_joint(reader):
+    if reader.name in MOVES_DATA or is_cast(reader) or is_joint(reader):
         return any(id(out) in leaking for out in reader.outputs)
     results = [out for out in reader.outputs if is_wide(out.dtype) or is_complex(out.dtype)]
     if not results:  # a comparison, a place, an effect

@@ -10,11 +10,10 @@ import numpy as np
 from jax.core import Tracer
 
 from policy._jaxpr.graph import Node, Value
+from policy._jaxpr.primitives import INJECTIVE, KEEPS_AXES, RESHAPES, SELECTS_LITERALS
 
 Axes = frozenset[int]
 _NONE: Axes = frozenset()
-# Keep different integers different, whatever is added to all of them.
-_KEEPING = frozenset(("add", "sub", "neg", "convert_element_type", "copy", "stop_gradient"))
 
 
 def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
@@ -102,7 +101,7 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
         return _counting(node.inputs[[out is value for out in node.outputs].index(True)], known)
     if name == "concatenate":
         return frozenset.union(*(_counting(v, known) for v in node.inputs)) - {params["dimension"]}
-    if name in _KEEPING or (name == "mul" and any(v.is_literal for v in node.inputs)):
+    if name in INJECTIVE or (name == "mul" and any(v.is_literal for v in node.inputs)):
         return frozenset.union(*(_counting(v, known) for v in node.inputs if not v.is_literal), _NONE)
     if not node.inputs:
         return _NONE
@@ -115,9 +114,9 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
         return frozenset(places[a] for a in axes)
     if name == "transpose":
         return frozenset(params["permutation"].index(a) for a in axes)
-    if name in ("reshape", "squeeze", "expand_dims"):
+    if name in RESHAPES:
         return _reshaped(axes, node.inputs[0].shape, value.shape)
-    return axes if name in ("rev", "slice") else _NONE
+    return axes if name in KEEPS_AXES else _NONE
 
 
 def _literals(value: Value) -> list[float]:
@@ -125,7 +124,7 @@ def _literals(value: Value) -> list[float]:
     if value.is_literal:
         return [float(value.array)]
     maker = value.maker
-    if maker is None or maker.name not in ("select_n", "convert_element_type", "broadcast_in_dim"):
+    if maker is None or maker.name not in SELECTS_LITERALS:
         return []
     return [number for operand in maker.inputs[maker.name == "select_n" :] for number in _literals(operand)]
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import is_steep, sums
-from policy.audit.flow import LAYOUT, is_cotangent, is_matmul, made_of, reached
+from policy._jaxpr.primitives import (
+    ADDITIONS,
+    BOUNDED,
+    LIMITS,
+    MOVES_DATA,
+    PASSES_ACTIVATIONS,
+    POWERS,
+    SCALINGS,
+    SQUARE_ROOTS,
+)
+from policy.audit.flow import is_cotangent, is_matmul, made_of, reached
 
-_MOVES = frozenset((*LAYOUT, "convert_element_type", "select_n", "mul", "neg", "max", "min", "div"))
-_ADDS = frozenset(("add", "sub", "add_any"))
-_BOUNDED = frozenset(("tanh", "logistic", "erf"))
-_NORMALISES = frozenset(("square", "integer_pow", "rsqrt", "sqrt"))
+_MOVES = MOVES_DATA | PASSES_ACTIVATIONS
+_NORMALISES = POWERS | SQUARE_ROOTS
 
 
 def is_summed(value: Value) -> bool:
@@ -80,7 +88,7 @@ def _is_judged(node: Node) -> bool:
         if value.is_output or any(_is_steep(reader) for reader in value.readers):
             return True
     followers = [reader for value in reached(node.outputs, passes) for reader in value.readers]
-    return not any((is_matmul(r) or r.name in _BOUNDED) and not is_cotangent(r) for r in followers)
+    return not any((is_matmul(r) or r.name in BOUNDED) and not is_cotangent(r) for r in followers)
 
 
 def _is_beside(node: Node) -> bool:
@@ -104,12 +112,12 @@ def _sums(node: Node) -> bool:
 def _passes(reader: Node, adds: bool) -> bool:
     """Returns whether what a node makes of a value is that value still, moved, scaled or selected from."""
     return reader.name in _MOVES or (
-        reader.name in _ADDS and (adds or any(value.is_literal for value in reader.inputs))
+        reader.name in ADDITIONS and (adds or any(value.is_literal for value in reader.inputs))
     )
 
 
 def _is_guarded(value: Value) -> bool:
     """Returns whether a value was kept from being large by a `where` or a `minimum`, as elu does it."""
-    while value.maker is not None and (value.maker.name in LAYOUT or value.maker.name in ("mul", "div", "neg")):
+    while value.maker is not None and (value.maker.name in MOVES_DATA or value.maker.name in SCALINGS):
         value = value.maker.inputs[0]
-    return value.maker is not None and value.maker.name in ("select_n", "min", "clamp")
+    return value.maker is not None and value.maker.name in LIMITS

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from policy._jaxpr import broadcasting as repeats
+from policy._jaxpr.primitives import BROADCASTS
 from policy.autocast.values import F32, Value, as_dtype
 
 # They repeat the numbers of their operand: the transpose sums over the copies.
-REPEATS = frozenset(("broadcast_in_dim", "broadcast_to", "tile"))
+REPEATS = BROADCASTS | {"tile"}
 
 
 def is_repeated(value: Value, shape: tuple[Any, ...] | None, half: Any) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from policy._jaxpr.paths import scanned_path
-from policy._jaxpr.primitives import MATMULS
+from policy._jaxpr.primitives import CALLS, MATMULS, REMATS
 from policy._jaxpr.subprograms import bind, opened, scan_arity, with_consts_as_arguments
 from policy._jaxpr.walk import walk
 from policy.autocast.evaluator import HANDLERS, Evaluator, Handler, as_traced, opaque_kind
@@ -73,7 +73,7 @@ def _dtypes(atoms: Sequence[Any]) -> list[Any]:
     return [float_dtype(atom.aval) for atom in atoms]
 
 
-@_handles("jit", "pjit")
+@_handles("jit")
 def _jit(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """Inlined, unless it says where its arrays lie, or what becomes of them."""
     params, inside = equation.params, evaluator.inside(equation)
@@ -88,13 +88,13 @@ def _jit(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value
     return [Value(array) for array in bind(equation, arrays, {**params, "jaxpr": jax.make_jaxpr(body)(*arrays)})]
 
 
-@_handles("closed_call", "core_call", "call", "eval_jaxpr", "named_call", "jaxpr_call", "xla_metadata_call")
+@_handles(*CALLS)
 def _call(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     body, consts = opened(equation.params.get("jaxpr") or equation.params["call_jaxpr"])
     return evaluator.inside(equation).run(body, [Value(const) for const in consts], values)
 
 
-@_handles("remat2", "checkpoint", "remat")
+@_handles(*REMATS)
 @once_for_all_alike
 def _remat(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     """The same primitive with its policy and whether it was differentiated already: jax.checkpoint would lose that."""

@@ -9,45 +9,17 @@ from typing import Any
 import jax.extend.core as jex_core
 import numpy as np
 
+from policy._jaxpr.primitives import ELEMENTWISE, FORWARDS, INLINED_BY_AUTOCAST, REMATS
 from policy._jaxpr.subprograms import opened, programs_of, scan_arity
 from policy.autocast.values import is_floating
 
 # Their operands are those of the one program that they hold.
-_INLINED = frozenset(
-    (
-        *("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr", "named_call", "jaxpr_call"),
-        *("remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call", "xla_metadata_call"),
-    )
-)
+_INLINED = INLINED_BY_AUTOCAST | REMATS
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # A number that enters a loop's body or a shard's, and one that leaves it.
 ENTER, LEAVE = "enter", "leave"
 # They hand on the numbers of their operand, some of them or several times.
-MOVES = frozenset(
-    (
-        *(
-            "broadcast_in_dim",
-            "broadcast_to",
-            "reshape",
-            "squeeze",
-            "expand_dims",
-            "transpose",
-            "copy",
-            "copy_p",
-            "rev",
-        ),
-        *("convert_element_type", "slice", "dynamic_slice", "gather", "split", "unstack", "tile", "stop_gradient"),
-        *("name", "optimization_barrier", "pvary", "pbroadcast", "sharding_constraint", "reshard", "layout_constraint"),
-        *("reduce_precision", ENTER, LEAVE),
-    )
-)
-# One number of each operand makes one number of the result.
-ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "max", "min", "neg", "abs", "clamp", "select_n", "square", "sqrt"),
-        *("rsqrt", "pow", "integer_pow", "reciprocal", "exp", "log", "logistic", "tanh"),
-    )
-)
+MOVES = FORWARDS | {ENTER, LEAVE}
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from policy._jaxpr.broadcasting import ELEMENTWISE, PRODUCTS, repeated, sharding_of
+from policy._jaxpr.broadcasting import repeated, sharding_of
 from policy._jaxpr.paths import Path, path_of
-from policy._jaxpr.primitives import MATMULS
+from policy._jaxpr.primitives import FORWARD_ADDITIONS, KEEPS_CONSTANTS, MATMULS, NARY, PRODUCTS, READS_LOGITS
 from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
 from policy.autocast import marks
@@ -37,16 +37,6 @@ from policy.autocast.values import (
 
 Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
 HANDLERS: dict[str, Handler] = {}  # of the primitives that hold programs; filled by `policy.autocast.calls`
-
-_LINEAR = frozenset(("add", "sub"))
-# What a constant survives.
-_KEEPS_CONSTANT = frozenset(
-    (
-        *("broadcast_in_dim", "broadcast_to", "reshape", "squeeze", "transpose", "copy", "rev", "tile", "split"),
-        *("slice", "dynamic_slice", "unstack", "stop_gradient", "optimization_barrier", "sharding_constraint"),
-        "materialize",
-    )
-)
 
 
 class Evaluator:
@@ -140,7 +130,9 @@ class Evaluator:
 
     def _widened(self, jaxpr: Any, readers: dict[Any, set[str]]) -> set[Any]:
         """Returns the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the same numbers."""
-        differences = (e for e in jaxpr.eqns if e.primitive.name in _LINEAR and self._category(e, readers) == "fp32")
+        differences = (
+            e for e in jaxpr.eqns if e.primitive.name in FORWARD_ADDITIONS and self._category(e, readers) == "fp32"
+        )
         return {atom for equation in differences for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
 
     def path_of(self, equation: Any) -> Path:
@@ -154,12 +146,12 @@ class Evaluator:
         """
         name = equation.primitive.name
         category = self.settings.category(name)
-        if category != "promote" or name not in _LINEAR:
+        if category != "promote" or name not in FORWARD_ADDITIONS:
             return category
         names = readers.get(equation.outvars[0], set())
         reads_wide = {reader for reader in names if reader and self.settings.category(reader) == "fp32"}
         # The second is a log_softmax, whose difference of the shifted logits is in float32 as its logarithm is.
-        return "fp32" if names and (names == reads_wide or names == {"exp", "sub"}) else category
+        return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
 
     def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
         name, place = equation.primitive.name, self.place_of(equation)
@@ -238,7 +230,7 @@ class Evaluator:
             return "as it comes", [Value(outputs[0].array, yields=True, transposed=(values[0], axes))]
         if len(values) == len(outputs) or len([v for v in values if is_floating(v.dtype)]) == 1:
             sources = values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
-            keeps = equation.primitive.name in _KEEPS_CONSTANT
+            keeps = equation.primitive.name in KEEPS_CONSTANTS
             outputs = [
                 Value(output.array, source.yields, source.constant)
                 if keeps
@@ -257,7 +249,7 @@ class Evaluator:
             big = not all(_fits(value, place.compute) for value in floats)
             outputs = _as_traced(equation, values)
             return "float32", [Value(output.array, yields=not big) for output in outputs]
-        shape = equation.outvars[0].aval.shape if equation.primitive.name in ELEMENTWISE else None
+        shape = equation.outvars[0].aval.shape if equation.primitive.name in NARY else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
         if equation.primitive.name in PRODUCTS and any(is_repeated(value, shape, dtype) for value in values):

@@ -73,7 +73,7 @@ def repeated(jaxpr: Any) -> frozenset[int]:
     bodies = [jaxpr]
     while bodies:
         for equation in bodies.pop().eqns:
-            if equation.primitive.name in ("jit", "pjit"):
+            if equation.primitive.name == "jit":
                 bodies.append(opened(_program(equation))[0])
             elif (program := _program(equation)) is not None:
                 counts[id(program)] += 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policy.autocast.dataflow import ELEMENTWISE, MOVES, Data, Operation
+from policy._jaxpr.primitives import BROADCASTS, ELEMENTWISE, SCALINGS
+from policy.autocast.dataflow import MOVES, Data, Operation
 
 _SUMS = frozenset(("reduce_sum",))
 # Of one operand, or with parameters and numbers for the other.
-_LINEAR = frozenset(("mul", "neg", "div", "add_any"))
+_LINEAR = SCALINGS | {"add_any"}
 _FOLLOWED = MOVES | ELEMENTWISE | _SUMS
 
 
@@ -72,7 +73,7 @@ class _Cotangents:
         if operation.name in _SUMS:
             return self.sums if floats[0] in self.products else self._of_sums(floats)
         if self._of_sums(floats) is not None:
-            return self.spread if operation.name in ("broadcast_in_dim", "broadcast_to") else self.sums
+            return self.spread if operation.name in BROADCASTS else self.sums
         is_product = operation.name in ELEMENTWISE and any(
             data in self.inside or data in self.spread for data in floats
         )

@@ -17,12 +17,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from policy._jaxpr.primitives import MATMULS
+from policy._jaxpr.primitives import FORWARD_ADDITIONS, JOINS_ROOTS, MATMULS, PRODUCTS, SQUARE_ROOTS
 from policy.autocast.dataflow import MOVES, Data, Frame, Graph, Operation, holds
 from policy.autocast.normalization_backward import backward_of
 from policy.autocast.second_moments import SUMS, Chain, Moment, chain_of, is_stored, meeting, repeats, statistics_of
 
-_ROOTS = frozenset(("rsqrt", "sqrt", "pow"))
+_ROOTS = SQUARE_ROOTS | {"pow"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _is_centred(numerator: Chain, affine: Sequence[Operation], of_root: set[Oper
     if numerator.data[0].yields:
         return False
     before = (op for op in numerator.operations if op.name == "sub" and is_stored(op.inputs[1], op.outputs[0].shape))
-    after = (op for op in affine if op.name in ("add", "sub") and any(data.made_by in of_root for data in op.inputs))
+    after = (op for op in affine if op.name in FORWARD_ADDITIONS and any(data.made_by in of_root for data in op.inputs))
     return any(True for _ in before) or any(True for _ in after)
 
 
@@ -213,10 +213,10 @@ def _read(
         return None, (is_inverse, is_scaled)
     if name == "reciprocal" or (name == "integer_pow" and operation.equation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
-    if name in ("concatenate", "stack", "select_n", "max", "add", "sub"):
+    if name in JOINS_ROOTS:
         stored = all(is_stored(other, operation.outputs[0].shape) for other in others if other.is_float)
         return None, (is_inverse, is_scaled) if stored else None
-    if name not in ("mul", "div") or len(others) != 1:
+    if name not in PRODUCTS or len(others) != 1:
         return None, None
     other, divides = others[0], name == "div" and operation.inputs[1] is data
     shape = operation.outputs[0].shape
@@ -235,13 +235,13 @@ def _affine(data: Data, is_scaled: bool, is_shifted: bool, of_root: set[Operatio
         others = [other for other in operation.inputs if other is not data]
         is_number = len(others) == 1 and others[0].number is not None
         after: tuple[bool, bool] | None = None
-        if operation.name in MOVES or (operation.name in ("mul", "div") and is_number and len(readers) == 1):
+        if operation.name in MOVES or (operation.name in PRODUCTS and is_number and len(readers) == 1):
             rest = _affine(operation.outputs[0], is_scaled, is_shifted, of_root)
             found += [operation, *rest] if rest else []
         elif len(others) == 1 and not is_number and _affects(operation, data, others[0], of_root):
-            if operation.name in ("mul", "div") and not (is_scaled or is_shifted):
+            if operation.name in PRODUCTS and not (is_scaled or is_shifted):
                 after = (True, False)
-            elif operation.name in ("add", "sub") and not is_shifted:
+            elif operation.name in FORWARD_ADDITIONS and not is_shifted:
                 after = (True, True)
         if after is not None:
             found += [operation, *_affine(operation.outputs[0], *after, of_root)]

@@ -11,7 +11,7 @@ import jax
 
 from policy._jaxpr.costs import flops_of
 from policy._jaxpr.paths import Path
-from policy._jaxpr.primitives import MATMULS
+from policy._jaxpr.primitives import CONVOLUTIONS, MATMULS, NEEDS_FLOAT32
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
 from policy._jaxpr.subprograms import opened
 from policy._jaxpr.trace import is_array
@@ -23,14 +23,6 @@ from policy.autocast.memoization import repeated
 from policy.autocast.settings import Places, Settings
 from policy.autocast.values import F32, Value, cast, float_dtype
 from policy.policy import Policy
-
-_CONVOLUTIONS = frozenset(("conv_general_dilated",))
-_IN_FLOAT32 = frozenset(
-    (
-        *("scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "cumprod", "reduce_window_sum"),
-        *("exp", "exp2", "log", "log2", "log1p", "rsqrt", "sqrt", "pow"),
-    )
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +60,7 @@ class Ported:
         logarithms and roots, as those of softmaxes and norms. `jnp.sum` and its like add half in float32 anyway.
         """
         return any(
-            site.name in _IN_FLOAT32 and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)
+            site.name in NEEDS_FLOAT32 and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)
             for site in walk(self.jaxpr)
         )
 
@@ -139,7 +131,7 @@ def _is_wide(equation: Any) -> bool:
 def _sums(equation: Any) -> bool:
     """Returns whether a matmul contracts anything."""
     numbers = equation.params.get("dimension_numbers")
-    if equation.primitive.name in _CONVOLUTIONS or numbers is None:
+    if equation.primitive.name in CONVOLUTIONS or numbers is None:
         return True
     (contracted, _), _ = getattr(numbers, "dot_dimension_numbers", numbers)
     return bool(contracted)

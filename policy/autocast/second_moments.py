@@ -6,16 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from policy.autocast.dataflow import ELEMENTWISE, MOVES, Data, Operation
+from policy._jaxpr.primitives import BROADCASTS, ELEMENTWISE, FORWARD_ADDITIONS, OF_MOMENTS, SIGN_CHANGES
+from policy.autocast.dataflow import MOVES, Data, Operation
 
 SUMS = frozenset(("reduce_sum",))
 # What a second moment may pass through between its sum and its root.
-_OF_MOMENTS = (
-    MOVES
-    | SUMS
-    | frozenset(("add", "sub", "mul", "div", "max", "min", "abs", "neg", "clamp", "select_n", "square", "integer_pow"))
-    | frozenset(("concatenate", "stack", "psum", "psum_invariant", "pmean", "dynamic_update_slice"))
-)
+_OF_MOMENTS = MOVES | OF_MOMENTS
 _DEEPEST = 8  # broadcasts and arithmetic that are followed back to tell whether a value repeats numbers
 
 
@@ -132,13 +128,13 @@ def _through(operation: Operation) -> Data | None:
     name, inputs = operation.name, operation.inputs
     if name in MOVES and inputs:
         return inputs[0]
-    if name in ("neg", "abs"):
+    if name in SIGN_CHANGES:
         return inputs[0]
     if name == "select_n":
         cases = [data for data in inputs[1:] if not data.yields]
         return cases[0] if len(cases) == 1 else None
     shape = operation.outputs[0].shape
-    if name in ("add", "sub"):
+    if name in FORWARD_ADDITIONS:
         kept = [data for data in inputs if not (data.yields or repeats(data, shape))]
     elif name == "mul":
         kept = [data for data in inputs if not is_stored(data, shape)]
@@ -159,7 +155,7 @@ def repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
     operation = data.made_by
     if operation is None or not depth:
         return False
-    if operation.name in ("broadcast_in_dim", "broadcast_to") and operation.inputs[0].shape != shape:
+    if operation.name in BROADCASTS and operation.inputs[0].shape != shape:
         return True
     if operation.name in MOVES:
         return repeats(operation.inputs[0], operation.inputs[0].shape, depth - 1)

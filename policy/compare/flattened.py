@@ -10,16 +10,15 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.interpreter import INLINED, REMAT, Chain, module_path
+from policy._jaxpr.interpreter import Chain, module_path
 from policy._jaxpr.paths import Path, path_of
+from policy._jaxpr.primitives import INLINED, REMATS, VIEWS
 from policy._jaxpr.subprograms import opened, scan_arity
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at
 
 # What made a value, and which of its results it is.
 Token = tuple[Any, ...]
-# They hand on the numbers that they are given.
-VIEWS = frozenset(("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "stop_gradient"))
 # Where an equation that is inlined holds its program.
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
@@ -168,16 +167,16 @@ class _Builder:
 
     def equation(self, equation: Any, operands: list[Operand], place: _Around) -> list[Operand]:
         name, params = equation.primitive.name, equation.params
-        if name in INLINED or name in REMAT or name == "shard_map":
+        if name in INLINED or name in REMATS or name == "shard_map":
             program = next(p for key in _PROGRAMS if (p := params.get(key)) is not None)
             return self.inner(program, operands, place, is_scope=name not in INLINED)
         at = place.chain[:-1], id(equation)
         operation = Operation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
         self.made[at] = operation
-        if name in ("scan", "while", "cond"):
+        if (flatten := {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)) is not None:
             self.operations.append(operation)
             inside = place._replace(loop=operation)
-            return {"scan": self.scan, "while": self.loop, "cond": self.branches}[name](operation, inside)
+            return flatten(operation, inside)
         first = self.first.setdefault(_key(operation), operation)
         if place.is_again and first is not operation and not equation.effects:
             self.made[at] = first

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from policy._jaxpr.interpreter import Chain, Value
 from policy._jaxpr.paths import Path
-from policy._jaxpr.upcast import HOST, bound_wide, widen
+from policy._jaxpr.primitives import HOST
+from policy._jaxpr.upcast import bound_wide, widen
 from policy.compare.flattened import Known, Operand, Operation, Token
 from policy.compare.pairing import Reference
 

@@ -21,8 +21,9 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Var
 
-from policy._jaxpr.broadcasting import ELEMENTWISE, PRODUCTS, product, repeated, sharding_of
+from policy._jaxpr.broadcasting import product, repeated, sharding_of
 from policy._jaxpr.paths import REGION
+from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS
 from policy._jaxpr.subprograms import programs_of
 
 READ = f"{REGION}parameter_read"
@@ -48,14 +49,6 @@ def read(x: Any) -> Any:
     """Returns a wide value as the half one that it stands for; others as they are."""
     return x.value.astype(x.dtype) if isinstance(x, Wide) else x
 
-
-# Primitives that only move data: their first operand may stay wide, and the sum of its cotangents is then float32.
-_MOVES = frozenset(
-    (
-        *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "copy", "split"),
-        *("slice", "dynamic_slice", "gather"),
-    )
-)
 
 MOVING_JITS: dict[str, Callable[[jax.Array], jax.Array]] = {}
 """Jitted functions, by name, that only move their one argument: what to call on a float32 value that stands for it."""
@@ -89,13 +82,13 @@ def _apply(equation: Any, operands: list[Any]) -> list[Any]:
     name, is_wide = equation.primitive.name, [isinstance(x, Wide) for x in operands]
     if any(is_wide):
         first = operands[0]
-        if name in _MOVES and is_wide[0] and not any(is_wide[1:]):
+        if name in MOVES_COTANGENTS and is_wide[0] and not any(is_wide[1:]):
             moved = _bind(equation, [first.value, *operands[1:]])
             return [dataclasses.replace(first, value=x) for x in moved]
         if name == "concatenate" and all(is_wide) and len({x.dtype for x in operands}) == 1:
             is_exact = all(x.is_exact for x in operands)
             return [Wide(x, first.dtype, is_exact) for x in _bind(equation, [x.value for x in operands])]
-        if name in ELEMENTWISE and _repeats_wide(equation, is_wide):
+        if name in NARY and _repeats_wide(equation, is_wide):
             return [_repeating(equation, operands, is_wide)]
         if name == "convert_element_type" and first.is_exact and _itemsize(equation.params["new_dtype"]) >= 4:
             return _bind(equation, [first.value])
@@ -254,9 +247,7 @@ def _cond(equation: Any, operands: list[Any]) -> list[Any] | None:
 
 _RECURSED: dict[str, Callable[[Any, list[Any]], list[Any] | None]] = {
     "jit": _jit,
-    "pjit": _jit,
     "checkpoint": _checkpoint,
-    "remat": _checkpoint,
     "remat2": _checkpoint,
     "scan": _scan,
     "cond": _cond,

@@ -22,6 +22,7 @@ import numpy as np
 
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.paths import Path, naming, path_of, spelled
+from policy._jaxpr.primitives import HLO_COLLECTIVES
 from policy._jaxpr.walk import Site, walk
 from policy.callables import require_function
 from policy.policy import parse_dtype
@@ -93,23 +94,10 @@ def collectives_of(
     return list(_partitioned(*_partitioned_text(lowered)))
 
 
-_TRACED = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
-
-
 def _traced(jaxpr: Any) -> Iterator[Collective]:
     sites = list(walk(jaxpr))
     with naming(site.path for site in sites):
-        yield from _traced_at([site for site in sites if site.name in _TRACED])
+        yield from _traced_at([site for site in sites if site.name in HLO_COLLECTIVES])
 
 
 def _traced_at(sites: list[Site]) -> Iterator[Collective]:
@@ -117,8 +105,8 @@ def _traced_at(sites: list[Site]) -> Iterator[Collective]:
         axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
         axes = tuple(str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int))
         for x in site.equation.outvars if axes else ():
-            name = "/".join((*site.path, site.name))
-            yield Collective(_TRACED[site.name], x.aval.dtype.name, tuple(x.aval.shape), axes, name, spelled(site.path))
+            name, kind = "/".join((*site.path, site.name)), HLO_COLLECTIVES[site.name]
+            yield Collective(kind, x.aval.dtype.name, tuple(x.aval.shape), axes, name, spelled(site.path))
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:

@@ -11,20 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from policy._jaxpr.half_dependence import EXACT
-from policy._jaxpr.interpreter import Place, Rerun, Value, handler_of, names
+from policy._jaxpr.interpreter import Place, Rerun, Value, handler_of
 from policy._jaxpr.paths import Path
-from policy._jaxpr.primitives import MATMULS, category_of
+from policy._jaxpr.primitives import ACCUMULATES, EXACT, HOST, MATMULS, category_of
 from policy._jaxpr.subprograms import bind
-from policy._jaxpr.upcast import HOST, Wide, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
-
-# In half precision they add up in half on some backends, which no rounding of a float32 sum shows.
-_ACCUMULATING = names(
-    """
-    cumsum cumprod cumlogsumexp reduce reduce_window reduce_window_sum scatter-add scatter_add scatter-mul
-    scatter-sub select_and_scatter_add reduce_prod reduce_sum
-    """
-)
+from policy._jaxpr.upcast import Wide, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
 
 
 class Emulated(Wide):
@@ -70,7 +61,8 @@ class Emulated(Wide):
             stays = own if decides else own | promotes
             arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
-        if name in _ACCUMULATING:
+        # Some backends add these up in half, which no rounding of a float32 sum shows.
+        if name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
             outputs = [jnp.where(is_wide, o, widen(n)) for o, n in zip(outputs, narrow, strict=True)]
         elif name not in EXACT:

@@ -13,7 +13,8 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core.primitives import convert_element_type_p
 
-from policy._jaxpr.upcast import F32, HOST, OF_BITS, is_half
+from policy._jaxpr.primitives import HOST, READS_BITS
+from policy._jaxpr.upcast import F32, is_half
 from policy.scope import Scope, current_scope, enter
 
 source_info_util.register_exclusion(__file__)  # of what is traced here, the line is the caller's
@@ -25,7 +26,7 @@ _bind: Callable[..., Any] = jex_core.Primitive.bind
 
 def _bind_wide(primitive: Any, *args: Any, **params: Any) -> Any:
     """`Primitive.bind` on widened operands, to a widened result."""
-    if current_scope().in_float32 and primitive.name not in HOST and primitive.name not in OF_BITS:
+    if current_scope().in_float32 and primitive.name not in HOST and primitive.name not in READS_BITS:
         args = tuple(map(_widened, args))
         params = {name: _wide(value) for name, value in params.items()}
     return _bind(primitive, *args, **params)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from policy._jaxpr.graph import Node, Value
 from policy._jaxpr.operations import is_inexact, kind_of
-from policy.audit.accumulations import ADDS, Share, Shares
+from policy._jaxpr.primitives import ADDITIONS, MINMAX, MOVES_DATA, SCALINGS
+from policy.audit.accumulations import Share, Shares
 from policy.audit.finding_kinds import CARRY, finding, shape_of
-from policy.audit.flow import LAYOUT, Flow, is_cast, is_narrow, narrows, users, widens
+from policy.audit.flow import Flow, is_cast, is_narrow, narrows, users, widens
 from policy.audit.report import Finding
 
-_EXTREMES = frozenset(("max", "min"))
-_MIXES = frozenset((*ADDS, "mul", "div", "neg", "select_n", "branch"))  # what a sum or an average is made by
+_MIXES = ADDITIONS | SCALINGS | {"select_n", "branch"}  # a sum or an average is made by these
 
 
 def narrowed_carries(flow: Flow) -> Iterator[Finding]:
@@ -103,15 +103,15 @@ def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
 
 def _is_extreme(carry: Value, result: Value) -> bool:
     """Returns whether a carry is the largest or the smallest of what it has met."""
-    while result.maker is not None and (result.maker.name in LAYOUT or is_cast(result.maker)):
+    while result.maker is not None and (result.maker.name in MOVES_DATA or is_cast(result.maker)):
         result = result.maker.inputs[0]
     maker = result.maker
-    return maker is not None and maker.name in _EXTREMES and any(_is_view(v, carry) for v in maker.inputs)
+    return maker is not None and maker.name in MINMAX - {"clamp"} and any(_is_view(v, carry) for v in maker.inputs)
 
 
 def _is_view(value: Value, of: Value) -> bool:
     while value is not of:
-        if value.maker is None or not (value.maker.name in LAYOUT or is_cast(value.maker)):
+        if value.maker is None or not (value.maker.name in MOVES_DATA or is_cast(value.maker)):
             return False
         value = value.maker.inputs[0]
     return True
@@ -128,7 +128,7 @@ def _ends(value: Value, carries: set[int]) -> set[int]:
         maker = value.maker
         if maker is None or maker.name == "carry":
             continue
-        if maker.name in LAYOUT or maker.name in _MIXES or is_cast(maker) or kind_of(maker.name) == "scatter-add":
+        if maker.name in MOVES_DATA or maker.name in _MIXES or is_cast(maker) or kind_of(maker.name) == "scatter-add":
             fresh = [v for v in maker.inputs if id(v) not in seen]
             seen.update(map(id, fresh))
             waiting.extend(fresh)

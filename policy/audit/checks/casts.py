@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from policy._jaxpr.graph import Branch, Node, Value
 from policy._jaxpr.operations import HALVES
 from policy._jaxpr.origins import author_of, authors_of, is_by_layers, is_ours, is_written
+from policy._jaxpr.primitives import ANNOTATES, REARRANGES
 from policy.audit.finding_kinds import REPEATED, ROUND_TRIP, finding, shape_of
 from policy.audit.flow import Flow, bits, is_cast, is_cotangent, is_returned, narrows, users
 from policy.audit.report import Finding
 
-_SHAPES = frozenset(
-    ("materialize", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "pvary", "sharding_constraint")
-)
+_SHAPES = REARRANGES | ANNOTATES
 
 
 def round_trips(flow: Flow) -> Iterator[Finding]:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from policy._jaxpr.costs import size
 from policy._jaxpr.graph import Node, Value, is_joint
-from policy.audit.accumulations import ADDS
+from policy._jaxpr.primitives import ADDITIONS, MOVES_DATA, PLACES
 from policy.audit.equality import are_equal
 from policy.audit.finding_kinds import REDUCTION, finding
-from policy.audit.flow import LAYOUT, Flow, is_cotangent, is_matmul, is_narrow, users
+from policy.audit.flow import Flow, is_cotangent, is_matmul, is_narrow, users
 from policy.audit.report import Finding
 
-_PLACES = frozenset(("pad", "concatenate", "select_n", "dynamic_update_slice"))  # put numbers beside each other
 _MOST_ALIKE = 3  # parts of one array that are added: the corners of a square are four
 _MOST = 7  # terms of any kind: branches of a network
 _MOST_HOPS = 1  # from device to device: a stencil asks its neighbours once
@@ -42,7 +41,7 @@ def sums_by_hand(flow: Flow) -> Iterator[Finding]:
         if not node.outputs or not is_narrow(node.out.dtype) or is_cotangent(node) or is_joint(node):
             continue
         sums.enter(node)
-        if node.name in ADDS and sums.ends(node.out) and (terms := _many(sums.known[id(node.out)])):
+        if node.name in ADDITIONS and sums.ends(node.out) and (terms := _many(sums.known[id(node.out)])):
             limit = "overflows above 65504" if node.out.dtype == "float16" else f"rounds to {node.out.dtype}"
             message = (
                 f"Additions sum {terms} in {node.out.dtype}, one after another: each {limit}. "
@@ -70,21 +69,21 @@ class _Sums:
 
     def enter(self, node: Node) -> None:
         """Notes what the result of a node is a sum of, where it adds or moves numbers."""
-        if node.name in ADDS and not all(_is_spread(value) for value in node.inputs):
+        if node.name in ADDITIONS and not all(_is_spread(value) for value in node.inputs):
             each = [self._of(value) for value in node.inputs]
             counts = Counter[int]()
             for terms in each:
                 counts.update(terms.of)
             self.known[id(node.out)] = _Terms(counts, max(terms.hops for terms in each))
-        elif node.name in ADDS or node.name in _PLACES:
+        elif node.name in ADDITIONS or node.name in PLACES:
             self.known[id(node.out)] = _largest([self._of(value) for value in node.inputs])
-        elif node.name in LAYOUT and node.inputs:
+        elif node.name in MOVES_DATA and node.inputs:
             terms = self._of(node.inputs[0])
             self.known |= {id(out): terms._replace(hops=terms.hops + (node.name == "ppermute")) for out in node.outputs}
 
     def ends(self, value: Value) -> bool:
         """Returns whether a sum is no part of another one."""
-        return self._is_used(value) or not any(node.name in ADDS for node in _readers(value))
+        return self._is_used(value) or not any(node.name in ADDITIONS for node in _readers(value))
 
     def _of(self, value: Value) -> _Terms:
         terms = self.known.get(id(value))
@@ -97,7 +96,7 @@ class _Sums:
     def _is_used(self, value: Value) -> bool:
         """Returns whether anything reads a value that does not add it to something."""
         if id(value) not in self._used:
-            self._used[id(value)] = any(node.name not in ADDS and not is_joint(node) for node in _readers(value))
+            self._used[id(value)] = any(node.name not in ADDITIONS and not is_joint(node) for node in _readers(value))
         return self._used[id(value)]
 
 
@@ -106,7 +105,7 @@ def _whole(value: Value) -> Value:
     part, is_part = value, False
     while part.maker is not None:
         operands = [operand for operand in part.maker.inputs if not operand.is_literal]
-        is_moved = part.maker.name in LAYOUT and bool(operands)
+        is_moved = part.maker.name in MOVES_DATA and bool(operands)
         is_function = bool(operands) and operands[0].shape == part.shape
         is_function = is_function and all(are_equal(operands[0], other) for other in operands[1:])
         if is_joint(part.maker) or is_matmul(part.maker) or not (is_moved or is_function):
@@ -131,4 +130,4 @@ def _largest(each: Sequence[_Terms]) -> _Terms:
 
 def _readers(value: Value) -> Iterator[Node]:
     """The nodes that compute with a value, wherever it was moved before."""
-    return users(value, lambda node: node.name in LAYOUT or node.name in _PLACES)
+    return users(value, lambda node: node.name in MOVES_DATA or node.name in PLACES)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.graph import Node, Value
+from policy._jaxpr.primitives import COMPARISONS, INFINITE_AT_ZERO, MINMAX, MOVES_DATA
 from policy.audit.finding_kinds import CONSTANT, finding
-from policy.audit.flow import LAYOUT, Flow, bits, is_cotangent, is_narrow, made_of, users
+from policy.audit.flow import Flow, bits, is_cotangent, is_narrow, made_of, users
 from policy.audit.lost_constants import Lost
 from policy.audit.report import Finding
 
@@ -28,9 +29,6 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-_DIVIDES = frozenset(("rsqrt", "log"))
-_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-_LIMITS = frozenset(("min", "max", "clamp"))
 _JUST_BEYOND = 1.07  # a number that is less beyond the largest one of 8 bits may be rounded to it
 
 
@@ -97,9 +95,9 @@ def _is_beyond_8_bits(node: Node, value: Value) -> bool:
     That is NaN where a dtype has no infinity, and infinity where it has; -inf is what a mask is written with.
     """
     number = float(value.array)
-    if bits(value.dtype) > 8 or node.name in _COMPARES:
+    if bits(value.dtype) > 8 or node.name in COMPARISONS:
         return False
-    return bool(np.isnan(number)) or (number == np.inf and node.name not in _LIMITS)
+    return bool(np.isnan(number)) or (number == np.inf and node.name not in MINMAX)
 
 
 def _is_8_bit_factor(node: Node, value: Value) -> bool:
@@ -126,7 +124,7 @@ def _smallest(dtype: str) -> str:
 def _divides_by(node: Node, value: Value) -> bool:
     if node.name == "div":
         return made_of(node.inputs[1]) is value
-    return node.name in _DIVIDES
+    return node.name in INFINITE_AT_ZERO
 
 
 def _numbers(value: Value, known: dict[int, Numbers]) -> Numbers | None:
@@ -150,7 +148,7 @@ def _propagate(node: Node, known: dict[int, Numbers]) -> None:
         return
     found: Numbers | None = None
     name = node.name
-    if name in LAYOUT or name == "branch":
+    if name in MOVES_DATA or name == "branch":
         found = _union(_numbers(value, known) for value in node.inputs[name == "branch" :])
     elif name == "select_n":
         found = _union(_numbers(value, known) for value in node.inputs[1:])

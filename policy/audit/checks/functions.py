@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import is_steep, kind_of
-from policy._jaxpr.primitives import names_of
+from policy._jaxpr.primitives import MOVES_DATA, PERIODIC, RESCALES, ROOTS
 from policy.audit.equality import are_equal
 from policy.audit.finding_kinds import FUNCTION, finding
-from policy.audit.flow import LAYOUT, Flow, is_cotangent, is_matmul, is_narrow, made_of
+from policy.audit.flow import Flow, is_cotangent, is_matmul, is_narrow, made_of
 from policy.audit.report import Finding
 from policy.audit.uses import is_summed, matters
 
@@ -17,8 +17,6 @@ _STEEPNESS = (
     "an argument near 10 is rounded by 0.03, which is 3% of its exponential",
     "exponentials overflow above 11, and logarithms are off by their argument's last digit",
 )
-_PERIODIC = frozenset(names_of("fp32", "trig"))
-_SHIFTS = frozenset(("add", "sub", "max", "abs", "convert_element_type", "mul", "div", "select_n"))
 
 
 def low_precision_functions(flow: Flow) -> Iterator[Finding]:
@@ -39,7 +37,7 @@ def _reason(node: Node) -> str:
     if is_steep(name) and matters(node):
         steepness = _STEEPNESS[dtype == "float16"]
         return f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
-    if name in _PERIODIC:
+    if name in PERIODIC:
         return "the argument's last digit is a good part of a turn. Compute the angles, and this, in float32."
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
         limit = "overflows above 65504" if dtype == "float16" else "has 8 significant bits"
@@ -63,7 +61,7 @@ def _divides_by_dot(node: Node) -> bool:
             node.inputs[1], of=_is_dot_of_squares
         )
     exponent = node.params.get("y")
-    is_root = node.name in ("sqrt", "cbrt", "pow") or node.name.startswith("log")
+    is_root = node.name in ROOTS or node.name.startswith("log")
     is_reciprocal = node.name == "integer_pow" and isinstance(exponent, int) and exponent < 0
     return (is_root or is_reciprocal) and _is_statistic(node.inputs[0], of=_is_dot_of_squares)
 
@@ -104,7 +102,7 @@ def _is_statistic(value: Value, through_root: bool = False, of: Callable[[Node],
                 return True
             continue
         is_root = through_root and maker.name == "sqrt"
-        for operand in maker.inputs if is_root or maker.name in LAYOUT or maker.name in _SHIFTS else ():
+        for operand in maker.inputs if is_root or maker.name in MOVES_DATA or maker.name in RESCALES else ():
             if id(operand) not in seen:
                 seen.add(id(operand))
                 waiting.append((operand, has_root or is_root))

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from policy._jaxpr.costs import flops_of, size
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.origins import is_promotion
+from policy._jaxpr.primitives import MOVES_DATA, SQUARE_ROOTS
 from policy.audit.finding_kinds import LEAK, MATMUL, MIXED, PROMOTION, at, finding, shape_of
 from policy.audit.flow import (
-    LAYOUT,
     Flow,
     is_complex,
     is_cotangent,
@@ -110,7 +110,7 @@ def _is_normalised(value: Value) -> bool:
         maker = waiting.pop().maker
         if maker is None or is_joint(maker) or is_matmul(maker):
             continue
-        if maker.name in ("rsqrt", "sqrt"):
+        if maker.name in SQUARE_ROOTS:
             return True
         fresh = [v for v in maker.inputs if is_wide(v.dtype) and id(v) not in seen]
         seen.update(map(id, fresh))
@@ -163,7 +163,7 @@ def _has_leaked(node: Node, origin: Node) -> bool:
 
 def _views(value: Value) -> Iterator[Value]:
     yield value
-    while value.maker is not None and value.maker.name in LAYOUT:
+    while value.maker is not None and value.maker.name in MOVES_DATA:
         value = value.maker.inputs[0]
         yield value
 

@@ -9,12 +9,10 @@ from policy._jaxpr.costs import array_bytes
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import is_steep, kind_of, sums
 from policy._jaxpr.paths import Path
+from policy._jaxpr.primitives import ADDITIONS, MOVES_DATA, POWERS, SQUARE_ROOTS
 from policy.audit.finding_kinds import RESIDUAL, finding
-from policy.audit.flow import LAYOUT, Flow, is_cast, is_cotangent, is_matmul, is_wide
+from policy.audit.flow import Flow, is_cast, is_cotangent, is_matmul, is_wide
 from policy.audit.report import Finding
-
-_POWERS = frozenset(("integer_pow", "square"))
-_ADDS = frozenset(("add", "sub", "add_any"))
 
 
 def float32_residuals(flow: Flow) -> Iterator[Finding]:
@@ -28,7 +26,7 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
     regions = _Regions(flow)
     kept: dict[tuple[str, ...], list[Value]] = defaultdict(list)
     for node in flow.graph.nodes:
-        if is_cotangent(node) or node.site.is_backward or is_matmul(node) or node.name in LAYOUT:
+        if is_cotangent(node) or node.site.is_backward or is_matmul(node) or node.name in MOVES_DATA:
             continue
         for value in node.outputs:
             is_saved = is_wide(value.dtype) and value.shape and any(is_cotangent(r) for r in value.readers)
@@ -78,13 +76,13 @@ class _Regions:
             return True  # the matmul is what to look at
         if not any(is_wide(value.dtype) for value in node.inputs) or is_cast(node):
             return False
-        if node.name in _ADDS:
+        if node.name in ADDITIONS:
             arrays = [value for value in node.inputs if not value.is_literal]
             return len({id(self.flow.widening(value)) for value in arrays}) > 1
-        if node.name in _POWERS:  # float16 has no range for them
+        if node.name in POWERS:  # float16 has no range for them
             origin = self.flow.widening(node.inputs[0])
             return origin is not None and origin.inputs[0].dtype == "float16"
-        is_root = node.name in ("rsqrt", "sqrt")
+        is_root = node.name in SQUARE_ROOTS
         return sums(node.site.equation) or is_root or is_steep(node.name) or kind_of(node.name) == "opaque"
 
     def _root(self, node: _Key) -> _Key:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from policy._jaxpr.graph import Node, Value
+from policy._jaxpr.primitives import DRAWS
 from policy._jaxpr.walk import written_at
 from policy.audit.accumulations import Dependence, Share, Shares
 from policy.audit.checks.carries import gates_of
@@ -14,7 +15,6 @@ from policy.audit.flow import Flow, is_cotangent, is_matmul, is_narrow
 from policy.audit.report import Finding
 from policy.audit.states import State
 
-_RANDOM = frozenset(("random_bits", "threefry2x32", "random_wrap", "random_unwrap", "random_fold_in", "random_split"))
 _MOST = 0.5  # a known share below that is no average that anybody keeps
 
 
@@ -100,7 +100,7 @@ def _is_new(value: Value, state: Value) -> bool:
             continue
         if value.maker is None:
             return True
-        fresh = [v for v in value.maker.inputs if id(v) not in seen] if value.maker.name not in _RANDOM else []
+        fresh = [v for v in value.maker.inputs if id(v) not in seen] if value.maker.name not in DRAWS else []
         seen.update(map(id, fresh))
         waiting.extend(fresh)
     return False

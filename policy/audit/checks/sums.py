@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from policy._jaxpr.graph import Node, is_joint
 from policy._jaxpr.operations import kind_of, sums
+from policy._jaxpr.primitives import ADDITIONS, CUMULATIVE, REDUCTIONS, WINDOWED
 from policy._jaxpr.subprograms import programs_of
 from policy.audit.finding_kinds import REDUCTION, finding
 from policy.audit.flow import Flow, is_narrow
@@ -14,8 +15,6 @@ from policy.audit.indices import may_repeat
 from policy.audit.report import Finding
 
 _FEW_WINDOWS = 8  # that meet in one number's gradient, in a max-pool: windows of 3 x 3 every 2 are 4
-_ALONG_AXIS = frozenset(("cumsum", "cumprod", "cumlogsumexp"))
-_ADDS = frozenset(("add", "add_any", "mul", "sub"))
 
 
 def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
@@ -40,14 +39,14 @@ def terms_of(node: Node) -> str:
     """What goes into each number of a sum, in words; "" where it is one number alone."""
     count = 0
     shape = node.inputs[0].shape
-    if node.name in ("reduce_sum", "reduce_prod", "reduce"):
+    if node.name in REDUCTIONS:
         if node.name == "reduce" and not _adds(node):
             return ""
         axes = node.params.get("axes", node.params.get("dimensions", ()))
         count = math.prod(shape[axis] if isinstance(shape[axis], int) else 2 for axis in axes)
-    elif node.name in _ALONG_AXIS:
+    elif node.name in CUMULATIVE:
         count = shape[node.params["axis"]]
-    elif node.name in ("reduce_window_sum", "reduce_window"):
+    elif node.name in WINDOWED:
         count = math.prod(node.params["window_dimensions"]) if node.name != "reduce_window" or _adds(node) else 0
     elif node.name == "select_and_scatter_add":
         windows, strides = node.params["window_dimensions"], node.params["window_strides"]
@@ -70,7 +69,8 @@ def _shards(node: Node) -> str:
 
 def _adds(node: Node) -> bool:
     """Whether the function that a general reduction applies adds or multiplies."""
-    return any(e.primitive.name in _ADDS for program in programs_of(node.site.equation) for e in program.eqns)
+    combining = ADDITIONS | {"mul"}
+    return any(e.primitive.name in combining for program in programs_of(node.site.equation) for e in program.eqns)
 
 
 def _collisions(node: Node) -> str:

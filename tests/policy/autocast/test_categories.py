@@ -1,46 +1,21 @@
-"""The table of primitives against those of the installed JAX, and the parameters that autocast reads."""
+"""The primitives that autocast rewrites the programs of, and the parameters of theirs that it reads."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
-import jax.extend.core.primitives
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
 import policy.autocast.transform  # noqa: F401  (registers the handlers)
-from policy._jaxpr.primitives import _TABLE, CATEGORIES, CATEGORY_OF, category_of
+from policy._jaxpr.primitives import CATEGORY_OF
 from policy.autocast.evaluator import HANDLERS
 from tests.policy.autocast.models import SQUARE, normal
 
 W, X = SQUARE, normal(4, 8)
-
-
-def installed() -> set[str]:
-    """The names of the primitives that JAX's public modules hold, of those that are loaded."""
-    loaded = [module for name, module in sys.modules.items() if name.startswith("jax.") and "._" not in name]
-    found = [value for module in loaded for value in vars(module).values()]
-    return {primitive.name for primitive in found if isinstance(primitive, jax.extend.core.Primitive)}
-
-
-def test_every_primitive_of_jax_has_a_category():
-    names = installed()
-    assert len(names) > 150
-    unknown = sorted(name for name in names if category_of(name) is None)
-    assert unknown == []
-
-
-def test_a_primitive_stands_in_the_table_once():
-    names = [name for kinds in _TABLE.values() for names in kinds.values() for name in names.split()]
-    assert len(names) == len(set(names)) == len(CATEGORY_OF)
-    assert set(CATEGORIES) == {
-        *("compute", "fp32", "promote", "passthrough"),
-        *("explicit", "control", "opaque", "exempt"),
-    }
 
 
 def test_what_holds_programs_has_a_handler():
@@ -48,31 +23,6 @@ def test_what_holds_programs_has_a_handler():
     aliases = {"pjit", "remat"}  # older names, which nothing traces any more
     assert set(HANDLERS) - aliases <= control
     assert control - set(HANDLERS) <= {"custom_jvp_call_jaxpr"}
-
-
-@pytest.mark.parametrize(
-    ("name", "category"),
-    [
-        ("dot_general", "compute"),
-        ("conv_general_dilated", "compute"),
-        ("ragged_dot_general", "compute"),
-        ("exp", "fp32"),
-        ("reduce_sum", "fp32"),
-        ("scatter-add", "fp32"),
-        ("psum", "fp32"),
-        ("add", "promote"),
-        ("select_n", "promote"),
-        ("tanh", "passthrough"),
-        ("reduce_max", "passthrough"),
-        ("convert_element_type", "explicit"),
-        ("scan", "control"),
-        ("pallas_call", "opaque"),
-        ("random_bits", "exempt"),
-        ("never heard of", None),
-    ],
-)
-def test_a_category_is(name, category):
-    assert category_of(name) == category
 
 
 # ---------------------------------------------------------------------------------------------------------------------
