@@ -82,6 +82,14 @@ class Subprogram:
         return opened(self.jaxpr)[1]
 
     @property
+    def is_run(self) -> bool:
+        """Returns whether its equations run as those of the program around it do.
+
+        The function that a reduction applies to two numbers is no such program, and neither is a kernel.
+        """
+        return self.role not in ("combine", "kernel")
+
+    @property
     def devices(self) -> int:
         """Number of devices that run it at once."""
         return math.prod(size for _, size in self.axes)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.flattened import Flattened, Known, Operand, Operation, Token, flattened
 from policy._jaxpr.interpreter import Chain
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import opened, scan_arity
 from policy._jaxpr.walk import written_at
-from policy.compare.flattened import Flattened, Known, Operand, Operation, Token, flattened
 
 # What an operation computes in, not what it computes.
 _OF_DTYPES = frozenset(
