@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # its text would hold the whole program
-class Operation:
+class FlatOperation:
     """An equation that computes something.
 
     Attributes:
@@ -71,7 +71,7 @@ class Operation:
     is_backward: bool
     is_again: bool
     at: tuple[Chain, int]
-    around: Operation | None = None
+    around: FlatOperation | None = None
     bodies: list[list[Operand]] = dataclasses.field(default_factory=list)
     carried: int = 0
     stacked: list[Token] = dataclasses.field(default_factory=list)
@@ -96,14 +96,14 @@ class Flattened:
     Attributes:
       operations: the operations.
       outputs: what the program returns.
-      made: the operation of each equation, by `Operation.at`: what a checkpoint computes again is the first.
+      made: the operation of each equation, by `FlatOperation.at`: what a checkpoint computes again is the first.
       inputs: what the arguments of each body are, by where it stands.
       consts: the arrays that programs inside of this one hold, by their `id`.
     """
 
-    operations: list[Operation]
+    operations: list[FlatOperation]
     outputs: list[Operand]
-    made: dict[tuple[Chain, int], Operation]
+    made: dict[tuple[Chain, int], FlatOperation]
     inputs: dict[tuple[Chain, int], list[Any]]
     consts: dict[int, Any]
 
@@ -127,7 +127,7 @@ class _Around(NamedTuple):
     is_backward: bool = False
     is_again: bool = False
     chain: Chain = ()
-    loop: Operation | None = None
+    loop: FlatOperation | None = None
 
     def place_of(self, equation: Any) -> _Around:
         """Returns the position of a program inside of an equation."""
@@ -140,9 +140,9 @@ class _Around(NamedTuple):
 
 class _Builder:
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
-        self.first: dict[Token, Operation] = {}
-        self.made: dict[tuple[Chain, int], Operation] = {}
+        self.operations: list[FlatOperation] = []
+        self.first: dict[Token, FlatOperation] = {}
+        self.made: dict[tuple[Chain, int], FlatOperation] = {}
         self.inputs: dict[tuple[Chain, int], list[Any]] = {}
         self.consts: dict[int, Any] = {}
 
@@ -157,7 +157,7 @@ class _Builder:
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            if is_cast(equation) or equation.primitive.name in VIEWS:
+            if is_float_cast(equation) or equation.primitive.name in VIEWS:
                 found = [Operand(operands[0].root, (*operands[0].views, equation))]
             else:
                 found = self.equation(equation, operands, around.place_of(equation))
@@ -169,7 +169,7 @@ class _Builder:
         if name in INLINED or name in REMAT or name == "shard_map":
             return self.inner(inside[0], operands, place, is_scope=name not in INLINED)
         at = place.chain[:-1], id(equation)
-        operation = Operation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
+        operation = FlatOperation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
         self.made[at] = operation
         if name in ("scan", "while", "cond"):
             self.operations.append(operation)
@@ -194,7 +194,7 @@ class _Builder:
             self.inputs[around.chain, id(one.body)] = [None if o.shapes else o.root for o in arguments]
         return self.run(one.body, [Operand(("inner", id(const))) for const in one.consts], arguments, around)
 
-    def loop(self, operation: Operation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+    def loop(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
         loop = next(one for one in inside if one.role == "loop")
         operands, arguments = operation.operands, loop.given(operation.operands)
         operation.carried = loop.carried
@@ -209,20 +209,20 @@ class _Builder:
         operation.stacked = [("stacked", value.root, value.shapes, loop.count) for value in stacked]
         return [*_results(operation)[: loop.carried], *map(Operand, operation.stacked)]
 
-    def branches(self, operation: Operation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+    def branches(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
         operation.bodies = [self.inner(one, one.given(operation.operands), place) for one in inside]
         operation.operands = operation.operands[:1]
         return _results(operation)
 
 
-def is_cast(equation: Any) -> bool:
+def is_float_cast(equation: Any) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     source, target = dtype_of(equation.invars[0]), equation.params["new_dtype"]
     return source == target or all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target))
 
 
-def _results(operation: Operation) -> list[Operand]:
+def _results(operation: FlatOperation) -> list[Operand]:
     return [Operand(("result", operation, i)) for i in range(len(operation.equation.outvars))]
 
 
@@ -234,14 +234,14 @@ def _element(operand: Operand, length: int) -> Operand:
     return Operand(("element", root, operand.shapes, length))
 
 
-def _key(operation: Operation) -> Token:
+def _key(operation: FlatOperation) -> Token:
     operands = tuple((o.root.key if isinstance(o.root, Known) else o.root, o.shapes) for o in operation.operands)
     equation = operation.equation
     params = tuple((name, str(value)) for name, value in sorted(equation.params.items()) if not callable(value))
     return equation.primitive.name, operands, params, written_at(equation)
 
 
-def _live(operations: Sequence[Operation], outputs: Iterable[Operand]) -> list[Operation]:
+def _live(operations: Sequence[FlatOperation], outputs: Iterable[Operand]) -> list[FlatOperation]:
     live: set[int] = set()
     waiting = [operand.root for operand in outputs]
     waiting += [("result", o, 0) for o in operations if o.equation.effects]
@@ -257,7 +257,7 @@ def _live(operations: Sequence[Operation], outputs: Iterable[Operand]) -> list[O
     return [operation for operation in operations if id(operation) in live]
 
 
-def _read_by(operation: Operation) -> Iterator[Operand]:
+def _read_by(operation: FlatOperation) -> Iterator[Operand]:
     yield from operation.operands
     for body in operation.bodies:
         yield from body

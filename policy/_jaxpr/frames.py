@@ -14,8 +14,9 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.equations import equations_within
 from policy._jaxpr.primitives import category_of
-from policy._jaxpr.subprograms import Subprogram, equations_within, subprograms
+from policy._jaxpr.subprograms import Subprogram, subprograms
 
 # A number that enters a loop's body or a shard's, and one that leaves it.
 ENTER, LEAVE = "enter", "leave"
@@ -67,13 +68,13 @@ class Data:
     yields: bool = False
     given: bool = False
     number: Any = None
-    made_by: Operation | None = None
-    readers: list[Operation] = dataclasses.field(default_factory=list)
+    made_by: FrameOperation | None = None
+    readers: list[FrameOperation] = dataclasses.field(default_factory=list)
     is_returned: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
-class Operation:
+class FrameOperation:
     """An equation, each time that its program is run.
 
     Attributes:
@@ -101,11 +102,11 @@ class Frame:
       programs: the runs of those that its equations hold, by the identities of the equation and of the program.
     """
 
-    operations: list[Operation] = dataclasses.field(default_factory=list)
+    operations: list[FrameOperation] = dataclasses.field(default_factory=list)
     programs: dict[tuple[int, int], Frame] = dataclasses.field(default_factory=dict)
 
 
-class Graph:
+class FrameGraph:
     """The operations of a program in order, those of the programs in it included.
 
     Attributes:
@@ -115,7 +116,7 @@ class Graph:
 
     def __init__(self, jaxpr: Any, yields: Sequence[bool]):
         """`jaxpr` is open; `yields` says for each of its arguments whether it is a parameter."""
-        self.operations: list[Operation] = []
+        self.operations: list[FrameOperation] = []
         self.top = Frame()
         arguments = [_data(v.aval, is_param, True) for v, is_param in zip(jaxpr.invars, yields, strict=True)]
         for output in self._run(jaxpr, arguments, self.top, False):
@@ -146,7 +147,7 @@ class Graph:
         yields = bool(floats) and all(data.yields for data in floats) and name != "gather"
         given = all(data.given for data in inputs) and (name in MOVES or name in ELEMENTWISE)
         outputs = [_data(v.aval, yields, given) for v in variables]
-        operation = Operation(name, equation, inputs, outputs, frame, backward)
+        operation = FrameOperation(name, equation, inputs, outputs, frame, backward)
         for output in outputs:
             output.made_by = operation
         for data in inputs:

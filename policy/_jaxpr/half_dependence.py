@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.equations import equations_within
 from policy._jaxpr.interpreter import HANDLERS, names
-from policy._jaxpr.subprograms import Subprogram, equations_within, programs_of, subprogram, subprograms
+from policy._jaxpr.subprograms import Subprogram, programs_of, subprogram, subprograms
 from policy._jaxpr.upcast import HOST, dtype_of, is_half
 
 # They give numbers that were given to them, or the sign of one: exact in any dtype.

@@ -6,10 +6,9 @@ each is called, so that interpreters and readers need no names of parameters.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax.extend.core as jex_core
@@ -257,62 +256,6 @@ def programs_of(equation: Any) -> Iterator[Any]:
     """Yields the open jaxpr of each program inside an equation, in any role."""
     for jaxpr, *_ in _found(equation):
         yield opened(jaxpr)[0]
-
-
-def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
-    """Yields every equation of an open jaxpr and of the programs inside it, in any role and no order.
-
-    Args:
-      jaxpr: an open jaxpr.
-      once: reads a program that several equations hold for the first of them alone.
-    """
-    waiting, seen = [jaxpr], {id(jaxpr)}
-    while waiting:
-        for equation in waiting.pop().eqns:
-            yield equation
-            inner = [one for one in programs_of(equation) if not once or id(one) not in seen]
-            seen.update(map(id, inner))
-            waiting.extend(inner)
-
-
-def combines_by(equation: Any, names: Collection[str]) -> bool:
-    """Returns whether a function that an equation applies to numbers consists of one of these primitives, or has it."""
-    return any(inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns)
-
-
-def maker_of(jaxpr: Any, place: int) -> Any:
-    """Returns the equation that makes an output of a jaxpr, inside the calls that return it; None of an argument."""
-    body, _ = opened(jaxpr)
-    variable = body.outvars[place]
-    for equation in reversed(body.eqns):
-        if variable in equation.outvars:
-            inner = held_program(equation)
-            fits = inner is not None and len(opened(inner)[0].outvars) == len(equation.outvars)
-            return maker_of(inner, equation.outvars.index(variable)) if fits else equation
-    return None
-
-
-def held_program(equation: Any) -> Any:
-    """Returns the one program that an equation runs, closed or open as it holds it; None of loops with a condition,
-    of conditionals, and of equations that run none.
-    """
-    inner = subprograms(equation)
-    is_one = len(inner) == 1 and inner[0].place is None and inner[0].is_run
-    return inner[0].jaxpr if is_one else None
-
-
-def repeated(jaxpr: Any) -> frozenset[int]:
-    """Returns the `id`s of the programs that several equations of a jaxpr hold, those inside its `jit`s counted too."""
-    counts: collections.Counter[int] = collections.Counter()
-    bodies = [jaxpr]
-    while bodies:
-        for equation in bodies.pop().eqns:
-            program = held_program(equation)
-            if program is not None and equation.primitive.name in ("jit", "pjit"):
-                bodies.append(opened(program)[0])
-            elif program is not None:
-                counts[id(program)] += 1
-    return frozenset(identity for identity, count in counts.items() if count > 1)
 
 
 def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:

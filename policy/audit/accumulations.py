@@ -6,9 +6,9 @@ import enum
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from policy._jaxpr.equations import combines_by
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import kind_of
-from policy._jaxpr.subprograms import combines_by
 from policy.audit.flow import LAYOUT, is_cast, is_cotangent, reached, users
 
 ADDS = frozenset(("add", "sub", "add_any"))

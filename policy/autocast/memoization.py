@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from policy._jaxpr.subprograms import held_program
+from policy._jaxpr.equations import held_program
 from policy.autocast.evaluator import Evaluator, Handler
 from policy.autocast.values import Value
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from policy._jaxpr.equations import maker_of
 from policy._jaxpr.source_lines import source_of
-from policy._jaxpr.subprograms import maker_of
 from policy._jaxpr.trace import lowered, trace
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.flattened import Flattened, Known, Operand, Operation, Token, flattened
+from policy._jaxpr.flattened import FlatOperation, Flattened, Known, Operand, Token, flattened
 from policy._jaxpr.interpreter import Chain
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import MATMULS
@@ -45,7 +45,7 @@ class Reference:
       unpaired: the paths whose values have no counterpart.
     """
 
-    made: dict[At, Operation]
+    made: dict[At, FlatOperation]
     inputs: dict[At, list[Any]]
     same: dict[Token, Any] = dataclasses.field(default_factory=dict)
     joined: set[Token] = dataclasses.field(default_factory=set)
@@ -82,7 +82,7 @@ class _Pairs:
         self.consts = opened(half)[1], opened(wide)[1]
         self.inner = self.ours.consts | self.theirs.consts
         self.reference = Reference(self.ours.made, self.ours.inputs, consts=(self.consts[1], self.inner))
-        self.partner: dict[int, Operation] = {}  # of an operation of ours, by its id
+        self.partner: dict[int, FlatOperation] = {}  # of an operation of ours, by its id
         self.taken: set[Token] = set()  # values of theirs that are one of ours
 
     def found(self) -> Reference:
@@ -100,15 +100,15 @@ class _Pairs:
         }
         return self.reference
 
-    def is_joined(self, operation: Operation) -> bool:
+    def is_joined(self, operation: FlatOperation) -> bool:
         results = range(len(operation.equation.outvars))
         return any(("result", operation, i) in self.reference.joined for i in results)
 
-    def accepted(self, pairs: list[tuple[Operation, Operation]]) -> list[tuple[Operation, Operation]]:
+    def accepted(self, pairs: list[tuple[FlatOperation, FlatOperation]]) -> list[tuple[FlatOperation, FlatOperation]]:
         """Makes one of the operations that are; returns the others."""
         return [pair for pair in pairs if not self.accept(*pair)]
 
-    def accept(self, one: Operation, other: Operation) -> bool:
+    def accept(self, one: FlatOperation, other: FlatOperation) -> bool:
         around = None if one.around is None else self.partner.get(id(one.around))
         order = _order(one, other)
         if around is not other.around or order is None or not _same_params(one, other):
@@ -127,7 +127,7 @@ class _Pairs:
                 self.make_one(("carry", one, i), ("carry", other, j))
         return True
 
-    def is_one(self, one: Operation, found: Sequence[str], other: Operation) -> bool:
+    def is_one(self, one: FlatOperation, found: Sequence[str], other: FlatOperation) -> bool:
         """Returns whether two operations are the same code, though they read what is not known to be one."""
         if one.name in MATMULS or one.bodies or written_at(one.equation) == written_at(other.equation):
             return True
@@ -213,7 +213,7 @@ class _Pairs:
                 yield path
 
 
-def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[Operation, Operation]]:
+def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[FlatOperation, FlatOperation]]:
     kinds = [[operation.kind for operation in side.operations] for side in (ours, theirs)]
     blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
     return [(ours.operations[i + n], theirs.operations[k + n]) for i, k, size in blocks for n in range(size)]
@@ -242,7 +242,7 @@ def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
                 yield (maker.path, operation.path, maker.is_backward), root
 
 
-def _order(one: Operation, other: Operation) -> list[int] | None:
+def _order(one: FlatOperation, other: FlatOperation) -> list[int] | None:
     """Returns the order of one operation's results in the other's; None where there are others.
 
     What a loop carries may stand in another order in a backward pass: it is told apart by the module that adds to it.
@@ -261,7 +261,7 @@ def _order(one: Operation, other: Operation) -> list[int] | None:
     return [places[kind].pop(0) for kind in ours]
 
 
-def _carries(operation: Operation) -> list[Token]:
+def _carries(operation: FlatOperation) -> list[Token]:
     shapes = [getattr(v.aval, "shape", None) for v in operation.equation.outvars[: operation.carried]]
     return [(shape, _path(operand.root)) for shape, operand in zip(shapes, operation.bodies[0], strict=True)]
 
@@ -281,13 +281,13 @@ def _size(root: Token) -> int | None:
     return None
 
 
-def _place(operation: Operation, k: int) -> int:
+def _place(operation: FlatOperation, k: int) -> int:
     """Returns the place of an operand among those of the equation."""
     loops = [one for one in subprograms(operation.equation) if one.role == "loop"]
     return loops[0].operands_carried[k] if loops else k
 
 
-def _same_params(one: Operation, other: Operation) -> bool:
+def _same_params(one: FlatOperation, other: FlatOperation) -> bool:
     a, b = one.equation.params, other.equation.params
     return bool(one.bodies) or all(_same_param(a.get(n), b.get(n)) for n in {*a, *b} - _OF_DTYPES)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from policy._jaxpr.equations import combines_by
 from policy._jaxpr.graph import Node, is_joint
 from policy._jaxpr.operations import kind_of, sums
-from policy._jaxpr.subprograms import combines_by
 from policy.audit.finding_kinds import REDUCTION, finding
 from policy.audit.flow import Flow, is_narrow
 from policy.audit.indices import may_repeat
