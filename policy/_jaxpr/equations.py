@@ -1,4 +1,4 @@
-"""Questions to the equations of a program and of the programs inside it, wherever these stand."""
+"""Searches through the equations of a program and of the programs inside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policy._jaxpr.subprograms import opened, programs_of, subprograms
 
 
 def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
-    """Yields every equation of an open jaxpr and of the programs inside it, in any role and no order.
+    """Yields every equation of an open jaxpr and of programs inside it, in any role and order.
 
     Args:
       jaxpr: an open jaxpr.
@@ -26,12 +26,15 @@ def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
 
 
 def combines_by(equation: Any, names: Collection[str]) -> bool:
-    """Returns whether a function that an equation applies to numbers consists of one of these primitives, or has it."""
+    """Tells whether a function that an equation applies to numbers has one of these primitives."""
     return any(inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns)
 
 
 def maker_of(jaxpr: Any, place: int) -> Any:
-    """Returns the equation that makes an output of a jaxpr, inside the calls that return it; None of an argument."""
+    """Returns the equation that makes an output of a jaxpr, inside the calls that return it.
+
+    Where the output is an argument, there is none: it returns None.
+    """
     body, _ = opened(jaxpr)
     variable = body.outvars[place]
     for equation in reversed(body.eqns):
@@ -43,8 +46,9 @@ def maker_of(jaxpr: Any, place: int) -> Any:
 
 
 def held_program(equation: Any) -> Any:
-    """Returns the one program that an equation runs, closed or open as it holds it; None of loops with a condition,
-    of conditionals, and of equations that run none.
+    """Returns the one program that an equation runs, closed or open as it holds it.
+
+    None of equations that run none or several: a while, a conditional.
     """
     inner = subprograms(equation)
     is_one = len(inner) == 1 and inner[0].place is None and inner[0].is_run
@@ -52,7 +56,7 @@ def held_program(equation: Any) -> Any:
 
 
 def repeated_programs(jaxpr: Any) -> frozenset[int]:
-    """Returns the `id`s of the programs that several equations of a jaxpr hold, those inside its `jit`s counted too."""
+    """Returns the `id`s of programs that several equations of a jaxpr, or of its `jit`s, hold."""
     counts: collections.Counter[int] = collections.Counter()
     bodies = [jaxpr]
     while bodies:

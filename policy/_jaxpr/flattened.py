@@ -1,4 +1,4 @@
-"""A program as one list of operations on values, without its casts: the form in which two of them are paired."""
+"""A program as one list of operations without casts, the form in which two programs are paired."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at
 
-# What made a value, and which of its results it is.
+# The maker of a value, and the index among its results.
 Token = tuple[Any, ...]
 # They hand on the numbers that they are given.
 VIEWS = frozenset(("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "stop_gradient"))
@@ -36,7 +36,7 @@ class Known:
 
 
 class Operand(NamedTuple):
-    """A value that is read: what it was made as, and the casts and views between."""
+    """A value that is read: its root, and the casts and views between."""
 
     root: Any
     views: tuple[Any, ...] = ()
@@ -57,12 +57,12 @@ class FlatOperation:
       operands: the values that it reads.
       path: of the module that it stands in.
       is_backward: whether it belongs to the backward pass.
-      is_again: whether it is what a checkpoint computes again.
-      at: where it stands, and its own `id`: see `Rerun.chain`.
+      is_again: whether a checkpoint computes it again.
+      at: the `id`s of the equations around it, and its own.
       around: the loop or conditional that it stands in.
-      bodies: of a loop or a conditional, what its programs return.
+      bodies: of a loop or a conditional, the results of its programs.
       carried: how many values a loop carries; they are `("carry", operation, i)` inside of it.
-      stacked: what else a scan returns.
+      stacked: the rows that a scan returns.
     """
 
     equation: Any
@@ -91,13 +91,13 @@ class FlatOperation:
 
 @dataclasses.dataclass
 class Flattened:
-    """A program's operations in order, those that nothing depends on left out.
+    """A program's operations in order, without those that nothing depends on.
 
     Attributes:
       operations: the operations.
-      outputs: what the program returns.
-      made: the operation of each equation, by `FlatOperation.at`: what a checkpoint computes again is the first.
-      inputs: what the arguments of each body are, by where it stands.
+      outputs: the program's results.
+      made: the operation of each equation, by `FlatOperation.at`; of a recomputation, the first.
+      inputs: the roots of the arguments of each body, by its position.
       consts: the arrays that programs inside of this one hold, by their `id`.
     """
 
@@ -109,7 +109,7 @@ class Flattened:
 
 
 def flattened(program: Any) -> Flattened:
-    """The operations of a jaxpr, and of the programs inside it."""
+    """Returns the operations of a jaxpr and of the programs inside it."""
     body, _ = opened(program)
     builder = _Builder()
     consts = [Operand(("const", i)) for i in range(len(body.constvars))]
@@ -121,7 +121,7 @@ def flattened(program: Any) -> Flattened:
 
 
 class _Around(NamedTuple):
-    """The position of a program: the place of its equation, and that equation and those around it."""
+    """The position of a program: the place of its equation, and the equations around it."""
 
     path: Path = ()
     is_backward: bool = False
@@ -227,7 +227,10 @@ def _results(operation: FlatOperation) -> list[Operand]:
 
 
 def _element(operand: Operand, length: int) -> Operand:
-    """One step's part of an array that is scanned over: where another scan stacked it, what it stacked."""
+    """Returns one row of an array that is scanned over.
+
+    Where another scan stacked the array, that is the value which it stacked.
+    """
     root = operand.root
     if isinstance(root, tuple) and root[0] == "stacked" and (root[2], root[3], operand.shapes) == ((), length, ()):
         return Operand(root[1])

@@ -1,7 +1,7 @@
-"""A program as a graph of values in frames, one for each run of a program inside it: what a rewriter meets.
+"""A program as a graph of values in frames, one for each run of a program, as rewriters meet them.
 
-Unlike `policy._jaxpr.graph`, it has no cycles (a carry is made by nothing: it stands for that of every turn), keeps
-operations that no result depends on, and leaves equations whole that autocast does not rewrite inside.
+Unlike `policy._jaxpr.graph`, it has no cycles (a carry has no maker: it stands for that of every
+turn), keeps dead code, and keeps equations whole that autocast does not rewrite inside.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Data:
       shape: its shape.
       is_float: whether it has a floating dtype.
       yields: whether it is made of parameters and literals alone.
-      given: whether it is made of arguments and constants by elementwise operations and changes of shape alone.
+      given: whether it is made of arguments and constants by elementwise operations and changes of
+        shape alone.
       number: the literal that it is, or None.
       made_by: the operation that returned it, or None.
       readers: the operations that read it.
@@ -99,7 +100,8 @@ class Frame:
 
     Attributes:
       operations: its own, in order.
-      programs: the runs of those that its equations hold, by the identities of the equation and of the program.
+      programs: the runs of those that its equations hold, by the identities of the equation and of
+        the program.
     """
 
     operations: list[FrameOperation] = dataclasses.field(default_factory=list)
@@ -107,7 +109,7 @@ class Frame:
 
 
 class FrameGraph:
-    """The operations of a program in order, those of the programs in it included.
+    """The operations of a program and of the programs inside it, in order.
 
     Attributes:
       operations: the operations.
@@ -115,7 +117,7 @@ class FrameGraph:
     """
 
     def __init__(self, jaxpr: Any, yields: Sequence[bool]):
-        """`jaxpr` is open; `yields` says for each of its arguments whether it is a parameter."""
+        """Reads an open jaxpr; `yields` tells which of its arguments are parameters."""
         self.operations: list[FrameOperation] = []
         self.top = Frame()
         arguments = [_data(v.aval, is_param, True) for v, is_param in zip(jaxpr.invars, yields, strict=True)]
@@ -131,7 +133,7 @@ class FrameGraph:
 
         for equation in jaxpr.eqns:
             inputs = read(equation.invars)
-            stack = str(equation.source_info.name_stack)  # JAX's own marks in it; what a checkpoint repeats is forward
+            stack = str(equation.source_info.name_stack)  # a recomputation counts as forward
             backward = (is_backward or "transpose(" in stack) and "rematted_computation" not in stack
             outputs = self._held(equation, inputs, frame, backward)
             if outputs is None:
@@ -157,7 +159,10 @@ class FrameGraph:
         return outputs
 
     def _held(self, equation: Any, inputs: list[Data], frame: Frame, backward: bool) -> list[Data] | None:
-        """Returns the outputs of an equation whose programs are looked into; None of other equations."""
+        """Returns the outputs of an equation whose programs are read; None of other equations.
+
+        Autocast rewrites these programs.
+        """
         if category_of(equation.primitive.name) != "control":
             return None
         inner = [self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)]
@@ -168,7 +173,10 @@ class FrameGraph:
     def _inside(
         self, equation: Any, one: Subprogram, inputs: Sequence[Data], frame: Frame, backward: bool
     ) -> list[Data] | None:
-        """Returns the results of an equation that one of its programs returns; None of a loop's condition."""
+        """Returns the results of an equation that one of its programs returns.
+
+        The condition of a loop returns none of them: it gives None.
+        """
         given, variables = one.given(inputs), one.body.invars
         if one.role == "shard":
             given = self._entered(given, variables, frame, backward)
@@ -204,5 +212,5 @@ def _literal(atom: Any) -> Data:
 
 
 def holds(jaxpr: Any, names: frozenset[str]) -> bool:
-    """Returns whether an open jaxpr, or a program in it, has an equation of one of these primitives."""
+    """Returns whether an open jaxpr, or one inside it, has one of these primitives."""
     return any(equation.primitive.name in names for equation in equations_within(jaxpr, once=True))

@@ -1,4 +1,4 @@
-"""Pairs a program in half precision with the float32 trace of the same code: what float32's value of each value is."""
+"""Pairs a program in half precision with the float32 trace of the same code, value by value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.walk import written_at
 
-# What an operation computes in, not what it computes.
+# Parameters that say which dtypes an operation computes in.
 _OF_DTYPES = frozenset(
     (
         *("precision", "preferred_element_type", "new_dtype", "dtype", "name", "weak_type", "sharding", "out_sharding"),
@@ -34,12 +34,13 @@ class Reference:
     """The float32 trace of a function, beside a program of it in half precision.
 
     Attributes:
-      made: the operation of each equation of the program, by where it stands.
-      inputs: what its bodies are given.
-      same: what each of its values is in float32.
+      made: the operation of each equation of the program, by its position.
+      inputs: the arguments of its bodies.
+      same: the float32 counterpart of each of its values.
       joined: those of `same` that float32 computes in another way.
-      given: operands that float32 reads instead of the program's own: constants before rounding, for most.
-      outputs: the same of what the program returns.
+      given: operands that float32 reads instead of the program's own: constants before rounding,
+        for most.
+      outputs: the same of the program's results.
       consts: the constants of the float32 trace, and of the programs inside of it by their `id`.
       touched: the equations, by `id`, where float32's value is not the widened equation's.
       unpaired: the paths whose values have no counterpart.
@@ -68,10 +69,12 @@ class Reference:
 def reference_of(half: Any, wide: Any) -> Reference:
     """Pairs two jaxprs of one function: the program that rounds, and the one traced in float32.
 
-    Their operations are aligned by name, module and shape, in the order of the programs, and then followed: two are
-    one where they read values that are one. Where one of them computes something in another way, as a normalisation
-    that is exact for half inputs, the values that leave that part are joined: by the operation that reads both, or by
-    the module that they leave. Casts are no operations, and what a checkpoint computes again is the first time.
+    Their operations are aligned by name, module and shape, in the order of the programs, and then
+    followed: two are one where they read values that are one. Where one of them computes something
+      in another way, as
+    a normalisation that is exact for half inputs, the values that leave that part are joined: by
+    the operation that reads both, or by the module that they leave. Casts are no operations, and a
+    recomputation is the operation that it repeats.
     """
     return _Pairs(half, wide).found()
 
@@ -128,7 +131,7 @@ class _Pairs:
         return True
 
     def is_one(self, one: FlatOperation, found: Sequence[str], other: FlatOperation) -> bool:
-        """Returns whether two operations are the same code, though they read what is not known to be one."""
+        """Returns whether two operations are the same code on values not known to be one."""
         if one.name in MATMULS or one.bodies or written_at(one.equation) == written_at(other.equation):
             return True
         unknown = [operand for operand, status in zip(one.operands, found, strict=True) if status == "unknown"]
@@ -140,7 +143,10 @@ class _Pairs:
         self.taken.add(theirs)
 
     def status(self, ours: Operand, theirs: Operand) -> str:
-        """Returns how two values compare; "given" where they are constants, and float32's is another number."""
+        """Returns how two values compare.
+
+        It is "given" where they are constants, and float32's is another number.
+        """
         one, other = ours.root, theirs.root
         if isinstance(one, Known) or isinstance(other, Known):
             return _constants(one, other) if isinstance(one, Known) and isinstance(other, Known) else "different"
@@ -162,7 +168,7 @@ class _Pairs:
         return status
 
     def joins(self, ours: Operand, theirs: Operand) -> bool:
-        """Says that a value is what float32 computes as another, if it can be."""
+        """Records that float32 computes a value as another, if it can be."""
         one, other = ours.root, theirs.root
         if isinstance(one, Known) or isinstance(other, Known) or self.reference.resolved(one) is not None:
             return False
@@ -192,7 +198,7 @@ class _Pairs:
                         self.reference.unpaired[one.path] = None
 
     def leaving(self) -> None:
-        """Joins what one module hands to another, where it hands as much to it in float32, of the same shapes."""
+        """Joins values that a module hands to another, where float32 has as many of their shapes."""
         theirs: dict[Token, list[Token]] = {}
         for ways, root in _leaving(self.theirs):
             if root not in self.taken:
@@ -220,11 +226,11 @@ def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[FlatOperation, Fl
 
 
 def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
-    """The values that are read in another module than they were computed in, in the order in which they are read.
+    """Returns the values that are read in another module than they were computed in, as read.
 
     Of each: the paths of both modules, and the direction.
 
-    What the forward pass saves for the backward pass leaves no module, nor does what a checkpoint computes again.
+    A residual of the forward pass leaves no module, and neither does a recomputed value.
     """
     seen: set[Token] = set()
     for operation in side.operations:
@@ -245,7 +251,8 @@ def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
 def _order(one: FlatOperation, other: FlatOperation) -> list[int] | None:
     """Returns the order of one operation's results in the other's; None where there are others.
 
-    What a loop carries may stand in another order in a backward pass: it is told apart by the module that adds to it.
+    Carries may stand in another order in a backward pass: they are told apart by the module that
+    adds to them.
     """
     if not one.carried and not other.carried:
         same = len(one.operands) == len(other.operands) and len(one.equation.outvars) == len(other.equation.outvars)
