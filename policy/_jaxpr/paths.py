@@ -104,10 +104,8 @@ def naming(paths: Iterable[Path]) -> Iterator[None]:
 def spelled(path: Path) -> str:
     """Returns a path as reports print it and rules take it: ``encoder/layer_0``.
 
-    "" outside of any module.
-
-    A model itself is its name and a colon, ``Net:``. In a program of several models, see `naming`,
-    its modules' paths begin with that, ``Net:encoder/layer_0``.
+    It is "" outside of any module. A model itself is its name and a colon, ``Net:``. In a program
+    of several models, see `naming`, its modules' paths begin with that, ``Net:encoder/layer_0``.
     """
     found = divided(path)
     if found is None:

@@ -42,14 +42,12 @@ class Difference:
 
 
 def first_difference(first: Any, second: Any) -> Difference | None:
-    """Returns the first difference of two jaxprs, closed or open.
+    """Returns the first difference of two jaxprs, closed or open, or None.
 
-    None where they are the same program.
-
-    They are the same where they take arrays of the same shapes and dtypes, run the same operations
-    with the same parameters on the same values in the same order, and return the same ones. Names,
-    source lines and the names of jitted functions don't count; constants count by their values. Of
-    a custom derivative, the function is compared, and not the rule.
+    They are the same program where they take arrays of the same shapes and dtypes, run the same
+    operations with the same parameters on the same values in the same order, and return the same
+    ones. Names, source lines and the names of jitted functions don't count; constants count by
+    their values. Of a custom derivative, the function is compared, and not the rule.
     """
     return next(_differences(first, second, {}, ()), None)
 

@@ -84,12 +84,10 @@ class Shares:
         self.sums: list[Node] = []
 
     def of(self, value: Value) -> Share | None:
-        """Returns the share of the carry in a value.
+        """Returns the share of the carry in a value, or None.
 
-        None where the value is no sum of it and of other terms.
-
-        The terms of such a sum do not depend on the carry. Adding zeros but for a few places is no
-        addition.
+        It is None where the value is no sum of the carry and of other terms. The terms of the sum
+        do not depend on the carry. Adding zeros but for a few places is no addition.
         """
         return self._of(value, _Below.NOTHING, depth=0)
 

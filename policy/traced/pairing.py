@@ -198,7 +198,7 @@ class _Pairs:
                         self.reference.unpaired[one.path] = None
 
     def leaving(self) -> None:
-        """Joins values that a module hands to another, where float32 has as many of their shapes."""
+        """Joins values that a module hands to another, where float32 has as many of each shape."""
         theirs: dict[Token, list[Token]] = {}
         for ways, root in _leaving(self.theirs):
             if root not in self.taken:
