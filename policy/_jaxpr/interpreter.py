@@ -12,8 +12,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from policy._jaxpr.paths import Path, path_of
-from policy.boundary import SCOPE_NAME as BOUNDARY
-from policy.islands import ISLAND
+from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
 Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, outermost first

@@ -499,6 +499,9 @@ CALLS = _kinds("call")
 REMATS = _kinds("remat")
 """Checkpoints: run their program, and again in the backward pass."""
 
+CONTROL_FLOW = frozenset(("cond", "scan", "while"))
+"""Loops and conditionals: run programs several times, or one of several."""
+
 HOST = _kinds("host")
 """Callbacks: run on the host, where a call may be seen, or change something."""
 

@@ -1,4 +1,4 @@
-"""The same program with every half float widened to float32: what a program in half precision is measured against."""
+"""Programs with every half float widened to float32: references for programs in half precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import lax
 from policy._jaxpr import control_flow as control_flow
 from policy._jaxpr.interpreter import Place, Rerun, Value, handler_of
 from policy._jaxpr.primitives import HOST, MATMULS, READS_BITS
-from policy._jaxpr.subprograms import bind, opened, programs_of
+from policy._jaxpr.subprograms import bind, is_jaxpr, opened, programs_of
 
 F32 = np.dtype(np.float32)
 
@@ -26,12 +26,12 @@ def is_half(dtype: Any) -> bool:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """float32 for a half float; any other dtype as it is."""
+    """Returns float32 for a half float; any other dtype as it is."""
     return F32 if is_half(dtype) else dtype
 
 
 def dtype_of(atom: Any) -> Any:
-    """The dtype that a variable was traced with, or None."""
+    """Returns the dtype that a variable was traced with, or None."""
     return getattr(atom.aval, "dtype", None)
 
 
@@ -66,7 +66,7 @@ class Wide(Rerun):
 
 
 def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation on widened operands, widened; as it was traced where it takes none."""
+    """Returns the outputs of an equation on widened operands; as traced where it takes none."""
     name = equation.primitive.name
     half = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.invars)]
     if name == "convert_element_type" and is_half(equation.params["new_dtype"]):
@@ -97,7 +97,10 @@ def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _keeps(equation: Any) -> bool:
-    """Returns whether a `reduce_precision` keeps every number of its operand's dtype: then it rounds nothing."""
+    """Returns whether a `reduce_precision` keeps every number of its operand's dtype.
+
+    Such a one rounds nothing.
+    """
     info, params = jnp.finfo(dtype_of(equation.invars[0])), equation.params
     return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
 
@@ -116,9 +119,9 @@ def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
     """A parameter with float32 for every half dtype in it, those of programs included."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return wide_dtype(np.dtype(value))
-    if hasattr(value, "eqns"):
+    if is_jaxpr(value):
         return wide_program(value)
-    if isinstance(value, tuple) and any(hasattr(v, "eqns") or isinstance(v, (tuple, np.dtype)) for v in value):
+    if isinstance(value, tuple) and any(is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value):
         items = [_wide_param(item, arrays) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
@@ -140,7 +143,7 @@ def wide_program(program: Any) -> Any:
 
 
 def dtypes_of(jaxpr: Any) -> list[Any]:
-    """The dtypes in an open jaxpr, and in the programs inside it."""
+    """Returns the dtypes in an open jaxpr and in the programs inside it."""
     variables = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.outvars)]
     own = [dtype for dtype in map(dtype_of, variables) if dtype is not None]
     return own + [dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)]

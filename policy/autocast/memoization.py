@@ -1,8 +1,7 @@
-"""Equations that are alike are rewritten once: layers that share a trace share what autocast makes of it."""
+"""Equations that are alike are rewritten once: layers that share a trace share its rewriting."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.equations import held_program
 from policy.autocast.evaluator import Evaluator, Handler
 from policy.autocast.values import Value
 
@@ -22,9 +21,10 @@ class _Shared:
     """The rewritten program of an equation.
 
     Attributes:
-      equation: the first of those that are alike; its parameters, whose identities are part of the key, live as long.
+      equation: the first of those that are alike; its parameters, whose identities are part of the
+        key, live as long.
       call: the program, as a function of arrays.
-      known: what is known of each output, once it was traced.
+      known: the facts about each output, once it was traced.
     """
 
     equation: Any
@@ -33,16 +33,17 @@ class _Shared:
 
 
 def once_for_all_alike(handler: Handler) -> Handler:
-    """A handler whose result is traced, and differentiated, once for all equations that are alike.
+    """Returns a handler that is traced and differentiated once for all equations that are alike.
 
-    Such are the normalisations of a model: their equations hold the very same program. The handler gets its operands
-    as `Evaluator.entering` narrows them; what it returns is new, and refers to none of them.
+    Such are the normalisations of a model: their equations hold the very same program. The handler
+    gets its operands as `Evaluator.entering` narrows them; its results are new, and refer to none
+    of them.
     """
 
     @functools.wraps(handler)
     def shared(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
         values = evaluator.entering(equation, values)
-        if id(_program(equation)) not in evaluator.places.repeated:
+        if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
         key = _key(evaluator, equation, values)
         found = evaluator.places.shared.get(key)
@@ -67,28 +68,11 @@ def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequen
     return jax.jit(rewritten, inline=True)
 
 
-def repeated(jaxpr: Any) -> frozenset[int]:
-    """The identities of the programs that several equations of a jaxpr hold, those inside of its `jit`s counted too."""
-    counts: collections.Counter[int] = collections.Counter()
-    bodies = [jaxpr]
-    while bodies:
-        for equation in bodies.pop().eqns:
-            if equation.primitive.name == "jit":
-                bodies.append(opened(_program(equation))[0])
-            elif (program := _program(equation)) is not None:
-                counts[id(program)] += 1
-    return frozenset(identity for identity, count in counts.items() if count > 1)
-
-
-def _program(equation: Any) -> Any:
-    return equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-
-
 def _key(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> Hashable:
     """Equal where the same rewritten program will do.
 
-    Without rules an equation's place decides for those inside of it, whose names are the same wherever it stands, but
-    for those that start again at the root.
+    Without rules an equation's place decides for those inside of it, whose names are the same
+    wherever it stands, but for those that start again at the root.
     """
     path = evaluator.path_of(equation)
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())

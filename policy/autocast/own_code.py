@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from policy._jaxpr.costs import flops_of
+from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import CONVOLUTIONS, MATMULS, NEEDS_FLOAT32
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
@@ -19,7 +20,6 @@ from policy._jaxpr.walk import Site, walk
 from policy.autocast import calls as calls  # fills the handlers
 from policy.autocast import marks
 from policy.autocast.evaluator import Evaluator
-from policy.autocast.memoization import repeated
 from policy.autocast.settings import Places, Settings
 from policy.autocast.values import F32, Value, cast, float_dtype
 from policy.policy import Policy
@@ -72,7 +72,7 @@ class Ported:
         """Runs the call, its own code under autocast."""
         body, consts = opened(self.jaxpr)
         settings = Settings(policy, narrows_scans=True)
-        places = Places(settings, repeated(body))
+        places = Places(settings, repeated_programs(body))
         arrays = self.call.arrays
         values = [Value(_narrow(a, v), p) for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)]
         outputs = Evaluator(settings, places).run(body, [Value(const) for const in consts], values)

@@ -14,12 +14,12 @@ from jax import lax
 from policy._jaxpr.half_dependence import depends, is_apart
 from policy._jaxpr.interpreter import HANDLERS, Place, Rerun, Value
 from policy._jaxpr.origins import is_by_layers
-from policy._jaxpr.paths import AUTOCAST, Path
+from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import INLINED, MATMULS, category_of
+from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import bind, scan_arity
 from policy._jaxpr.upcast import F32, Wide, dtype_of, is_half, widen
-from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.compare.statistics import is_discrete, is_measurable, largest_alone, measured
 
 _LARGE = 1024  # elements

@@ -22,8 +22,8 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, Var
 
 from policy._jaxpr.broadcasting import product, repeated, sharding_of
-from policy._jaxpr.paths import REGION
 from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS
+from policy._jaxpr.scope_names import REGION
 from policy._jaxpr.subprograms import programs_of
 
 READ = f"{REGION}parameter_read"

@@ -49,7 +49,7 @@ from policy.optim.state_leaves import as_type_of, incremented, owned, strong_cop
 from policy.optim.storage_modes import MasterWeights, Stored, storage_mode
 from policy.optim.transform_names import optimizer_name
 from policy.policy import Policy
-from policy.sharding.all_reduce import varying_axes
+from policy.mapped_axes import varying_axes
 from policy.trees import is_overwritten, working_dtype
 
 P = ParamSpec("P")

@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from policy._jaxpr.equations import maker_of
 from policy._jaxpr.source_lines import source_of
-from policy._jaxpr.subprograms import opened
 from policy._jaxpr.trace import lowered, trace
 
 
 def parameters_of(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: int, returned: int, keeps: bool
 ) -> tuple[dict[str, str], dict[str, tuple[int, str]], Any]:
-    """The dtypes of parameters that go in, by name; the places and dtypes of what comes out; and the program.
+    """Returns the dtypes of parameters by name, those of the returned ones, and the program.
 
-    Where nothing is to be kept, what comes out is also what went in.
+    Where nothing is to be kept, the dtypes returned stand for both.
     """
     call = lowered(fn, args, kwargs)
     traced = trace(fn, *args, **kwargs)
@@ -35,7 +35,7 @@ def parameters_of(
 
 
 def _dtypes(tree: Any) -> dict[str, str]:
-    """The dtype of each leaf, by its place in the tree."""
+    """Returns the dtype of each leaf, by its place in the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path) or "the parameter": str(jnp.result_type(leaf)) for path, leaf in leaves}
 
@@ -44,15 +44,9 @@ def _placed(shape: Any, places: Any) -> dict[str, tuple[int, str]]:
     return dict(zip(_dtypes(shape), zip(jax.tree.leaves(places), _dtypes(shape).values(), strict=True), strict=True))
 
 
-def origin_of(jaxpr: Any, place: int | None) -> str:
-    """The operation that makes a program's output, and its source line."""
-    body, _ = opened(jaxpr)
-    assert place is not None
-    for equation in reversed(body.eqns):
-        if body.outvars[place] in equation.outvars:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            index = equation.outvars.index(body.outvars[place])
-            if inner is not None and len(opened(inner)[0].outvars) == len(equation.outvars):
-                return origin_of(inner, index)
-            return f"{equation.primitive.name}, {source_of(equation) or 'source line unknown'}"
-    return "an argument"
+def origin_of(jaxpr: Any, place: int) -> str:
+    """Returns the operation that makes a program's output, and its source line."""
+    equation = maker_of(jaxpr, place)
+    if equation is None:
+        return "an argument"
+    return f"{equation.primitive.name}, {source_of(equation) or 'source line unknown'}"

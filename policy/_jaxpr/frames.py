@@ -1,4 +1,8 @@
-"""A program as one graph of values, through the programs that its equations hold."""
+"""A program as a graph of values in frames, one for each run of a program, as rewriters meet them.
+
+Unlike `policy._jaxpr.graph`, it has no cycles (a carry has no maker: it stands for that of every
+turn), keeps dead code, and keeps equations whole that autocast does not rewrite inside.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.primitives import ELEMENTWISE, FORWARDS, INLINED_BY_AUTOCAST, REMATS
-from policy._jaxpr.subprograms import opened, programs_of, scan_arity
-from policy.autocast.values import is_floating
+from policy._jaxpr.equations import equations_within
+from policy._jaxpr.primitives import ELEMENTWISE, FORWARDS, category_of
+from policy._jaxpr.subprograms import Subprogram, subprograms
 
-# Their operands are those of the one program that they hold.
-_INLINED = INLINED_BY_AUTOCAST | REMATS
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # A number that enters a loop's body or a shard's, and one that leaves it.
 ENTER, LEAVE = "enter", "leave"
 # They hand on the numbers of their operand, some of them or several times.
@@ -30,7 +32,8 @@ class Data:
       shape: its shape.
       is_float: whether it has a floating dtype.
       yields: whether it is made of parameters and literals alone.
-      given: whether it is made of arguments and constants by elementwise operations and changes of shape alone.
+      given: whether it is made of arguments and constants by elementwise operations and changes of
+        shape alone.
       number: the literal that it is, or None.
       made_by: the operation that returned it, or None.
       readers: the operations that read it.
@@ -42,13 +45,13 @@ class Data:
     yields: bool = False
     given: bool = False
     number: Any = None
-    made_by: Operation | None = None
-    readers: list[Operation] = dataclasses.field(default_factory=list)
+    made_by: FrameOperation | None = None
+    readers: list[FrameOperation] = dataclasses.field(default_factory=list)
     is_returned: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
-class Operation:
+class FrameOperation:
     """An equation, each time that its program is run.
 
     Attributes:
@@ -73,15 +76,16 @@ class Frame:
 
     Attributes:
       operations: its own, in order.
-      programs: the runs of those that its equations hold, by the identities of the equation and of the program.
+      programs: the runs of those that its equations hold, by the identities of the equation and of
+        the program.
     """
 
-    operations: list[Operation] = dataclasses.field(default_factory=list)
+    operations: list[FrameOperation] = dataclasses.field(default_factory=list)
     programs: dict[tuple[int, int], Frame] = dataclasses.field(default_factory=dict)
 
 
-class Graph:
-    """The operations of a program in order, those of the programs in it included.
+class FrameGraph:
+    """The operations of a program and of the programs inside it, in order.
 
     Attributes:
       operations: the operations.
@@ -89,8 +93,8 @@ class Graph:
     """
 
     def __init__(self, jaxpr: Any, yields: Sequence[bool]):
-        """`jaxpr` is open; `yields` says for each of its arguments whether it is a parameter."""
-        self.operations: list[Operation] = []
+        """Reads an open jaxpr; `yields` tells which of its arguments are parameters."""
+        self.operations: list[FrameOperation] = []
         self.top = Frame()
         arguments = [_data(v.aval, is_param, True) for v, is_param in zip(jaxpr.invars, yields, strict=True)]
         for output in self._run(jaxpr, arguments, self.top, False):
@@ -105,7 +109,7 @@ class Graph:
 
         for equation in jaxpr.eqns:
             inputs = read(equation.invars)
-            stack = str(equation.source_info.name_stack)  # JAX's own marks in it; what a checkpoint repeats is forward
+            stack = str(equation.source_info.name_stack)  # a recomputation counts as forward
             backward = (is_backward or "transpose(" in stack) and "rematted_computation" not in stack
             outputs = self._held(equation, inputs, frame, backward)
             if outputs is None:
@@ -121,7 +125,7 @@ class Graph:
         yields = bool(floats) and all(data.yields for data in floats) and name != "gather"
         given = all(data.given for data in inputs) and (name in MOVES or name in ELEMENTWISE)
         outputs = [_data(v.aval, yields, given) for v in variables]
-        operation = Operation(name, equation, inputs, outputs, frame, backward)
+        operation = FrameOperation(name, equation, inputs, outputs, frame, backward)
         for output in outputs:
             output.made_by = operation
         for data in inputs:
@@ -131,61 +135,41 @@ class Graph:
         return outputs
 
     def _held(self, equation: Any, inputs: list[Data], frame: Frame, backward: bool) -> list[Data] | None:
-        """Returns the outputs of an equation whose programs are looked into; None of other equations."""
-        name, params = equation.primitive.name, equation.params
-        if name in _INLINED:
-            held = next(params[key] for key in _PROGRAMS if key in params)
-            return self._inside(equation, held, inputs, frame, backward)
-        if name == "scan":
-            consts, carried = scan_arity(equation)
-            return self._loop(equation, params["jaxpr"], inputs, (0, consts), carried, frame, backward)
-        if name == "while":
-            n, m = params["cond_nconsts"], params["body_nconsts"]
-            carried = len(inputs) - n - m
-            self._loop(
-                equation, params["cond_jaxpr"], [*inputs[:n], *inputs[n + m :]], (0, n), carried, frame, backward
-            )
-            return self._loop(equation, params["body_jaxpr"], inputs[n:], (0, m), carried, frame, backward)
-        if name == "cond":
-            branches = [self._inside(equation, b, inputs[1:], frame, backward) for b in params["branches"]]
-            return self._left(list(zip(*branches, strict=True)), equation.outvars, frame, backward)
-        if name == "shard_map":
-            body, _ = opened(params["jaxpr"])
-            entered = self._entered(inputs, body.invars, frame, backward)
-            outputs = self._inside(equation, params["jaxpr"], entered, frame, backward)
-            return self._left([(output,) for output in outputs], equation.outvars, frame, backward)
-        return None
+        """Returns the outputs of an equation whose programs are read; None of other equations.
 
-    def _inside(self, equation: Any, held: Any, inputs: Sequence[Data], frame: Frame, backward: bool) -> list[Data]:
-        body, _ = opened(held)
-        inner = frame.programs.setdefault((id(equation), id(body)), Frame())
-        return self._run(body, inputs, inner, backward)
+        Autocast rewrites these programs.
+        """
+        if category_of(equation.primitive.name) != "control":
+            return None
+        inner = [self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)]
+        outputs = [found for found in inner if found is not None]
+        is_run_once = all(one.role in ("call", "checkpoint") for one in subprograms(equation))
+        return outputs[0] if is_run_once else self._left(zip(*outputs, strict=True), equation.outvars, frame, backward)
 
-    def _loop(
-        self,
-        equation: Any,
-        held: Any,
-        inputs: Sequence[Data],
-        consts: tuple[int, int],
-        carried: int,
-        frame: Frame,
-        backward: bool,
-    ) -> list[Data]:
-        body, _ = opened(held)
-        first, after = consts[1], consts[1] + carried
-        carry = [_data(v.aval, False, False) for v in body.invars[first:after]]  # of every turn, not of the first
-        rows = self._entered(inputs[after:], body.invars[after:], frame, backward)
-        outputs = self._inside(equation, held, [*inputs[:first], *carry, *rows], frame, backward)
-        if len(outputs) != len(equation.outvars):  # the condition of a while
-            return outputs
-        return self._left([(output,) for output in outputs], equation.outvars, frame, backward)
+    def _inside(
+        self, equation: Any, one: Subprogram, inputs: Sequence[Data], frame: Frame, backward: bool
+    ) -> list[Data] | None:
+        """Returns the results of an equation that one of its programs returns.
+
+        The condition of a loop returns none of them: it gives None.
+        """
+        given, variables = one.given(inputs), one.body.invars
+        if one.role == "shard":
+            given = self._entered(given, variables, frame, backward)
+        elif one.role in ("loop", "cond"):
+            carry = [_data(v.aval, False, False) for v in variables[one.carry]]  # of every turn, not of the first
+            rows = self._entered(given[one.rows], variables[one.rows], frame, backward)
+            given = [*given[one.fixed], *carry, *rows]
+        inner = frame.programs.setdefault((id(equation), id(one.body)), Frame())
+        outputs = self._run(one.body, given, inner, backward)
+        return None if one.role == "cond" else outputs
 
     def _entered(self, inputs: Sequence[Data], variables: Sequence[Any], frame: Frame, backward: bool) -> list[Data]:
         pairs = zip(inputs, variables, strict=True)
         return [self._made(ENTER, None, [data], [variable], frame, backward)[0] for data, variable in pairs]
 
     def _left(
-        self, outputs: Sequence[Sequence[Data]], variables: Sequence[Any], frame: Frame, backward: bool
+        self, outputs: Iterable[Sequence[Data]], variables: Sequence[Any], frame: Frame, backward: bool
     ) -> list[Data]:
         pairs = zip(outputs, variables, strict=True)
         return [self._made(LEAVE, None, data, [variable], frame, backward)[0] for data, variable in pairs]
@@ -193,7 +177,7 @@ class Graph:
 
 def _data(aval: Any, yields: bool, given: bool) -> Data:
     dtype = getattr(aval, "dtype", None)
-    is_float = dtype is not None and is_floating(dtype)
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     return Data(tuple(getattr(aval, "shape", ())), is_float, yields, given)
 
 
@@ -203,13 +187,6 @@ def _literal(atom: Any) -> Data:
     return data
 
 
-def holds(jaxpr: Any, names: frozenset[str], known: dict[int, bool] | None = None) -> bool:
-    """Returns whether an open jaxpr, or a program in it, has an equation of one of these primitives."""
-    known = {} if known is None else known
-    if id(jaxpr) not in known:
-        known[id(jaxpr)] = False
-        known[id(jaxpr)] = any(
-            equation.primitive.name in names or any(holds(program, names, known) for program in programs_of(equation))
-            for equation in jaxpr.eqns
-        )
-    return known[id(jaxpr)]
+def holds(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Returns whether an open jaxpr, or one inside it, has one of these primitives."""
+    return any(equation.primitive.name in names for equation in equations_within(jaxpr, once=True))

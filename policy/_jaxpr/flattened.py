@@ -1,4 +1,4 @@
-"""A program as one list of operations on values, without its casts: the form in which two of them are paired."""
+"""A program as one list of operations without casts, the form in which two programs are paired."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import numpy as np
 
 from policy._jaxpr.interpreter import Chain, module_path
 from policy._jaxpr.paths import Path, path_of
-from policy._jaxpr.primitives import INLINED, REMATS, VIEWS
-from policy._jaxpr.subprograms import opened, scan_arity
+from policy._jaxpr.primitives import CONTROL_FLOW, INLINED, REMATS, VIEWS
+from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at
 
-# What made a value, and which of its results it is.
+# The maker of a value, and the index among its results.
 Token = tuple[Any, ...]
-# Where an equation that is inlined holds its program.
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
 class Known:
@@ -37,7 +35,7 @@ class Known:
 
 
 class Operand(NamedTuple):
-    """A value that is read: what it was made as, and the casts and views between."""
+    """A value that is read: its root, and the casts and views between."""
 
     root: Any
     views: tuple[Any, ...] = ()
@@ -50,7 +48,7 @@ class Operand(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # its text would hold the whole program
-class Operation:
+class FlatOperation:
     """An equation that computes something.
 
     Attributes:
@@ -58,12 +56,12 @@ class Operation:
       operands: the values that it reads.
       path: of the module that it stands in.
       is_backward: whether it belongs to the backward pass.
-      is_again: whether it is what a checkpoint computes again.
-      at: where it stands, and its own `id`: see `Rerun.chain`.
+      is_again: whether a checkpoint computes it again.
+      at: the `id`s of the equations around it, and its own.
       around: the loop or conditional that it stands in.
-      bodies: of a loop or a conditional, what its programs return.
+      bodies: of a loop or a conditional, the results of its programs.
       carried: how many values a loop carries; they are `("carry", operation, i)` inside of it.
-      stacked: what else a scan returns.
+      stacked: the rows that a scan returns.
     """
 
     equation: Any
@@ -72,7 +70,7 @@ class Operation:
     is_backward: bool
     is_again: bool
     at: tuple[Chain, int]
-    around: Operation | None = None
+    around: FlatOperation | None = None
     bodies: list[list[Operand]] = dataclasses.field(default_factory=list)
     carried: int = 0
     stacked: list[Token] = dataclasses.field(default_factory=list)
@@ -92,25 +90,25 @@ class Operation:
 
 @dataclasses.dataclass
 class Flattened:
-    """A program's operations in order, those that nothing depends on left out.
+    """A program's operations in order, without those that nothing depends on.
 
     Attributes:
       operations: the operations.
-      outputs: what the program returns.
-      made: the operation of each equation, by `Operation.at`: what a checkpoint computes again is the first.
-      inputs: what the arguments of each body are, by where it stands.
+      outputs: the program's results.
+      made: the operation of each equation, by `FlatOperation.at`; of a recomputation, the first.
+      inputs: the roots of the arguments of each body, by its position.
       consts: the arrays that programs inside of this one hold, by their `id`.
     """
 
-    operations: list[Operation]
+    operations: list[FlatOperation]
     outputs: list[Operand]
-    made: dict[tuple[Chain, int], Operation]
+    made: dict[tuple[Chain, int], FlatOperation]
     inputs: dict[tuple[Chain, int], list[Any]]
     consts: dict[int, Any]
 
 
 def flattened(program: Any) -> Flattened:
-    """The operations of a jaxpr, and of the programs inside it."""
+    """Returns the operations of a jaxpr and of the programs inside it."""
     body, _ = opened(program)
     builder = _Builder()
     consts = [Operand(("const", i)) for i in range(len(body.constvars))]
@@ -122,13 +120,13 @@ def flattened(program: Any) -> Flattened:
 
 
 class _Around(NamedTuple):
-    """The position of a program: the place of its equation, and that equation and those around it."""
+    """The position of a program: the place of its equation, and the equations around it."""
 
     path: Path = ()
     is_backward: bool = False
     is_again: bool = False
     chain: Chain = ()
-    loop: Operation | None = None
+    loop: FlatOperation | None = None
 
     def place_of(self, equation: Any) -> _Around:
         """Returns the position of a program inside of an equation."""
@@ -141,9 +139,9 @@ class _Around(NamedTuple):
 
 class _Builder:
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
-        self.first: dict[Token, Operation] = {}
-        self.made: dict[tuple[Chain, int], Operation] = {}
+        self.operations: list[FlatOperation] = []
+        self.first: dict[Token, FlatOperation] = {}
+        self.made: dict[tuple[Chain, int], FlatOperation] = {}
         self.inputs: dict[tuple[Chain, int], list[Any]] = {}
         self.consts: dict[int, Any] = {}
 
@@ -158,7 +156,7 @@ class _Builder:
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            if is_cast(equation) or equation.primitive.name in VIEWS:
+            if is_float_cast(equation) or equation.primitive.name in VIEWS:
                 found = [Operand(operands[0].root, (*operands[0].views, equation))]
             else:
                 found = self.equation(equation, operands, around.place_of(equation))
@@ -166,17 +164,16 @@ class _Builder:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, equation: Any, operands: list[Operand], place: _Around) -> list[Operand]:
-        name, params = equation.primitive.name, equation.params
+        name, inside = equation.primitive.name, subprograms(equation)
         if name in INLINED or name in REMATS or name == "shard_map":
-            program = next(p for key in _PROGRAMS if (p := params.get(key)) is not None)
-            return self.inner(program, operands, place, is_scope=name not in INLINED)
+            return self.inner(inside[0], operands, place, is_scope=name not in INLINED)
         at = place.chain[:-1], id(equation)
-        operation = Operation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
+        operation = FlatOperation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
         self.made[at] = operation
-        if (flatten := {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)) is not None:
+        if name in CONTROL_FLOW:
             self.operations.append(operation)
-            inside = place._replace(loop=operation)
-            return flatten(operation, inside)
+            held = self.branches if name == "cond" else self.loop
+            return held(operation, inside, place._replace(loop=operation))
         first = self.first.setdefault(_key(operation), operation)
         if place.is_again and first is not operation and not equation.effects:
             self.made[at] = first
@@ -184,77 +181,69 @@ class _Builder:
         self.operations.append(operation)
         return _results(operation)
 
-    def inner(self, program: Any, operands: Sequence[Operand], around: _Around, is_scope: bool = True) -> list[Operand]:
+    def inner(
+        self, one: Subprogram, arguments: Sequence[Operand], around: _Around, is_scope: bool = True
+    ) -> list[Operand]:
         """Flattens a program inside of an equation, and returns its outputs.
 
         A scope is a body of its own when the program is run again.
         """
-        body, consts = opened(program)
-        self.consts.update({id(const): const for const in consts})
+        self.consts.update({id(const): const for const in one.consts})
         if is_scope:
-            self.inputs[around.chain, id(body)] = [None if o.shapes else o.root for o in operands]
-        return self.run(body, [Operand(("inner", id(const))) for const in consts], operands, around)
+            self.inputs[around.chain, id(one.body)] = [None if o.shapes else o.root for o in arguments]
+        return self.run(one.body, [Operand(("inner", id(const))) for const in one.consts], arguments, around)
 
-    def scan(self, operation: Operation, place: _Around) -> list[Operand]:
-        consts, carried = scan_arity(operation.equation)
-        length, operands = operation.equation.params["length"], operation.operands
-        operation.carried = carried
-        inside = [
-            *operands[:consts],
-            *(Operand(("carry", operation, i)) for i in range(carried)),
-            *(_element(operand, length) for operand in operands[consts + carried :]),
-        ]
-        outputs = self.inner(operation.equation.params["jaxpr"], inside, place)
-        operation.bodies = [outputs[:carried]]
-        operation.operands = operands[consts : consts + carried]
-        operation.stacked = [("stacked", value.root, value.shapes, length) for value in outputs[carried:]]
-        return [*_results(operation)[:carried], *map(Operand, operation.stacked)]
+    def loop(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+        loop = next(one for one in inside if one.role == "loop")
+        operands, arguments = operation.operands, loop.given(operation.operands)
+        operation.carried = loop.carried
+        carry = [Operand(("carry", operation, i)) for i in range(loop.carried)]
+        rows = [_element(operand, loop.count) for operand in arguments[loop.rows]]
+        conds = [one for one in inside if one.role == "cond"]
+        goes_on = [self.inner(one, [*one.given(operands)[one.fixed], *carry], place) for one in conds]
+        outputs = self.inner(loop, [*arguments[loop.fixed], *carry, *rows], place)
+        operation.bodies = [outputs[: loop.carried], *goes_on]
+        operation.operands = arguments[loop.carry]
+        stacked = outputs[loop.carried :]
+        operation.stacked = [("stacked", value.root, value.shapes, loop.count) for value in stacked]
+        return [*_results(operation)[: loop.carried], *map(Operand, operation.stacked)]
 
-    def loop(self, operation: Operation, place: _Around) -> list[Operand]:
-        params, operands = operation.equation.params, operation.operands
-        n, m = params["cond_nconsts"], params["body_nconsts"]
-        operation.carried = len(operation.equation.outvars)
-        state = [Operand(("carry", operation, i)) for i in range(operation.carried)]
-        condition = self.inner(params["cond_jaxpr"], [*operands[:n], *state], place)
-        outputs = self.inner(params["body_jaxpr"], [*operands[n : n + m], *state], place)
-        operation.bodies = [outputs, condition]
-        operation.operands = operands[n + m :]
-        return _results(operation)
-
-    def branches(self, operation: Operation, place: _Around) -> list[Operand]:
-        branches, operands = operation.equation.params["branches"], operation.operands
-        operation.bodies = [self.inner(branch, operands[1:], place) for branch in branches]
-        operation.operands = operands[:1]
+    def branches(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+        operation.bodies = [self.inner(one, one.given(operation.operands), place) for one in inside]
+        operation.operands = operation.operands[:1]
         return _results(operation)
 
 
-def is_cast(equation: Any) -> bool:
+def is_float_cast(equation: Any) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     source, target = dtype_of(equation.invars[0]), equation.params["new_dtype"]
     return source == target or all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target))
 
 
-def _results(operation: Operation) -> list[Operand]:
+def _results(operation: FlatOperation) -> list[Operand]:
     return [Operand(("result", operation, i)) for i in range(len(operation.equation.outvars))]
 
 
 def _element(operand: Operand, length: int) -> Operand:
-    """One step's part of an array that is scanned over: where another scan stacked it, what it stacked."""
+    """Returns one row of an array that is scanned over.
+
+    Where another scan stacked the array, that is the value which it stacked.
+    """
     root = operand.root
     if isinstance(root, tuple) and root[0] == "stacked" and (root[2], root[3], operand.shapes) == ((), length, ()):
         return Operand(root[1])
     return Operand(("element", root, operand.shapes, length))
 
 
-def _key(operation: Operation) -> Token:
+def _key(operation: FlatOperation) -> Token:
     operands = tuple((o.root.key if isinstance(o.root, Known) else o.root, o.shapes) for o in operation.operands)
     equation = operation.equation
     params = tuple((name, str(value)) for name, value in sorted(equation.params.items()) if not callable(value))
     return equation.primitive.name, operands, params, written_at(equation)
 
 
-def _live(operations: Sequence[Operation], outputs: Iterable[Operand]) -> list[Operation]:
+def _live(operations: Sequence[FlatOperation], outputs: Iterable[Operand]) -> list[FlatOperation]:
     live: set[int] = set()
     waiting = [operand.root for operand in outputs]
     waiting += [("result", o, 0) for o in operations if o.equation.effects]
@@ -270,7 +259,7 @@ def _live(operations: Sequence[Operation], outputs: Iterable[Operand]) -> list[O
     return [operation for operation in operations if id(operation) in live]
 
 
-def _read_by(operation: Operation) -> Iterator[Operand]:
+def _read_by(operation: FlatOperation) -> Iterator[Operand]:
     yield from operation.operands
     for body in operation.bodies:
         yield from body
