@@ -39,7 +39,7 @@ class Effective:
 
     @property
     def own(self) -> bool:
-        """Whether the module itself has the policy (by an argument or a rule) rather than
+        """True if the module itself has the policy (by an argument or a rule) rather than
         inheriting it.
         """
         return self.source.own
