@@ -1,4 +1,6 @@
-"""Traces a function as if every half dtype in it were float32: so that its constants are those before rounding."""
+"""Traces a function as if every half dtype in it were float32, so that its constants are the
+unrounded ones.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,14 @@ def _wide(value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_float32() -> Iterator[None]:
-    """In this block, what this thread traces computes in float32 where it names a half dtype.
+    """Traces in float32 wherever this thread's code names a half dtype, for the duration of a
+    block.
 
-    Casts to a half dtype give float32, and half constants are widened where they are read, so that a value's `dtype`
-    is float32 for the code that asks; no policy is in force. JAX has no rule to trace by that reaches into functions
-    that are jitted or scanned, so `Primitive.bind` is another function for the time of the block. That follows the
-    scope, which is a thread's own and part of JAX's cache keys: other threads' programs, and those that are traced
-    later, are none of its business.
+    Casts to a half dtype give float32, and half constants are widened where they are read, so code
+    that inspects `dtype` sees float32; no policy is in force. JAX has no tracing rule that reaches
+    into jitted or scanned functions, so `Primitive.bind` is replaced for the duration of the block.
+    The replacement follows the scope, which is thread-local and part of JAX's cache keys, so that
+    other threads and later traces are unaffected.
     """
     global _traces
     with _lock:
@@ -70,7 +73,7 @@ def in_float32() -> Iterator[None]:
 
 
 def wide_arguments(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays to trace with: the half ones by their shapes, in float32."""
+    """Returns arguments to trace with: half-precision arrays become float32 shapes."""
     return [_shape(a) if is_half(getattr(a, "dtype", F32)) else a for a in arrays]
 
 

@@ -1,4 +1,4 @@
-"""The dtypes in which a function takes parameters and gives them back."""
+"""The dtypes in which a function takes parameters and returns them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from policy._jaxpr.trace import lowered, trace
 def parameters_of(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: int, returned: int, keeps: bool
 ) -> tuple[dict[str, str], dict[str, tuple[int, str]], Any]:
-    """The dtypes of parameters that go in, by name; the places and dtypes of what comes out; and the program.
+    """Returns the dtypes of the incoming parameters by name, the places and dtypes of the outgoing
+    ones, and the program.
 
-    Where nothing is to be kept, what comes out is also what went in.
+    Unless `keeps`, the outgoing parameters stand for the incoming ones.
     """
     call = lowered(fn, args, kwargs)
     traced = trace(fn, *args, **kwargs)
     places = jax.tree.unflatten(jax.tree.structure(traced.shape), range(len(jax.tree.leaves(traced.shape))))
     shape = traced.shape
-    if call is not None and call.finish is not type(call).finish:  # modules, whose state is handed in and out
+    # modules, whose state is handed in and out
+    if call is not None and call.finish is not type(call).finish:
         given, (shape, places) = call.args[0], (shape[1], places[1])
         before = _dtypes(given)
         after = _placed(shape, places)
@@ -35,7 +37,7 @@ def parameters_of(
 
 
 def _dtypes(tree: Any) -> dict[str, str]:
-    """The dtype of each leaf, by its place in the tree."""
+    """Returns the dtype of each leaf, by its path in the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path) or "the parameter": str(jnp.result_type(leaf)) for path, leaf in leaves}
 
@@ -45,7 +47,7 @@ def _placed(shape: Any, places: Any) -> dict[str, tuple[int, str]]:
 
 
 def origin_of(jaxpr: Any, place: int | None) -> str:
-    """The operation that makes a program's output, and its source line."""
+    """Returns the operation that makes a program's output, and its source line."""
     body, _ = opened(jaxpr)
     assert place is not None
     for equation in reversed(body.eqns):
