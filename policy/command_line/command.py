@@ -182,7 +182,8 @@ def parse_argument(text: str) -> Any:
         marked = _KEY.sub(lambda _: f"({mark(jax.eval_shape(lambda: jax.random.key(0)))})", marked)
     try:
         value = ast.literal_eval(marked)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that a literal can be wrong in
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        # every error of a malformed literal
         raise CommandError(
             f"--arg {_shortened(text)!r} is no argument: give a shape such as bf16[8,128] or f32[], 'key', a "
             "Python number or string, or a list, tuple or dict of these."

@@ -84,7 +84,8 @@ def _of_name(name: str) -> ModuleType:
     with running_users_code(f"{name!r} can't be imported"):
         try:
             is_there = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError as error:  # of an enclosing package; its own imports are the user's business
+        except ModuleNotFoundError as error:
+            # an enclosing package may be missing; its own failing imports are the user's business
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             is_there, missing = False, error.name
