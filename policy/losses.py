@@ -377,12 +377,13 @@ def ctc_loss(
     """Computes the connectionist temporal classification loss (Graves et al. 2006):
     `optax.ctc_loss` in reduction_dtype.
 
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from policy import losses
-    >>> logits = jnp.zeros((1, 2, 3), jnp.bfloat16)
-    >>> labels = jnp.array([[1]])
-    >>> losses.ctc_loss(logits, jnp.zeros((1, 2)), labels, jnp.zeros((1, 1))).dtype
-    dtype('float32')
+    >>> logits, logit_paddings = jnp.zeros((1, 4, 3), jnp.bfloat16), jnp.zeros((1, 4))
+    >>> labels, label_paddings = jnp.array([[1, 2]]), jnp.zeros((1, 2))
+    >>> jax.eval_shape(losses.ctc_loss, logits, logit_paddings, labels, label_paddings)
+    ShapeDtypeStruct(shape=(1,), dtype=float32)
 
     Args:
       logits: (B, T, K) floating.
