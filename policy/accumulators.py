@@ -1,6 +1,4 @@
-"""Matmuls that return their accumulator and multiply half-precision operands in the backward pass
-too.
-"""
+"""Matmuls that return their accumulator and multiply in half precision backward too."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ def einsum(subscripts: str, lhs: ArrayLike, rhs: ArrayLike, *, precision: Any = 
 
 
 def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """Returns a bilinear operation that keeps its accumulator and runs both backward operations in
-    the operands' dtype.
+    """Returns a bilinear operation that keeps its accumulator; backward keeps the operands' dtype.
 
     `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`.
     With that alone, JAX would multiply float32 by half precision in both backward operations, or
@@ -78,9 +75,7 @@ def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -
 def bilinear_tangent(
     bilinear: Callable[..., Array], operands: tuple[Array, Array], tangents: tuple[Any, Any], y: Array
 ) -> Array:
-    """Computes the tangent of a bilinear operation in the operands' dtype and returns it in that of
-    its result `y`.
-    """
+    """Computes the tangent of a bilinear operation in the operands' dtype, cast to `y`'s."""
     pairs = ((tangents[0], operands[1]), (operands[0], tangents[1]))
     # a frozen operand costs nothing
     known = [not any(isinstance(x, SymbolicZero) for x in pair) for pair in pairs]

@@ -1,6 +1,4 @@
-"""The policy boundary: casts a call's floating inputs to compute_dtype and its outputs to
-output_dtype.
-"""
+"""The policy boundary: casts inputs of calls to compute_dtype and outputs to output_dtype."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ def module_crosses(scope: Scope, policy: Policy | None) -> bool:
 
 
 def layer_crosses(scope: Scope, policy: Policy | None, own: bool) -> bool:
-    """Returns whether a bare layer's call is a boundary: the layer has its own policy, and it
-    differs from the one in force.
+    """Returns whether a bare layer's call is a boundary.
+
+    It is one if the layer has its own policy and that differs from the one in force.
     """
     return own and policy is not None and policy != scope.policy
 
@@ -42,9 +41,7 @@ def inside(scope: Scope, policy: Policy | None) -> Scope:
 
 
 def returns(scope: Scope, policy: Policy) -> Policy:
-    """Returns the policy whose output_dtype applies to a call that crossed into `policy` from
-    `scope`.
-    """
+    """Returns the policy whose output_dtype holds for a call that crossed into `policy`."""
     return policy.returned_to(scope.policy if scope.boundary_open else None)
 
 
@@ -98,8 +95,9 @@ def _kept_positions(signature: inspect.Signature, count: int, keep: Collection[s
 
 
 def cast_outputs(policy: Policy, outputs: Any, *, is_leaf: IsLeaf | None = None) -> Any:
-    """Casts the floating arrays among a call's outputs to output_dtype; references are returned by
-    identity.
+    """Casts the floating arrays among a call's outputs to output_dtype.
+
+    References are returned by identity.
     """
     with jax.named_scope(SCOPE_NAME):
         return cast_floating(outputs, policy.output_dtype, is_leaf=is_leaf)

@@ -6,8 +6,9 @@ from typing import Any
 
 
 def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
-    """Raises unless `fn` is a function of arrays; refuses values, classes and unbound linen
-    modules.
+    """Raises unless `fn` is a function of arrays.
+
+    Refuses values, classes and unbound linen modules.
 
     Args:
       fn: a function, or a callable module.

@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 def require_available(dtype: DTypeLike) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype, or raises if JAX would silently replace it by a narrower
-    one.
+    """Returns `dtype` as a NumPy dtype, or raises if JAX would silently narrow it.
 
     Raises:
       ValueError: `dtype` is float64 while x64 is disabled.
@@ -30,8 +29,9 @@ def require_available(dtype: DTypeLike) -> np.dtype:
 
 
 def is_floating(x: Any) -> bool:
-    """Returns whether `x` is a floating array: a JAX array or tracer, a NumPy array or scalar, or a
-    `ShapeDtypeStruct`.
+    """Returns whether `x` is a floating array.
+
+    Arrays are JAX arrays and tracers, NumPy arrays and scalars, and `ShapeDtypeStruct`s.
     """
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) and jnp.issubdtype(
         x.dtype, jnp.floating

@@ -22,8 +22,7 @@ _KEPT = frozenset(
 
 
 def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Checkpoints `function`, saving only its inputs and the results of its reductions and
-    collectives.
+    """Checkpoints `function`, saving only its inputs and results of reductions and collectives.
 
     Everything else is recomputed elementwise from those, so a function that widens its inputs to
     float32 leaves no float32 copy of them in memory. Without differentiation the program is that of
@@ -37,16 +36,15 @@ def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def keeping_inputs_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    """Returns `keeping_inputs` of ``function(*static, ...)``, cached and traced as by
-    `traced_once`.
-    """
+    """Returns ``keeping_inputs(function(*static, ...))``, traced once as by `traced_once`."""
     return jax.jit(keeping_inputs(_given(function, static)), inline=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def traced_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    """Returns ``function(*static, ...)`` as a cached inline `jax.jit`, which JAX traces and
-    differentiates once.
+    """Returns ``function(*static, ...)`` as a cached inline `jax.jit`, which is traced once.
+
+    JAX also differentiates it once.
 
     Any number of layers may call it with arguments of the same shapes. Tracing a normalisation, a
     softmax or a custom derivative takes most of its time in the transforms. The program is the same

@@ -8,8 +8,7 @@ from policy.scope import current_policy
 
 
 def param_dtype() -> np.dtype | None:
-    """Returns the dtype of stored parameters under the policy in force, or None if there is no
-    policy.
+    """Returns the dtype of stored parameters under the policy in force; None without a policy.
 
     In a method of a linen or nnx module, the policy in force is the one that the module obeys.
     JAX's functions take None for their default, and Flax's layers take it for "as the inputs are".
@@ -26,8 +25,7 @@ def param_dtype() -> np.dtype | None:
 
 
 def compute_dtype() -> np.dtype | None:
-    """Returns the dtype of matmuls and activations under the policy in force, or None if there is
-    no policy.
+    """Returns the dtype of matmuls and activations under the policy in force; None without one.
 
     Cast a table that was computed in float32 to it, so that the table doesn't widen the activations
     that it is multiplied with. Inside `full_precision` it is reduction_dtype.
@@ -44,8 +42,7 @@ def compute_dtype() -> np.dtype | None:
 
 
 def output_dtype() -> np.dtype | None:
-    """Returns the dtype that the policy in force returns to code outside of it, or None if there is
-    no policy.
+    """Returns the dtype that the policy in force returns to code outside; None without a policy.
 
     >>> import policy
     >>> with policy.use_policy("p=f32,c=bf16,o=bf16"):
@@ -57,8 +54,7 @@ def output_dtype() -> np.dtype | None:
 
 
 def reduction_dtype() -> np.dtype | None:
-    """Returns the dtype of statistics, softmaxes and sums under the policy in force, or None if
-    there is no policy.
+    """Returns the dtype of statistics, softmaxes and sums in force; None without a policy.
 
     >>> import policy
     >>> with policy.use_policy("mixed_bfloat16"):

@@ -1,6 +1,4 @@
-"""Full-precision islands: blocks and functions that compute in reduction_dtype, in layers and under
-autocast.
-"""
+"""Full-precision islands: blocks and functions that compute in reduction_dtype."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ def full_precision(fn: F) -> F: ...
 @overload
 def full_precision(fn: None = None) -> _Block: ...
 def full_precision(fn: F | None = None) -> F | _Block:
-    """Opens an island in which compute_dtype is reduction_dtype (float32 under a half-precision
-    policy).
+    """Opens an island in which compute_dtype is reduction_dtype (float32 in mixed precision).
 
     ``with full_precision():`` is a block and ``@full_precision`` decorates a function. Inside,
     modules and their layers compute and return reduction_dtype whatever their own policies are,
@@ -104,9 +101,7 @@ def _island(scope: Scope) -> Scope:
 
 
 def in_island(policy: Policy | None) -> Policy | None:
-    """Returns `policy` with reduction_dtype as its compute_dtype and output_dtype, as it holds in
-    an island.
-    """
+    """Returns `policy` as it holds in an island: computing and returning reduction_dtype."""
     if policy is None:
         return None
     return policy.replace(
@@ -117,7 +112,5 @@ def in_island(policy: Policy | None) -> Policy | None:
 
 
 def as_in_force(policy: Policy | None, scope: Scope) -> Policy | None:
-    """Returns a module's policy as it holds in `scope`: inside an island, the island's version of
-    it.
-    """
+    """Returns a module's policy as it holds in `scope`: in an island, the island's version."""
     return in_island(policy) if scope.in_full_precision else policy

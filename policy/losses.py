@@ -104,8 +104,9 @@ def _check_labels(labels: tuple[int, ...], logits: tuple[int, ...], axis: Any) -
 
 
 def _class_mask(where: ArrayLike | None, logits: jax.Array, axis: Any) -> jax.Array | None:
-    """Returns `where` in the shape of the logits. As in optax, a mask of another rank masks
-    examples.
+    """Returns `where` in the shape of the logits.
+
+    As in optax, a mask of another rank masks examples.
     """
     if where is None:
         return None
@@ -122,9 +123,7 @@ def _flat_classes(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def _class_indices(labels: jax.Array, classes: int) -> jax.Array:
-    """Returns labels in an integer dtype that can count all classes (an 8-bit one may not), with
-    negative labels wrapped.
-    """
+    """Returns labels in an integer dtype that can count all classes, with negative ones wrapped."""
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
     return (
@@ -142,9 +141,7 @@ def _sparse_cross_entropy(
 def _sparse_forward(
     logits: jax.Array, labels: jax.Array, where: Any, axis: int, smoothing: float, z_loss: float, wide: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the loss, the largest logit, and the log-sum-exp of the logits minus the largest,
-    each (..., 1).
-    """
+    """Returns the loss, the largest logit and the lse relative to it, each (..., 1)."""
     largest = jnp.max(logits, axis, keepdims=True, where=where, initial=-jnp.inf)
     largest = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0)).astype(wide)
     # Every logit minus the largest: lse and the chosen logit of a large mean would differ by too
@@ -281,8 +278,9 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> jax.Ar
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> jax.Array:
-    """Computes (predictions - targets)^2 elementwise in reduction_dtype; predictions^2 without
-    targets.
+    """Computes (predictions - targets)^2 elementwise in reduction_dtype.
+
+    Without targets it computes predictions^2.
 
     >>> import jax.numpy as jnp
     >>> from policy import losses
@@ -320,8 +318,7 @@ def kl_divergence(
 def kl_divergence_with_log_targets(
     log_predictions: ArrayLike, log_targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> jax.Array:
-    """Computes sum(exp(log_targets) (log_targets - log_predictions)) over `axis`, in
-    reduction_dtype.
+    """Computes sum(exp(log_targets) (log_targets - log_predictions)), in reduction_dtype.
 
     >>> import jax.numpy as jnp
     >>> from policy import losses
@@ -374,8 +371,9 @@ def ctc_loss(
     blank_id: int = 0,
     log_epsilon: float = -1e5,
 ) -> jax.Array:
-    """Computes the connectionist temporal classification loss (Graves et al. 2006):
-    `optax.ctc_loss` in reduction_dtype.
+    """Computes `optax.ctc_loss` in reduction_dtype.
+
+    Connectionist temporal classification: Graves et al. 2006.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -412,8 +410,7 @@ def cosine_similarity(
     axis: Axis | None = -1,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Computes the cosine of the angle between predictions and targets over `axis`, in
-    reduction_dtype.
+    """Computes the cosine of the angle between predictions and targets, in reduction_dtype.
 
     >>> import jax.numpy as jnp
     >>> from policy import losses

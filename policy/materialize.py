@@ -19,8 +19,9 @@ _materialize_p = jex_core.Primitive("materialize")
 
 
 def materialized(x: jax.Array) -> jax.Array:
-    """Returns `x` unchanged; programs for GPUs keep it in memory in its own dtype. Linear, and its
-    cotangent is treated alike.
+    """Returns `x` unchanged; programs for GPUs keep it in memory in its own dtype.
+
+    It is linear, and its cotangent is materialized too.
     """
     return _materialize_p.bind(x)
 

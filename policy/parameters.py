@@ -1,5 +1,4 @@
-"""Finds the parameters among a function's arguments, and warns about optimizer states among them.
-"""
+"""Finds the parameters among a function's arguments, and warns about optimizer states."""
 
 from __future__ import annotations
 
@@ -69,9 +68,7 @@ def _inferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
 
 
 def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warns if a call is given an optimizer's state, because the update inside would run in half
-    precision.
-    """
+    """Warns about optimizer states among the arguments: updates would run in half precision."""
     found: list[str] = []
 
     def is_state(node: Any) -> bool:
@@ -86,9 +83,7 @@ def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warns if a call is given an `nnx.Optimizer`, whose state consists of variables when it is
-    traced.
-    """
+    """Warns about an `nnx.Optimizer` argument, whose state is only variables when traced."""
     _warn_of(
         [
             type(arg).__name__

@@ -16,7 +16,7 @@ from policy.casting import cast_floating
 
 T = TypeVar("T")
 
-# Every name that the text form takes, by dtype; the first one is what `str(policy)` prints.
+# Every name in the text form, by dtype; `str(policy)` prints the first one.
 dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.bfloat16: ("bfloat16", "bf16"),
     jnp.float16: ("float16", "f16"),
@@ -43,8 +43,7 @@ _KEYS = {
 
 
 def half_dtype() -> np.dtype:
-    """Returns the 16-bit float that the default backend prefers, as in jmp: bfloat16 on TPU,
-    float16 elsewhere.
+    """Returns the backend's 16-bit float, as in jmp: bfloat16 on TPU, float16 elsewhere.
 
     >>> import policy
     >>> policy.half_dtype().itemsize
@@ -96,12 +95,13 @@ def parse_dtype(name: str) -> np.dtype:
 
 
 def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
-    """Returns `value` as a dtype for a policy field. Raises ValueError, naming the field, if it is
-    unsuitable.
+    """Returns `value` as a dtype for a policy field.
+
+    Raises ValueError, naming the field, if it is unsuitable.
     """
     if isinstance(value, str) and value in dtype_names():
         return parse_dtype(value)
-    if value is None:  # jnp.dtype(None) is float64, never what was meant
+    if value is None:  # jnp.dtype(None) is float64, never intended
         raise ValueError(f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'.")
     try:
         dtype = jnp.dtype(value)
@@ -126,9 +126,7 @@ P = ParamSpec("P")
 
 
 def _naming_get_policy(init: Callable[P, None]) -> Callable[P, None]:
-    """Adds a hint at `get_policy` to the errors of Policy's constructor on missing and unknown
-    arguments.
-    """
+    """Makes errors on missing and unknown arguments of Policy mention `get_policy`."""
 
     @functools.wraps(init)
     def __init__(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -212,8 +210,9 @@ class Policy:
         object.__setattr__(self, "cast_inputs", cast_inputs)
 
     def replace(self, **changes: Any) -> Policy:
-        """Returns a copy with some fields changed; a default `reduction_dtype` follows a changed
-        `compute_dtype`.
+        """Returns a copy with some fields changed.
+
+        A default `reduction_dtype` follows a changed `compute_dtype`.
 
         Raises:
           TypeError: a name is not a field.
@@ -233,28 +232,29 @@ class Policy:
         return self.replace(output_dtype=output_dtype)
 
     def returned_to(self, caller: Policy | None) -> Policy:
-        """Returns the policy for the outputs of a call from code under `caller`, or under no policy
-        if None.
-        """
+        """Returns the policy for the outputs of a call from code under `caller`, or under none."""
         if not self.follows_caller:
             return self
         return self.replace(output_dtype=self.compute_dtype if caller is None else caller.compute_dtype)
 
     def cast_to_param(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to `param_dtype`; other leaves are returned
-        unchanged.
+        """Casts the floating arrays of a tree to `param_dtype`.
+
+        Other leaves are returned unchanged.
         """
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to `compute_dtype`; other leaves are returned
-        unchanged.
+        """Casts the floating arrays of a tree to `compute_dtype`.
+
+        Other leaves are returned unchanged.
         """
         return cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to `output_dtype`; other leaves are returned
-        unchanged.
+        """Casts the floating arrays of a tree to `output_dtype`.
+
+        Other leaves are returned unchanged.
         """
         return cast_floating(tree, self.output_dtype)
 
@@ -275,7 +275,9 @@ class Policy:
 
     @property
     def short(self) -> str:
-        """The short text form, ``p=f32,c=bf16,o=f32``, as shown in tables; `get_policy` parses it.
+        """The short text form, ``p=f32,c=bf16,o=f32``, as shown in tables.
+
+        `get_policy` parses it.
         """
         names = {long: short for long, short, *_ in dtype_to_names.values()}
         parts = (part.split("=") for part in str(self).split(","))

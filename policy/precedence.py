@@ -1,5 +1,6 @@
-"""Precedence of policies, rules and dtype arguments. Framework-free: facts about modules come in as
-arguments.
+"""Precedence of policies, rules and dtype arguments.
+
+Framework-free: facts about modules come in as arguments.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ class Effective:
 
     @property
     def own(self) -> bool:
-        """True if the module itself has the policy (by an argument or a rule) rather than
-        inheriting it.
-        """
+        """True if the policy is the module's own (an argument or a rule), not inherited."""
         return self.source.own
 
 
@@ -114,9 +113,7 @@ _filters_then: Any = None
 
 
 def warn_once(message: str) -> None:
-    """Emits a `DtypePolicyWarning`, once for each message while the same warning filters are in
-    force.
-    """
+    """Emits a `DtypePolicyWarning`, once per message while the warning filters stay the same."""
     global _filters_then
     if warnings.filters is not _filters_then:  # a new catch_warnings block listens afresh
         _warned.clear()

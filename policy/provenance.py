@@ -47,8 +47,9 @@ GLOBAL = Source("global")
 
 
 class _InForce(threading.local):
-    """The source of the policy in force in this thread; outside of every block it can only be the
-    global policy.
+    """The source of the policy in force in this thread.
+
+    Outside of every block it can only be the global policy.
     """
 
     source = GLOBAL

@@ -1,5 +1,4 @@
-"""Reductions, and functions that half precision breaks: computed in reduction_dtype, returned in
-the input's dtype.
+"""Reductions and fragile functions, computed in reduction_dtype and returned in the input's dtype.
 
 Each function widens its input to reduction_dtype (the policy's in force, otherwise float32; never
 narrower than the input), computes there, and rounds once to `dtype`, by default the input's own.
@@ -27,8 +26,9 @@ Axis = int | Sequence[int] | None
 
 
 def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
-    """Returns the dtype for a reduction of `arrays`: the policy's reduction_dtype or float32, never
-    narrower than they are.
+    """Returns the dtype for a reduction of `arrays`, never narrower than they are.
+
+    It is the policy's reduction_dtype, or float32 without a policy.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -41,8 +41,7 @@ def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
 
 
 def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None = None) -> Any:
-    """Calls ``function(*arrays)`` on the arrays in reduction_dtype and rounds its floating results
-    once to `dtype`.
+    """Calls ``function(*arrays)`` in reduction_dtype and rounds floating results once to `dtype`.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -126,8 +125,9 @@ def log_softmax(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Computes x - log(sum(exp(x))) over `axis`: `jax.nn.log_softmax` in reduction_dtype. Arguments
-    as in `softmax`.
+    """Computes x - log(sum(exp(x))) over `axis`: `jax.nn.log_softmax` in reduction_dtype.
+
+    Arguments as in `softmax`.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -222,8 +222,9 @@ def var(
     keepdims: bool = False,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Computes the variance over `axis`, in two passes in reduction_dtype; returns `dtype` or x's
-    (real) dtype.
+    """Computes the variance over `axis`, in two passes in reduction_dtype.
+
+    Returns `dtype` or x's (real) dtype.
 
     `ddof` is as in NumPy.
 
@@ -248,8 +249,9 @@ def std(
     keepdims: bool = False,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Computes the standard deviation over `axis`, in two passes in reduction_dtype; returns
-    `dtype` or x's (real) dtype.
+    """Computes the standard deviation over `axis`, in two passes in reduction_dtype.
+
+    Returns `dtype` or x's (real) dtype.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -279,8 +281,9 @@ def standardize(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype; returns
-    `dtype` or x's.
+    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype.
+
+    Returns `dtype` or x's.
 
     A variance that is not given is computed in two passes, unlike `jax.nn.standardize`, whose
     E[x^2] - E[x]^2 cancels where the mean is large.
@@ -300,7 +303,7 @@ def standardize(
         centred = x - _expanded(centre, x)
         if variance is None:
             spread = jnp.mean(jnp.square(centred), axis, keepdims=True, where=where)
-            if mean is not None:  # the variance about the data's own mean, whatever mean was given
+            if mean is not None:  # the variance about the data's own mean, even with another mean
                 spread = jnp.var(x, axis, keepdims=True, where=where)
         else:
             spread = variance
@@ -310,17 +313,16 @@ def standardize(
 
 
 def _expanded(statistic: jax.Array, x: jax.Array) -> jax.Array:
-    """Prepends axes of length 1 to a statistic, so that it broadcasts against `x` without rank
-    promotion.
-    """
+    """Prepends axes of length 1 to a statistic, to broadcast it without rank promotion."""
     return statistic.reshape((1,) * (x.ndim - statistic.ndim) + statistic.shape)
 
 
 def cumsum(
     x: ArrayLike, axis: int | None = None, dtype: DTypeLike | None = None, *, reverse: bool = False
 ) -> jax.Array:
-    """Computes running sums along `axis` (of the flattened array if None) in reduction_dtype;
-    returns `dtype` or x's.
+    """Computes running sums along `axis` (of the flattened array if None) in reduction_dtype.
+
+    Returns `dtype` or x's.
 
     Integers are summed as integers, exactly, and booleans are counted as in JAX, unless `dtype` is
     floating.
@@ -336,8 +338,9 @@ def cumsum(
 def cumprod(
     x: ArrayLike, axis: int | None = None, dtype: DTypeLike | None = None, *, reverse: bool = False
 ) -> jax.Array:
-    """Computes running products along `axis` (of the flattened array if None) in reduction_dtype;
-    returns `dtype` or x's.
+    """Computes running products along `axis` (of the flattened array if None) in reduction_dtype.
+
+    Returns `dtype` or x's.
 
     Integers as in `cumsum`.
 
@@ -358,9 +361,7 @@ def _running(operation: Callable[..., jax.Array], x: Any, axis: int | None, dtyp
 
 
 def _exactly_or_widely(function: Callable[[jax.Array], jax.Array], x: Any, dtype: Any) -> jax.Array:
-    """Calls ``widely(function, x)``; for integers, `function` in their own dtype or in the integer
-    `dtype` given.
-    """
+    """Calls ``widely(function, x)``; for integers, `function` in an integer dtype."""
     x = jnp.asarray(x)
     counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (dtype and jnp.issubdtype(dtype, jnp.inexact))
     if not counts:
@@ -380,8 +381,11 @@ def segment_sum(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Sums the rows of `data` by segment in reduction_dtype, without a one-hot matrix; returns
-    `dtype` or data's.
+    """Sums the rows of `data` by segment in reduction_dtype, without a one-hot matrix.
+
+    Returns `dtype` or data's.
+
+    Returns `dtype` or data's.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions

@@ -1,5 +1,6 @@
-"""Objects that casts pass on by identity. Libraries with stateful modules register predicates for
-them.
+"""Objects that casts pass on by identity.
+
+Libraries with stateful modules register predicates for them.
 """
 
 from __future__ import annotations

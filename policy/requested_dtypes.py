@@ -1,5 +1,4 @@
-"""Compute dtypes that rules, policies and arguments request while a program is traced for a report.
-"""
+"""Compute dtypes requested by rules, policies and arguments during a trace for a report."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ class Asked:
     given: dict[tuple[str, str], set[np.dtype]] = dataclasses.field(default_factory=dict)
 
     def is_wide(self, path: Path) -> bool:
-        """Returns whether float32 or wider was requested at a path, by the innermost module with a
-        request.
-        """
+        """Returns whether the innermost request at a path is float32 or wider."""
         model, below = divided(path) or ("", path)
         below = once(below)
         for length in range(len(below), -1, -1):

@@ -19,8 +19,7 @@ Pattern = str | type
 
 
 def layer_class(cls: type) -> type:
-    """Returns the class that a class pattern matches: for one of our layers, the framework's layer
-    of that name.
+    """Returns the class that a class pattern matches; the framework's class for one of our layers.
 
     A layer declares it in its own attribute `_upstream_class`, which subclasses do not inherit.
     """
@@ -92,8 +91,7 @@ class PolicyRules:
 
     @classmethod
     def from_texts(cls, texts: Iterable[str], *, strict: bool = True) -> PolicyRules:
-        """Returns rules from ``PATH=TEXT`` pairs, as on a command line: ``["head=f32",
-        "block_.*=p=f32,c=bf16,o=f32"]``.
+        """Parses rules from ``PATH=TEXT`` pairs: ``["head=f32", "block_.*=p=f32,c=bf16"]``.
 
         A text is split at the first ``=`` that is followed by a valid policy, since both sides may
         contain others.
@@ -137,8 +135,7 @@ class PolicyRules:
         return any(isinstance(pattern, str) for pattern, _ in self.rules)
 
     def match(self, path: str | None, cls: type | None = None, *, model: str = "") -> Policy | None:
-        """Returns the policy of the first rule that matches a module by its own path or class, or
-        None.
+        """Returns the policy of the first rule that matches a module's path or class, or None.
 
         Args:
           path: the module's path, its names joined by ``/``; None if it is unknown, which no path
@@ -151,8 +148,7 @@ class PolicyRules:
         return None if rule is None else rule[1]
 
     def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> tuple[Pattern, Policy] | None:
-        """Returns the first matching rule as (pattern, policy), or None; arguments as in `match`.
-        """
+        """Returns the first matching rule as (pattern, policy) or None; see `match`."""
         return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
 
     def of_model(self, model: str) -> PolicyRules:
@@ -260,9 +256,7 @@ def _is_of(pattern: str, model: str) -> bool:
 
 @functools.cache
 def _model_and_path(pattern: str) -> tuple[str | None, str]:
-    """Splits a pattern into the model's name before the colon and the rest; the name is None if
-    there is none.
-    """
+    """Splits a pattern into the model's name before the colon, or None, and the rest."""
     found = _OF_MODEL.fullmatch(pattern)
     return (None, pattern) if found is None else (found[1], found[2])
 

@@ -20,8 +20,9 @@ from policy.rules import PolicyRules, RulesLike
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The complete contents of the context. It is a key of every trace, so a counter here would
-    retrace at each call.
+    """The complete contents of the context.
+
+    It is a key of every trace, so a counter here would retrace at each call.
 
     Attributes:
       policy: the policy in force, or None.
@@ -111,8 +112,9 @@ def require_usable(policy: Policy) -> Policy:
 
 
 class use_policy(contextlib.ContextDecorator):
-    """Puts a policy and rules in force for a block: ``with use_policy("mixed_bfloat16"):``. Also a
-    decorator.
+    """Puts a policy and rules in force for a block, or as a decorator for each call.
+
+    Also a decorator.
 
     linen modules obey the policy in force where they are called, nnx modules the one in force where
     they were built. An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no
@@ -169,8 +171,7 @@ class use_policy(contextlib.ContextDecorator):
 
 
 def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> None:
-    """Sets the global policy and rules, which are in force in every thread outside of `use_policy`
-    blocks.
+    """Sets the global policy and rules, in force in every thread outside of `use_policy` blocks.
 
     ``set_policy(None)`` removes them. Jitted functions are retraced where the policy changed.
 

@@ -1,5 +1,6 @@
-"""Assertions about dtypes and programs, for test suites. All but `assert_close_in_ulps` only trace
-and run nothing.
+"""Assertions about dtypes and programs, for test suites.
+
+All but `assert_close_in_ulps` only trace and run nothing.
 """
 
 from __future__ import annotations
@@ -125,8 +126,7 @@ def assert_no_silent_promotion(
     params: Params = None,
     allow: Collection[str] = (),
 ) -> None:
-    """Asserts that no bfloat16 or float16 meets float32 without an explicit cast, in arithmetic or
-    in a matmul.
+    """Asserts that no bfloat16 or float16 meets float32 without an explicit cast.
 
     These are the findings "silent-promotion" and "mixed-matmul" of `policy.audit`. A result that is
     narrowed again before it is used elsewhere, as within a normalisation, is accepted.
@@ -163,8 +163,7 @@ def assert_params_keep_dtype(
     params: int = 0,
     returned: int = 0,
 ) -> None:
-    """Asserts that a step returns its parameters in the dtypes they came in with, or that an init
-    returns `dtype`.
+    """Asserts that a step keeps its parameters' dtypes, or that an init returns `dtype`.
 
     `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument
     `params` comes back, at its place in the tree, in its own dtype. `assert_params_keep_dtype(init,
@@ -283,7 +282,7 @@ def assert_close_in_ulps(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which equations, and what is said of them
+# Selection of equations, and messages about them
 # --------------------------------------------------------------------------------------------------
 
 
@@ -326,9 +325,7 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
 
 
 def _names_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path below the model, model's name) for a path and those above it, for matching by
-    rules.
-    """
+    """Yields (path below the model, model's name) for a path and those above it."""
     for length in range(1, len(path) + 1):
         model, below = divided(path[:length]) or ("", path[:length])
         yield "/".join(once(below)), model

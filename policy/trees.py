@@ -13,9 +13,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Returns a tree path as messages show it: `encoder/layer_0/kernel`, or `(root)` for a tree of
-    one leaf.
-    """
+    """Returns a tree path for messages: `encoder/layer_0/kernel`; `(root)` for a single leaf."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
@@ -36,8 +34,7 @@ def is_overwritten(path: tuple[Any, ...]) -> bool:
 
 
 def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Maps `function` over the leaves of `tree`, except for those under `_overwrite_with_gradient`.
-    """
+    """Maps `function` over the leaves of `tree`, except under `_overwrite_with_gradient`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, *others: leaf if is_overwritten(path) else function(leaf, *others), tree, *rest
     )
@@ -53,9 +50,7 @@ def unboxed(tree: Any) -> Any:
 
 
 def boxed_like(tree: Any, boxes: Any) -> Any:
-    """Returns `tree`, which has the structure of an unboxed `boxes`, with its leaves in boxes of
-    the same kinds.
-    """
+    """Puts the leaves of `tree`, which is like an unboxed `boxes`, into boxes of the same kinds."""
     kinds, structure = jax.tree.flatten(boxes, is_leaf=_is_box)
     if not any(map(_is_box, kinds)):
         return tree
@@ -75,15 +70,11 @@ def _children(node: Any) -> tuple[list[Any], Any]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Returns whether a leaf is floating or complex, so that it can be differentiated, scaled and
-    checked.
-    """
+    """Returns whether a leaf is floating or complex: can be differentiated and scaled."""
     return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
 
 
 def working_dtype(dtype: Any) -> Any:
-    """Returns the dtype that a leaf is updated in: float32, or the leaf's own if that is float64 or
-    complex.
-    """
+    """Returns the dtype that a leaf is updated in: float32, or its own if float64 or complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)

@@ -20,8 +20,7 @@ def spacing(size: np.ndarray, dtype: DTypeLike) -> np.ndarray:
 
 
 def ulps(actual: Any, desired: np.ndarray, dtype: DTypeLike, *, floor: float = 0.0) -> np.ndarray:
-    """Returns the error of each number in ulps of `dtype`: ``|actual - desired| /
-    spacing(max(|desired|, floor))``.
+    """Returns the errors in ulps: ``|actual - desired| / spacing(max(|desired|, floor))``.
 
     Args:
       actual: floating, of any dtype.
@@ -52,8 +51,9 @@ def ulps(actual: Any, desired: np.ndarray, dtype: DTypeLike, *, floor: float = 0
 def what_is_off(
     path: str, actual: Any, desired: Any, allowed: float, dtype: DTypeLike | None = None, floor: float = 0.0
 ) -> str:
-    """Returns the error message of `policy.testing.assert_close_in_ulps` for one array; "" if it is
-    close.
+    """Returns `policy.testing.assert_close_in_ulps`'s message for one array; "" if close.
+
+    "" if it is close.
 
     Raises:
       ValueError: the shapes differ.

@@ -36,8 +36,9 @@ def audit(
     params: Params = None,
     **kwargs: Any,
 ) -> Audit:
-    """Reports the dtypes that a call would run in, operation by operation, and the findings about
-    them. Nothing runs.
+    """Reports the dtypes of a call, operation by operation, and the findings about them.
+
+    Nothing runs.
 
     The call is traced, and its program is read, sub-jaxprs included: jit, scan, while, cond,
     checkpoint, custom rules, shard_map. Dead code is left out, as XLA leaves it out. A kernel
@@ -110,8 +111,7 @@ def _traced(
     policy: Policy | None,
     rules: PolicyRules | None,
 ) -> Traced:
-    """Traces a call under a policy: through layers that obey its scope, otherwise through autocast.
-    """
+    """Traces a call under a policy, through layers that obey its scope or through autocast."""
     if policy is None:
         return traced_call(fn, args, kwargs, backward, params)
     with warnings.catch_warnings(record=True) as caught:
@@ -127,8 +127,9 @@ def _traced(
 
 
 def _in_force(asked: Asked, graph: Graph) -> str:
-    """Returns the policy of a program, for `Audit.policy`. Programs traced earlier are recognised
-    by their casts.
+    """Returns the policy of a program, for `Audit.policy`.
+
+    Programs traced earlier are recognised by their casts.
     """
     if asked.policy is not None:
         return short_text(asked.policy)

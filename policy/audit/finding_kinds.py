@@ -37,9 +37,7 @@ KINDS = {
 def finding(
     kind: str, node: Node, message: str, dtypes: tuple[str, ...] = (), *, of: Node | None = None, primitive: str = ""
 ) -> Finding:
-    """Returns a finding about a node. `of`: the node at whose place it is reported, if it is
-    another one.
-    """
+    """Returns a finding about a node, reported at the place of the node `of` if one is given."""
     site = (of or node).site
     return Finding(
         kind,

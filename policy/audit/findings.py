@@ -42,8 +42,7 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
 def findings_of(
     graph: Graph, lost: Lost | None = None, states: Sequence[State] = (), asked: Asked | None = None
 ) -> tuple[Finding, ...]:
-    """Returns the findings of every check, sorted by the gravity of their kind, then in program
-    order.
+    """Returns the findings of every check, sorted by gravity, then in program order.
 
     Args:
       lost: the constants noted by `noticing` while the program was traced.

@@ -99,9 +99,7 @@ class Audit:
 
     @functools.cached_property
     def flops_by_dtype(self) -> dict[str, int]:
-        """FLOPs by the dtype of the multiplied or summed operands, the widest of each operation;
-        the largest first.
-        """
+        """FLOPs by the widest dtype of each operation's operands, the largest first."""
         return _by_dtype(self.operations, "flops")
 
     @functools.cached_property
@@ -111,9 +109,7 @@ class Audit:
 
     @functools.cached_property
     def f32_matmul_share(self) -> float:
-        """The share of the FLOPs of dots and convolutions in float32 or wider; 0.0 if there are
-        none.
-        """
+        """The share of matmul and convolution FLOPs in float32 or wider; 0.0 if there are none."""
         matmuls = [op for op in self.operations if op.kind in ("dot", "convolution")]
         flops = sum(op.flops for op in matmuls)
         wide = sum(op.flops for op in matmuls if _widest(op.operands) in ("float32", "float64"))
@@ -154,8 +150,7 @@ class Audit:
         return page(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes the page to a file that ends in ``.html``, or the JSON to one that ends in
-        ``.json``.
+        """Writes an HTML page to ``path.html``, or JSON to ``path.json``.
 
         Raises:
           ValueError: the file's name has another ending.
@@ -166,8 +161,9 @@ class Audit:
         path.write_text(self.to_html() if path.suffix == ".html" else self.to_json(), encoding="utf-8")
 
     def show(self, file: TextIO | None = None) -> None:
-        """Prints the audit to `file` or the standard output, in colour on a terminal unless
-        NO_COLOR is set.
+        """Prints the audit to `file` or the standard output.
+
+        It is in colour on a terminal, unless NO_COLOR is set.
         """
         from policy.audit.render.text import show
 

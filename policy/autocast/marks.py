@@ -1,6 +1,4 @@
-"""Marks on JAX's name stack: the dtypes of a ported model's own code, and its layers with their own
-policies.
-"""
+"""Marks on JAX's name stack: dtypes of a ported model's own code, and layers with policies."""
 
 from __future__ import annotations
 
@@ -43,8 +41,9 @@ def compute_dtype(path: Path) -> np.dtype | None:
 
 
 def handed_on(array: Any) -> Any:
-    """Returns a layer's half-precision result as float32, for code traced in float32; autocast
-    removes the cast.
+    """Returns a layer's half-precision result as float32, for code traced in float32.
+
+    Autocast removes the cast.
     """
     if not is_floating(getattr(array, "dtype", np.bool_)) or array.dtype.itemsize >= F32.itemsize:
         return array

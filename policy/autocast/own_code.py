@@ -35,8 +35,7 @@ _IN_FLOAT32 = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Ported:
-    """A call of a ported model, traced with its own code in float32 and its layers in their
-    policies' dtypes.
+    """A call of a ported model, traced in float32 except for its layers, which obey their policies.
 
     Attributes:
       call: the program, and its operands in the dtypes that they are stored in.
@@ -52,8 +51,7 @@ class Ported:
         return self.call.jaxpr
 
     def own_matmuls(self) -> Counter[Path]:
-        """Returns the FLOPs of the matmuls and convolutions of the model's own code, by module
-        path.
+        """Returns the FLOPs of matmuls and convolutions of the model's own code, by module path.
 
         Products without a contraction, such as those of positions and frequencies, and code to be
         run in float32 are left out.
@@ -118,16 +116,12 @@ def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> P
 
 
 def _flops(site: Site) -> int:
-    """Returns the FLOPs of a product; at least one, so that calls with an empty batch show shares
-    too.
-    """
+    """Returns the FLOPs of a product, at least 1, so that empty batches have shares too."""
     return max(site.count * flops_of(site.equation), 1)
 
 
 def _narrow(array: Any, variable: Any) -> Any:
-    """Returns a float64 operand as the float32 that it was traced as; half ones are taken as they
-    come.
-    """
+    """Returns a float64 operand as the float32 that it was traced as, others unchanged."""
     dtype = float_dtype(array)
     is_wide = dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
     return cast(array, F32) if is_wide else array

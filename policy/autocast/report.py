@@ -33,8 +33,7 @@ class Record:
 
 @dataclasses.dataclass
 class Report:
-    """The casts that autocast inserts into a function, from ``autocast(fn,
-    policy).explain(*args)``.
+    """The casts that autocast inserts, from ``autocast(fn, policy).explain(*args)``.
 
     Attributes:
       records: each kind of operation, with the number of its occurrences in the program.
@@ -52,9 +51,7 @@ class Report:
         self._noted[without_marks(path), primitive, done, dtypes] += 1
 
     def complete(self) -> None:
-        """Turns the collected notes into records, since the spelling of a path depends on all
-        paths.
-        """
+        """Turns the notes into records; the spelling of a path depends on all paths."""
         with naming(path for path, *_ in self._noted):
             for (path, primitive, done, dtypes), count in self._noted.items():
                 self.records[Record(spelled(path), primitive, done, dtypes)] += count

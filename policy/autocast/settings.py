@@ -88,9 +88,7 @@ class Place:
     is_layer: bool = False
 
     def within(self, region: Literal["applies", "measures"] | None) -> Place:
-        """Returns this place as a part of a normalisation, unless a rule or an argument decides
-        otherwise.
-        """
+        """Returns this place as a part of a normalisation, unless a rule or argument forbids it."""
         if region is None or self.region is not None or self.is_ruled or self.compute == F32:
             return self
         return dataclasses.replace(self, region=region)
@@ -130,9 +128,7 @@ class Places:
         return Place(compute, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:
-        """Returns the half-precision dtype that a rule gives to the outputs of the module at
-        exactly this path, or None.
-        """
+        """Returns the half-precision output dtype that a rule gives to this very path, or None."""
         self[path]  # known, for the check of the rules
         rules = self.settings.rules
         for name, model in _names(without_marks(path)) if path else ():
@@ -155,8 +151,9 @@ def without_marks(path: Path) -> Path:
 
 
 def _names(path: Path) -> list[tuple[str, str]]:
-    """Returns the names of a path below its model, each with the model's name ("" outside of any),
-    as rules match them.
+    """Returns (name below the model, model's name) for a path, as rules match it.
+
+    The model's name is "" outside of any model.
 
     A name that occurs twice in a row may be one module whose call runs its base class's, and it
     matches either way.

@@ -64,8 +64,7 @@ def autocast(
     on_unknown: Literal["opaque", "raise"] = "opaque",
     enabled: bool = True,
 ) -> Any:
-    """Returns `fn` with its matmuls and convolutions in compute_dtype and its sensitive operations
-    in float32.
+    """Runs matmuls and convolutions of `fn` in compute_dtype, sensitive operations in float32.
 
     The function is traced in the dtypes of its arguments, and that program is evaluated with casts
     inserted. So its code needn't know about dtypes, and every JAX transformation applies to the
@@ -223,9 +222,7 @@ class _Autocast:
         return transformed
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Reports the casts of a call with these arguments, without running it; shapes are
-        accepted.
-        """
+        """Reports the casts of a call without running it; the arguments may be shapes."""
         settings, report = self.options.resolved(), Report()
         if settings is not None:
             target, arguments, _ = self.lowered(args, kwargs)
@@ -236,17 +233,16 @@ class _Autocast:
     def lowered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Autocast, Arguments, Callable[[Any], Any]]:
-        """Returns the call as a pure function of arrays, its arguments, and a function to finish
-        its result.
-        """
+        """Returns a pure function for the call, its arguments, and a function for its result."""
         call = lowered(self.fn, args, kwargs)
         if call is None:
             return self, Arguments.of(args, kwargs), lambda out: out
         return self._of_pure(call.key, call.pure), Arguments.of(call.args, call.kwargs), call.finish
 
     def _of_pure(self, key: Any, pure: Callable[..., Any]) -> _Autocast:
-        """Returns the autocast of a pure function whose first argument is the parameters; not
-        cached if its key has no hash.
+        """Returns the autocast of a pure function whose first argument is the parameters.
+
+        It is not cached if its key has no hash.
         """
         fresh = _Autocast(pure, dataclasses.replace(self.options, params=0))
         try:

@@ -97,8 +97,9 @@ def fits(constant: Any, dtype: Any) -> bool:
 
 
 def saturates(constant: Any, dtype: Any) -> bool:
-    """Returns whether a number overflows in `dtype` by rounding alone: float32's lowest becomes
-    -inf in bfloat16.
+    """Returns whether a number overflows in `dtype` by rounding alone.
+
+    For example, float32's lowest number becomes -inf in bfloat16.
     """
     finite = bool(np.isfinite(constant)) and has_range_of_float32(dtype)
     return finite and abs(float(constant)) > float(jnp.finfo(dtype).max)
@@ -115,8 +116,7 @@ def has_range_of_float32(dtype: Any) -> bool:
 
 
 def common_dtype(values: Sequence[Value], half: Any, *, selects: bool = False) -> np.dtype:
-    """Returns the dtype for an operation that mixes float32 values of the trace: `half`, or
-    float32.
+    """Returns the dtype for mixing float32 values of the trace: `half` or float32.
 
     It is `half` if one value is half already and every other yields: params and constants always,
     scalars if `half` has float32's range. A constant that overflows or vanishes in `half` keeps the

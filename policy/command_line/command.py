@@ -134,9 +134,7 @@ def _policy(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules | N
 
 
 def _write(report: Audit, options: argparse.Namespace) -> None:
-    """Writes the requested files, and prints the report or the format requested for the standard
-    output.
-    """
+    """Writes the requested files, and prints the report or a format for standard output."""
     printed = [
         contents for name, contents in ((options.json, report.to_json), (options.html, report.to_html)) if name == "-"
     ]
@@ -165,8 +163,7 @@ _KEY = re.compile(r"\bkey\b(?!['\"])")
 
 
 def parse_argument(text: str) -> Any:
-    """Parses an argument in the command line's notation: ``bf16[8,128]``, ``key``, ``3``, ``{'w':
-    f32[8,8]}``.
+    """Parses an --arg text: ``bf16[8,128]``, ``key``, ``3``, ``{'w': f32[8,8]}``.
 
     Raises:
       CommandError: it is none of these.

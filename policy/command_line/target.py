@@ -24,8 +24,9 @@ class CommandError(Exception):
 
 @contextlib.contextmanager
 def running_users_code(failure: str) -> Iterator[None]:
-    """Turns any exception of the user's code, `sys.exit` included, into a `CommandError`. An
-    interrupt is re-raised.
+    """Turns any exception of the user's code, `sys.exit` included, into a `CommandError`.
+
+    An interrupt is re-raised.
 
     Args:
       failure: the beginning of the message.
@@ -98,9 +99,7 @@ def _of_name(name: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Imports a file under any name, even if another installed or built-in module has the same
-    name.
-    """
+    """Imports a file, even if another module has the same name."""
     if not path.is_file():
         raise CommandError(f"there is no file {str(path)!r} here.")
     resolved = path.resolve()
@@ -142,8 +141,7 @@ def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def call_of(fn: Callable[..., Any], args: list[Any], target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """Returns the function to audit and its arguments: those given, or those returned by a function
-    without arguments.
+    """Returns the function to audit and its arguments: given ones, or those that a target returns.
 
     A function without arguments that returns arrays is audited itself, unless it is called an
     example.

@@ -1,6 +1,4 @@
-"""compare: measures a function under a policy against the same function in float32, module by
-module.
-"""
+"""Measures a function under a policy against the same function in float32, module by module."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ def compare(
     loss_scale: float = 1.0,
     **kwargs: Any,
 ) -> Comparison:
-    """Compares `fn(*args, **kwargs)` under `policy` with the same call in float32, module by
-    module.
+    """Compares a call under `policy` with the same call in float32, module by module.
 
     The reference is the function traced in float32, so that its constants are the unrounded ones.
     It is paired with the half-precision program, and both run in one compiled program, equation by

@@ -14,8 +14,9 @@ Kind = Literal["activation", "gradient", "parameter", "output"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Distance of the values at one place from float32's; with several values, the worst of each
-    figure.
+    """Distance of the values at one place from float32's, with the worst figures of all values.
+
+
 
     Attributes:
       path: the module path, as in rules; the model itself is ``Net:``, "" is outside of any module.
@@ -62,15 +63,13 @@ class Row:
 
     @property
     def headroom(self) -> float:
-        """The largest magnitude, as a share of the dtype's largest number; above 1 it overflowed.
-        """
+        """The largest magnitude as a share of the dtype's largest number; above 1 on overflow."""
         return self.largest / self.limit
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A comparison of a function under a policy with the same function in float32; returned by
-    `policy.compare`.
+    """A function under a policy compared with itself in float32; returned by `policy.compare`.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -131,14 +130,13 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """The worst error of the function's outputs; for integers and booleans, the share that
-        differs.
-        """
+        """The worst error of the function's outputs; of integers, the share that differs."""
         return max((row.error for row in self.outputs), default=0.0)
 
     def __getitem__(self, path: str) -> Row:
-        """Returns the row of a module path: of its activations, otherwise of its gradients; or of a
-        parameter.
+        """Returns the first row of a path: activations, otherwise gradients, parameters, outputs.
+
+
 
         Raises:
           KeyError: there is no such row; lists the existing ones.
@@ -149,8 +147,9 @@ class Comparison:
         raise KeyError(f"No row {path!r}. Rows: {', '.join(dict.fromkeys(row.path for row in self.rows))}.")
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        """Returns the comparison as JSON; infinite values and NaN are texts, "inf" or "nan", as
-        JSON has no such numbers.
+        """Returns the comparison as JSON.
+
+        Infinite values and NaN are texts, "inf" or "nan", as JSON has no such numbers.
         """
         found = {"version": 1, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rows"}}
         return json.dumps(_plain({**found, "rows": [dataclasses.asdict(row) for row in self.rows]}), indent=indent)
@@ -162,8 +161,7 @@ class Comparison:
         return svg(self)
 
     def plot(self, file: str | Path) -> None:
-        """Writes the errors by path to a file: PNG, or another format of matplotlib's by the file's
-        ending.
+        """Writes the errors by path to a PNG file, or another format of matplotlib's by its ending.
 
         Raises:
           ImportError: matplotlib is not installed.

@@ -29,8 +29,7 @@ _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """Measurements of one value: an array (..., len(NAMES)), with an axis for each enclosing scan.
-    """
+    """Measurements of one value: (..., len(NAMES)), with an axis for each enclosing scan."""
 
     of: Measurement
     array: np.ndarray
@@ -67,16 +66,15 @@ class Findings:
         return self.log.places
 
     def leaving(self, place: Place) -> list[Numbers]:
-        """Returns the values that leave a place; gradients of parameters only if nothing else does.
+        """Returns the values that leave a place; gradients of parameters only if there are no
+        others.
         """
         found = [n for n in self.numbers if place in n.of.left]
         is_all = place.direction != "backward" or not found
         return found + [n for n in self.numbers if is_all and place in n.of.returned and n not in found]
 
     def entering(self, place: Place, numbers: Numbers, what: int = _ERROR) -> np.ndarray:
-        """Returns the worst error of the values that entered a place before a value was computed,
-        in each step of a scan.
-        """
+        """Returns the worst error that entered a place before a value, in each step of a scan."""
         worst = np.zeros(numbers.errors.shape)
         for other in self._entered.get(place, ()):
             if other.of.key < numbers.of.key:
@@ -85,9 +83,7 @@ class Findings:
         return worst
 
     def _enters(self, numbers: Numbers, place: Place) -> bool:
-        """Returns whether a value enters a place; a backward pass reads its module's activations,
-        too.
-        """
+        """Returns whether a value enters a place; backward reads the module's activations, too."""
         forward = Place(place.path, "forward")
         return place in numbers.of.entered or (
             place.direction == "backward" and (forward in numbers.of.entered or forward in numbers.of.left)
@@ -107,17 +103,13 @@ class Findings:
         return jumps
 
     def first_error(self, place: Place) -> Numbers | None:
-        """Returns the first value computed in a place whose error is the place's own; None where
-        there is none.
-        """
+        """Returns the first value in a place whose error is made there, or None."""
         depth = len(place.path)
         inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
         return next((n for n in inside if n.of.made.direction == place.direction and self.jumps(place, n).any()), None)
 
     def first_jump(self) -> tuple[Place, int | None] | None:
-        """Returns the first place with a jump, the innermost if places are nested, and the step of
-        its scan.
-        """
+        """Returns the first place with a jump, the innermost if nested, and its scan's step."""
         found: list[tuple[int, Numbers, Place, int | None]] = []
         for numbers in self.numbers:
             if found and not _is_same_loop(found[0][1], numbers):
@@ -159,8 +151,9 @@ def _lengths(place: Place) -> range:
 
 
 def _first(jumps: np.ndarray, place: Place) -> int:
-    """Returns the first step of the outermost scan with a jump; a backward pass runs through the
-    steps in reverse.
+    """Returns the first step of the outermost scan with a jump.
+
+    A backward pass runs through the steps in reverse.
     """
     if not jumps.ndim:
         return 0
@@ -173,9 +166,7 @@ def _turn(step: int, place: Place) -> int:
 
 
 def _is_same_loop(one: Numbers, other: Numbers) -> bool:
-    """Returns whether two values are of one loop, where a later value may go wrong in an earlier
-    step.
-    """
+    """Returns whether two values share a loop: then the later may go wrong in an earlier step."""
     return one.errors.ndim > 0 and one.of.bodies[:1] == other.of.bodies[:1]
 
 

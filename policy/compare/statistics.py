@@ -57,8 +57,7 @@ def _share(value: Any, reference: Any, axes: Sequence[str]) -> Any:
 
 
 def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
-    """Computes sums and maxima in one pass: one variadic reduction, which XLA fuses with its
-    operands' producers.
+    """Computes sums and maxima in one variadic reduction, which XLA fuses with its producers.
 
     Separate reductions would each write their operand to memory, and be compiled separately.
     """
@@ -138,6 +137,5 @@ def is_discrete(dtype: Any) -> bool:
 
 
 def is_measurable(dtype: Any) -> bool:
-    """Returns whether arrays of a dtype can be compared: numbers and booleans, but not random keys.
-    """
+    """Returns whether arrays of a dtype can be compared: numbers and booleans, not random keys."""
     return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))

@@ -27,9 +27,7 @@ from policy.trees import is_overwritten
 
 
 def widened_value_and_grad(function: Callable[..., Any], argnums: int | Sequence[int]) -> Callable[..., Any]:
-    """Returns `jax.value_and_grad(function, argnums, has_aux=True)` with float32 gradients for
-    half-precision leaves.
-    """
+    """Returns `jax.value_and_grad` with aux and float32 gradients for half-precision leaves."""
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -66,9 +64,7 @@ def _is_half(leaf: Any) -> bool:
 
 
 def _trace(function: Callable[..., Any], leaves: list[Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """Returns the jaxpr of `function`, and a function that rebuilds its output, non-arrays in aux
-    included.
-    """
+    """Returns the jaxpr of `function`, and a function that rebuilds its output with non-arrays."""
     found: list[Any] = []
 
     def arrays_of(*leaves: Any) -> list[Any]:

@@ -1,5 +1,4 @@
-"""Registers the gradients taken here, so that a step can tell swapped params and gradients apart.
-"""
+"""Registers gradients, so that a step can detect swapped params and gradients."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ def note_gradients(tree: T) -> T:
 
 
 def are_swapped(params: Any, gradients: Any) -> bool:
-    """Returns whether all arrays of `params` are registered gradients, and none of `gradients` is.
-    """
+    """Returns whether all arrays of `params` are registered gradients, and none of `gradients`."""
     leaves = jax.tree.leaves(params)
     return bool(leaves) and all(map(_is_noted, leaves)) and not any(map(_is_noted, jax.tree.leaves(gradients)))
 

@@ -82,8 +82,9 @@ class StaticLossScale:
             object.__setattr__(self, "loss_scale", _python_float("loss_scale", self.loss_scale))
 
     def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves of `tree`; narrow ones in float32, as every loss scale
-        does.
+        """Multiplies the floating leaves of `tree`, narrow ones in float32.
+
+
 
         Raises:
           ValueError: the scale is not positive and finite.
@@ -181,8 +182,9 @@ class DynamicLossScale:
             put("hysteresis_left", None)
 
     def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves of `tree`; narrow ones in float32, as every loss scale
-        does.
+        """Multiplies the floating leaves of `tree`, narrow ones in float32.
+
+
 
         Raises:
           ValueError: the scale is concrete, and not positive and finite.
@@ -196,8 +198,9 @@ class DynamicLossScale:
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> DynamicLossScale:
-        """Returns the loss scale after a step. `grads_finite` is a () bool; leaves keep their
-        dtypes, so a scan can carry it.
+        """Returns the loss scale after a step.
+
+        `grads_finite` is a () bool; leaves keep their dtypes, so a scan can carry it.
 
         Raises:
           ValueError: `grads_finite` is not a scalar.
@@ -320,15 +323,15 @@ def require_positive(scale: Any) -> jax.Array | Literal[True]:
 
 
 def _checked(scale: ArrayLike) -> ArrayLike:
-    """Returns `scale`, or NaN for a traced one that is not positive, so that the step is skipped.
-    """
+    """Returns `scale`, or NaN for a traced one that is not positive, which skips the step."""
     is_positive = require_positive(scale)
     return scale if is_positive is True else jnp.where(is_positive, scale, jnp.full_like(scale, np.nan))
 
 
 def scale_tree(tree: T, scale: ArrayLike) -> T:
-    """Multiplies every floating leaf by a positive () scale, in float32 or wider; other leaves are
-    unchanged.
+    """Multiplies every floating leaf by a positive () scale, in float32 or wider.
+
+    Other leaves are unchanged.
 
     A traced scale that is not positive and finite makes each floating leaf NaN.
     """
@@ -338,8 +341,9 @@ def scale_tree(tree: T, scale: ArrayLike) -> T:
 
 
 def unscale_tree(tree: T, scale: ArrayLike) -> T:
-    """Divides every floating leaf by a positive () scale, in float32 or wider; other leaves are
-    unchanged.
+    """Divides every floating leaf by a positive () scale, in float32 or wider.
+
+    Other leaves are unchanged.
 
     It divides because the reciprocal of 3 is rounded, and that of 2^127 is subnormal, which most
     backends flush to zero. A traced scale that is not positive and finite makes each floating leaf
@@ -393,8 +397,9 @@ _SUMMED = (jnp.bfloat16, jnp.float32)
 def _total(
     x: Any, scale: ArrayLike | None, add_up: Callable[[jax.Array], jax.Array], summed: Sequence[Any]
 ) -> jax.Array:
-    """Returns () float32, finite if the squares are; for scaled leaves of the dtypes `summed`, the
-    sum of magnitudes.
+    """Returns () float32 that is finite if the squares are finite.
+
+    For scaled leaves of the dtypes `summed` it is the sum of magnitudes.
 
     No element is multiplied by a factor: XLA:CPU would broadcast the factor in memory.
     """
@@ -438,8 +443,7 @@ def _sum_by_matmul(x: jax.Array) -> jax.Array:
 
 
 def unscale_by_reciprocal(tree: T, scale: ArrayLike) -> T:
-    """Unscales as `unscale_tree` does: exactly if the scale is a power of two, otherwise to within
-    an ulp of float32.
+    """Unscales by multiplication: exact for a power of two, otherwise to within an ulp of float32.
 
     XLA fuses a product into each of its users, but gives a quotient its own kernel and buffer: 10
     bytes an element more in an AdamW step. There are two factors because the reciprocal of 2^127 is
@@ -462,8 +466,9 @@ def _in_working_dtype(operation: Any, x: Any, scale: ArrayLike) -> Any:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Returns a () bool: True if every floating or complex leaf of `tree` is finite, or if there is
-    none.
+    """Returns a () bool: True if every floating or complex leaf of `tree` is finite.
+
+    It is True if there is no such leaf.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -475,8 +480,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def is_finite(x: Any, read_as: Any) -> jax.Array:
-    """Returns a () bool: True if every element of an array, computed from one of dtype `read_as`,
-    is finite.
+    """Returns a () bool: True if every element of an array made from dtype `read_as` is finite.
 
     The sum of x - x is 0, or NaN if an element is NaN or infinite. For it XLA:CPU reads `x` once,
     whereas it writes a mask of as many bytes for `all(isfinite(x))`; but it would widen a float16
@@ -490,8 +494,9 @@ def is_finite(x: Any, read_as: Any) -> jax.Array:
 
 
 def select_tree(pred: jax.Array, a: T, b: T) -> T:
-    """Returns `a` if `pred` is true, otherwise `b`. Protects state from skipped steps: batch
-    statistics, an EMA.
+    """Returns `a` if `pred` is true, otherwise `b`.
+
+    Protects state from skipped steps: batch statistics, an EMA.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -532,9 +537,7 @@ def fusion_barrier(flag: jax.Array) -> jax.Array:
 
 
 def _strong_scalar(x: Any, dtype: Any) -> Any:
-    """Returns `x` in a strong dtype: a weakly typed leaf would change its type on the first
-    adjustment.
-    """
+    """Returns `x` in a strong dtype: a weak one would change in the first adjustment."""
     if isinstance(x, jax.Array):
         return x if x.dtype == dtype and not x.weak_type else lax.convert_element_type(x, np.dtype(dtype))
     return np.asarray(x, dtype)

@@ -66,13 +66,12 @@ def accumulate_gradients(
     *,
     weights: ArrayLike | Sequence[float] | None = None,
 ) -> tuple[Any, Any]:
-    """Computes the mean loss and mean gradients over microbatches in a `lax.scan`, with the memory
-    of one backward pass.
+    """Computes mean loss and gradients over microbatches, with the memory of one backward pass.
 
-    Sums are float32, also if each microbatch's gradients are narrower: ``grads = sum_k w_k g_k /
-    sum_k w_k``. A non-finite microbatch makes the mean non-finite, and the step is skipped. Across
-    devices, `vary` the params first and `all_reduce` the result, so that gradients are exchanged
-    once per step, not once per microbatch.
+    The microbatches run in a `lax.scan`. Sums are float32, also if each microbatch's gradients are
+    narrower: ``grads = sum_k w_k g_k / sum_k w_k``. A non-finite microbatch makes the mean
+    non-finite, and the step is skipped. Across devices, `vary` the params first and `all_reduce`
+    the result, so that gradients are exchanged once per step, not once per microbatch.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -168,9 +167,7 @@ def _common(scales: jax.Array) -> jax.Array:
 
 
 def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:
-    """Returns the start of a sum, or of a maximum, with the sharding and varying type of the
-    result.
-    """
+    """Returns the start of a sum or maximum, with the sharding and varying type of the result."""
     if is_overwritten(path):
         start = make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like))
     else:

@@ -33,8 +33,7 @@ CANNOT_BE_TRACED = (
 
 
 def read_parameter(value: Any, dtype: DTypeLike) -> Any:
-    """Returns a parameter as a user's code reads it: floating arrays in `dtype`, everything else as
-    stored.
+    """Returns a parameter as user code reads it: floating arrays in `dtype`, others as stored.
 
     Args:
       value: an array, or a tree of arrays.

@@ -32,8 +32,7 @@ _ABSENT: Any = object()
 
 
 def note_scaled(tree: Any, scale: Any) -> None:
-    """Records that a loss under differentiation was scaled: a tree of one traced floating scalar.
-    """
+    """Records that a loss under differentiation (one traced floating scalar) was scaled."""
     leaves = jax.tree.leaves(tree)
     if len(leaves) == 1 and isinstance(leaves[0], Tracer) and _is_loss(leaves[0]):
         key, scales = _key(scale), _pending.scales
@@ -41,16 +40,15 @@ def note_scaled(tree: Any, scale: Any) -> None:
 
 
 def note_unscaled() -> None:
-    """Records that something was unscaled; the scale doesn't matter, because jit gives one scale
-    several tracers.
+    """Records that something was unscaled.
+
+    The scale doesn't matter, because jit gives one scale several tracers.
     """
     _pending.scales.clear()
 
 
 def warn_if_scaled(scale: Any) -> None:
-    """Warns if a loss was multiplied by `scale`, the optimizer's own, and nothing was unscaled
-    since.
-    """
+    """Warns if a loss was multiplied by the optimizer's `scale` without an unscaling since."""
     if _pending.scales.pop(_key(scale), _ABSENT) is not _ABSENT:
         warn_once(
             "loss_scale.scale(loss) was differentiated, and its gradients reached mixed_precision without "

@@ -37,9 +37,7 @@ _WAY_OUT = (
 
 
 class _SaysItsUse(type):
-    """A metaclass whose repr names the class's use, because JAX's errors on tree structures show
-    it.
-    """
+    """A metaclass whose repr names the class's use, for JAX's errors on tree structures."""
 
     def __repr__(cls) -> str:
         return f"<class '{cls.__module__}.{cls.__qualname__}': hand it whole to apply_gradients>"
@@ -122,8 +120,9 @@ class ScaledGradients(metaclass=_SaysItsUse):
         return isinstance(self._tree, Mapping) and key in self._tree
 
     def __getitem__(self, key: Any) -> Any:
-        """Returns the part of the tree under `key`, still scaled; fp8's overwritten collection is
-        returned as it is, unscaled.
+        """Returns the part of the tree under `key`, still scaled.
+
+        The overwritten collection of fp8 is returned as it is, since it is not scaled.
 
         Raises:
           TypeError: the tree has no overwritten collection, so that Flax has no reason to look
@@ -153,8 +152,9 @@ class ScaledGradients(metaclass=_SaysItsUse):
 
 
 def _refuse_optax(frame: Any) -> None:
-    """Raises if optax's own code flattens the gradients; its errors on the sealed scale wouldn't
-    say what to do instead.
+    """Raises if optax's own code flattens the gradients.
+
+    Its errors on the sealed scale wouldn't say what to do instead.
 
     Args:
       frame: the caller's; frames of JAX are skipped.
@@ -195,8 +195,7 @@ def value_and_grad(
     loss_scale: LossScale | ArrayLike | None = None,
     grads: GradientKind = "float32",
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function for the value and gradients of `loss_fn`, as `jax.value_and_grad`, under a
-    policy and a loss scale.
+    """Differentiates `loss_fn` as `jax.value_and_grad` does, under a policy and a loss scale.
 
     The loss is cast to float32 before it is scaled, and returned unscaled. Gradients accumulate
     over the uses of a parameter in float32, even if the parameter is stored in half precision;
@@ -258,8 +257,9 @@ def grad(
     loss_scale: LossScale | ArrayLike | None = None,
     grads: GradientKind = "float32",
 ) -> Callable[..., Any]:
-    """Returns a function for the gradients of `loss_fn` alone, or with `has_aux` for the pair
-    `(gradients, aux)`.
+    """Differentiates `loss_fn` as `value_and_grad` does, without returning the loss.
+
+    The new function returns the gradients, or with `has_aux` the pair `(gradients, aux)`.
 
     Arguments and errors are those of `value_and_grad`.
 
@@ -280,8 +280,7 @@ def grad(
 
 
 class Finish:
-    """Turns raw gradients into unscaled or `ScaledGradients`, for `value_and_grad` here and in the
-    nnx wing.
+    """Turns raw gradients into unscaled ones or `ScaledGradients`, for both wings.
 
     Attributes:
       policy: in force while the loss is traced, or None.
@@ -326,8 +325,9 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
 
 
 def with_scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns `loss_fn` with checks: TypeError if it returns no floating scalar, or with `has_aux`
-    no pair.
+    """Returns `loss_fn` with a TypeError for results other than a floating scalar.
+
+    With `has_aux` the result must be a pair of one and aux.
     """
 
     @functools.wraps(loss_fn)
@@ -380,9 +380,7 @@ def _shortened(x: Any) -> str:
 
 
 def _scale_value(loss_scale: Any) -> ArrayLike:
-    """Returns the () scale of a loss scale object (ours or a similar class) or of a number; traced
-    ones too.
-    """
+    """Returns the () scale, possibly traced, of a number or a loss scale (ours or similar)."""
     if isinstance(loss_scale, (jax.Array, np.ndarray)):
         scale = loss_scale
     elif hasattr(loss_scale, "loss_scale") and not isinstance(loss_scale, type):

@@ -23,8 +23,9 @@ def join(parts: Iterable[object]) -> Markup:
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """Returns an element. Attributes are named as in HTML, with `_` for `-` and a trailing `_`
-    after Python keywords.
+    """Returns an HTML element.
+
+    Attributes are named as in HTML, with `_` for `-` and a trailing `_` after Python keywords.
 
     An attribute that is None or False is left out; one that is True has no value.
     """

@@ -40,9 +40,7 @@ def link(path: str, ids: Mapping[str, str]) -> Markup:
 
 
 def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
-    """Returns the pieces of a bar. `total` would fill all of it; None stands for the sum of the
-    shares.
-    """
+    """Returns the pieces of a bar that `total` fills; None stands for the sum of the shares."""
     total = sum(shares.values()) if total is None else total
     widths = {dtype: amount / total for dtype, amount in shares.items() if amount}
     return [

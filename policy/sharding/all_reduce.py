@@ -30,8 +30,9 @@ Axis: TypeAlias = Hashable | Sequence[Hashable]
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """Returns the mapped axes over which the type of `x` varies across devices; empty if its type
-    doesn't record them.
+    """Returns the mapped axes over which the type of `x` varies; empty without such types.
+
+    Empty if its type doesn't record them.
 
     Types record them inside `jax.shard_map`, unless `check_vma=False`; under `jax.vmap` they don't.
     """
@@ -62,8 +63,7 @@ def make_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
 
 
 def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
-    """Makes `params` device-varying, with the same numbers: decides where and how their gradients
-    are summed.
+    """Makes `params` device-varying; decides where and how their gradients are summed.
 
     ``vary(params, "data")``, before `value_and_grad`: gradients stay on their device. Reduce them
     with `all_reduce`, once for all microbatches.
@@ -117,8 +117,7 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
 def _reducing_vary(
     axes: tuple[Any, ...], typed: frozenset[Any], dtype: np.dtype, overwritten: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that makes an array vary over `axes`, and whose backward reduces over them
-    in `dtype`.
+    """Returns a function that makes an array vary over `axes`; backward reduces in `dtype`.
 
     It is jitted for its name, by which `value_and_grad` recognises that a param's gradient passes
     through it in float32.

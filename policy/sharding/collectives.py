@@ -138,9 +138,7 @@ def _traced_at(sites: list[Site]) -> Iterator[Collective]:
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:
-    """Returns the HLO module after partitioning ("" for one device) and a mesh that it was made
-    for, or None.
-    """
+    """Returns the partitioned HLO module ("" for one device) and its mesh, or None."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "xla_dump_to": folder,
@@ -211,8 +209,9 @@ def _dtype_name(hlo: str) -> str:
 
 
 def _axes(attributes: str, mesh: Any) -> tuple[str, ...]:
-    """Returns the axes of `mesh` whose devices form the groups of a collective. Partitions are
-    numbered as in the mesh.
+    """Returns the axes of `mesh` whose devices form the groups of a collective.
+
+    Partitions are numbered as in the mesh.
     """
     if mesh is None:
         return ()
@@ -234,9 +233,7 @@ Groups = frozenset[frozenset[int]]
 
 
 def _groups(attributes: str) -> Groups | None:
-    """Returns the groups of partitions that exchange with each other, from any of HLO's three
-    notations.
-    """
+    """Returns the groups of partitions that exchange, from any of HLO's three notations."""
     if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
         return frozenset(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([0-9,]+)\}", listed[1]))
     if counted := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):
@@ -263,8 +260,7 @@ def _numbers(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _groups_over(sizes: Any, axes: Any, numbers: np.ndarray | None = None) -> Groups:
-    """Returns the groups of partitions that differ in their position along the given axes of a mesh
-    only.
+    """Returns the groups of partitions whose positions differ along the given mesh axes only.
 
     Partitions are counted along the mesh's axes, or numbered by `numbers`.
     """

@@ -45,7 +45,8 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """Rules that keep sensitive modules in float32; returned by `policy.suggest`.
+    """Rules that keep sensitive modules in float32; ``print(suggestion)`` shows code.
+
     ``print(suggestion)`` shows code.
 
     Attributes:
@@ -116,8 +117,7 @@ def suggest(
     params: Params = None,
     **kwargs: Any,
 ) -> Suggestion:
-    """Finds the cheapest rules that keep `fn(*args, **kwargs)` under `policy` within `error` of
-    float32.
+    """Finds the cheapest rules that keep a call under `policy` within `error` of float32.
 
     One program, compiled once, computes the function in float32 and rounds each value as the policy
     would, except at the paths selected by its flags. It measures each path alone in half precision,

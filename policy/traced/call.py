@@ -1,6 +1,4 @@
-"""Traces a call under a policy into the half-precision program that `compare` and `suggest`
-analyse.
-"""
+"""Traces a call under a policy into a program, for `compare` and `suggest`."""
 
 from __future__ import annotations
 
@@ -152,8 +150,7 @@ class Call:
 
 
 def _loss(out: Any) -> Any:
-    """Returns the loss from a function's result: the result itself, or the first element of a
-    tuple.
+    """Returns the loss from a function's result: all of it, or the first of a tuple.
 
     Raises:
       TypeError: it is not a floating scalar.
@@ -172,9 +169,7 @@ def _loss(out: Any) -> Any:
 
 
 def _returning(pure: Callable[..., Any], result: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns the function without the new state among its results, since that is not an output to
-    measure.
-    """
+    """Returns the function without the new state, which is no output to measure."""
     return lambda *args, **kwargs: result(pure(*args, **kwargs))
 
 
@@ -184,8 +179,9 @@ _OF_STATE = re.compile(r"(?:0|1/\d+)/(.+?)(?:/value)?")
 
 
 def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
-    """Returns each array's path in its argument: ``params/Dense_0/kernel``; ``args[1]`` for a bare
-    array.
+    """Returns each array's path: ``params/Dense_0/kernel``, or ``args[1]`` for a bare array.
+
+    ``args[1]`` for a bare array.
 
     Args:
       arguments: of a call.

@@ -1,6 +1,4 @@
-"""Traces a function as if every half dtype in it were float32, so that its constants are the
-unrounded ones.
-"""
+"""Traces a function as if every half dtype were float32, with unrounded constants."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from policy._jaxpr.upcast import F32, HOST, OF_BITS, is_half
 from policy.scope import Scope, current_scope, enter
 
-source_info_util.register_exclusion(__file__)  # of what is traced here, the line is the caller's
+source_info_util.register_exclusion(__file__)  # equations get the caller's source line
 _lock = threading.Lock()
 _traces = 0  # how many are under way, in all threads
 
@@ -49,8 +47,7 @@ def _wide(value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_float32() -> Iterator[None]:
-    """Traces in float32 wherever this thread's code names a half dtype, for the duration of a
-    block.
+    """Traces in float32 wherever this thread's code names a half dtype, for a block.
 
     Casts to a half dtype give float32, and half constants are widened where they are read, so code
     that inspects `dtype` sees float32; no policy is in force. JAX has no tracing rule that reaches

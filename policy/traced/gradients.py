@@ -1,6 +1,4 @@
-"""The program of a call and of its gradients, with one rule for the differentiated arguments in all
-inspection tools.
-"""
+"""The program of a call and of its gradients, shared by all inspection tools."""
 
 from __future__ import annotations
 
@@ -92,8 +90,11 @@ def traced_call(
     params: Params,
     around: Around = lambda fn, params: fn,
 ) -> Traced:
-    """Traces a call, and with `backward` its gradients too; see `audit` for the differentiated
-    inputs and outputs.
+    """Traces a call, and with `backward` its gradients too.
+
+    See `audit` for the differentiated inputs and outputs.
+
+    See `audit` for the differentiated inputs and outputs.
 
     The shape of the trace is that of `fn`'s result; the gradients come after it.
 
@@ -144,9 +145,7 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
 
 
 def _primary(out: Any) -> Any:
-    """Returns the differentiated part of an output: the first element of (loss or array, aux), else
-    all of it.
-    """
+    """Returns the differentiated part of an output: the first of (loss or array, aux), or all."""
     if isinstance(out, tuple) and len(out) == 2:
         first, second = out
         is_loss = _is_floating(first) and not jnp.shape(first)

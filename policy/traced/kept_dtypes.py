@@ -15,8 +15,7 @@ from policy._jaxpr.trace import lowered, trace
 def parameters_of(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: int, returned: int, keeps: bool
 ) -> tuple[dict[str, str], dict[str, tuple[int, str]], Any]:
-    """Returns the dtypes of the incoming parameters by name, the places and dtypes of the outgoing
-    ones, and the program.
+    """Returns incoming dtypes by name, outgoing places and dtypes by name, and the program.
 
     Unless `keeps`, the outgoing parameters stand for the incoming ones.
     """

@@ -35,8 +35,7 @@ _NOTHING_FETCHED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'u
 
 
 def page(audit: Audit, comparison: Comparison | None = None) -> str:
-    """Returns the page of an audit: findings, the tree of modules, shares by dtype, and every
-    operation.
+    """Returns the page of an audit: findings, tree of modules, shares by dtype and operations.
 
     It contains its own style and scripts and fetches nothing; names from the program are escaped.
     It is readable without scripts, which only sort, search and open the targets of links.
@@ -126,8 +125,9 @@ def _findings(findings: Sequence[Finding], tree: Node, policy: str) -> Markup:
 
 
 def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
-    """Renders findings of one kind; findings that differ in their place only, as in repeated
-    layers, are one item.
+    """Renders findings of one kind.
+
+    Findings that differ in their place only, as in repeated layers, are one item.
     """
     said: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
@@ -167,9 +167,7 @@ def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
 
 
 def _node(node: Node, total: int, *, depth: int) -> Markup:
-    """Renders a module with those below it, as `details` that fold with a click or a key, with or
-    without scripts.
-    """
+    """Renders a module with those below it, as `details` that fold without scripts too."""
     summary = tag("summary", *_of_node(node, total), class_=colour(node.dtype))
     children = [_node(child, total, depth=depth + 1) for child in node.children.values()]
     rows = f"{len(node.operations)} row{'' if len(node.operations) == 1 else 's'} {'here' if node.path else OUTSIDE}"

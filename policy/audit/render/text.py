@@ -34,8 +34,7 @@ def show(audit: Audit, file: TextIO | None = None) -> None:
 
 
 def text(audit: Audit, *, colour: bool = False) -> str:
-    """Returns an audit as text: a summary, its findings, and a tree of the modules with their
-    operations.
+    """Returns an audit as text: a summary, its findings, and a tree of the modules.
 
     Modules whose names differ in a number and whose contents are equal are shown as one pattern, as
     rules take it: ``block_[0-3]``. Operations that neither multiply nor sum, and casts, are counted
@@ -126,8 +125,9 @@ def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]
 
 
 def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False) -> list[str]:
-    """Returns patterns for paths of one form with the numbers `rows`: one, or several if a
-    combination is missing.
+    """Returns patterns for paths of one form with the numbers `rows`.
+
+    There are several if a combination of numbers is missing.
     """
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
     if is_all and any(len(column) > _FEW for column in columns):
@@ -185,9 +185,7 @@ class _Module:
         return module
 
     def rows(self) -> dict[tuple[Any, ...], tuple[int, int, int]]:
-        """Returns runs, FLOPs and bytes by kind and dtypes of operations, summed over the module's
-        source lines.
-        """
+        """Returns runs, FLOPs and bytes by kind and dtypes of the module's operations."""
         totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
         for op in self.operations:
             if op.kind in _LISTED:
@@ -234,9 +232,7 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
 
 
 def _alike(module: _Module) -> Iterator[tuple[list[str], _Module]]:
-    """Yields the modules below one, grouping those with equal content and names that differ in a
-    number.
-    """
+    """Yields the modules below one, grouped by equal content and names that differ in a number."""
     groups: dict[Any, tuple[list[str], _Module]] = {}
     for name, child in module.below.items():
         key = (_Place.of(name).between, child.signature())

@@ -18,8 +18,9 @@ _LEFT, _RIGHT, _TOP, _LINE = 280, 40, 54, 18  # of the drawing, in pixels
 
 
 def svg(comparison: Comparison) -> str:
-    """Draws a line for each path, with dots for its activation and gradient; overflows are red, at
-    infinity.
+    """Draws a line for each path, with dots for its activation and gradient.
+
+    Overflows are red, at infinity.
     """
     paths = list(dict.fromkeys(row.path for name, _ in _SERIES for row in getattr(comparison, name)))
     low, high = _decades(_rows(comparison))
