@@ -263,7 +263,8 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> jax.Ar
 
     >>> import jax.numpy as jnp
     >>> from policy import losses
-    >>> loss = losses.sigmoid_binary_cross_entropy(jnp.zeros(2, jnp.bfloat16), jnp.array([0.0, 1.0]))
+    >>> logits, labels = jnp.zeros(2, jnp.bfloat16), jnp.array([0.0, 1.0])
+    >>> loss = losses.sigmoid_binary_cross_entropy(logits, labels)
     >>> loss.dtype, f"{loss[0]:.3f}"
     (dtype('float32'), '0.693')
 

@@ -15,6 +15,13 @@ from typing import Any, TextIO
 class Operation:
     """One primitive at one place, in one set of dtypes; equal ones are one row.
 
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> x = jnp.ones((2, 2), jnp.bfloat16)
+    >>> [operation] = policy.audit(jnp.matmul, x, x).operations
+    >>> operation.primitive, operation.operands, operation.flops
+    ('dot_general', ('bfloat16', 'bfloat16'), 16)
+
     Attributes:
       path: the module path, its names joined by "/", as in rules; the model itself is ``Net:``, ""
         is outside of any module.
@@ -50,6 +57,12 @@ class Operation:
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """A likely unintended loss of accuracy or speed.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = lambda x: jnp.exp(x.astype(jnp.float16))
+    >>> [finding.kind for finding in policy.audit(fn, jnp.ones(2)).findings]
+    ['low-precision-function']
 
     Attributes:
       kind: one of `policy.audit.findings.KINDS`.

@@ -35,6 +35,12 @@ class Record:
 class Report:
     """The casts that autocast inserts, from ``autocast(fn, policy).explain(*args)``.
 
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> report = policy.autocast(jnp.dot, "mixed_bfloat16", params=0).explain(jnp.eye(2), jnp.eye(2))
+    >>> report.wide_matmuls
+    []
+
     Attributes:
       records: each kind of operation, with the number of its occurrences in the program.
       parameters: the names of the arguments taken for parameters.

@@ -46,7 +46,8 @@ def compare(
     >>> import jax.numpy as jnp
     >>> import policy
     >>> fn = lambda w, x: jnp.sum(jnp.dot(x, w))
-    >>> comparison = policy.compare(fn, jnp.ones((4, 4)) / 3, jnp.ones((2, 4)), policy="mixed_bfloat16")
+    >>> w, x = jnp.full((4, 4), 1 / 3), jnp.ones((2, 4))
+    >>> comparison = policy.compare(fn, w, x, policy="mixed_bfloat16")
     >>> 1e-4 < comparison.error < 1e-2
     True
 

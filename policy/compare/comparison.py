@@ -16,7 +16,12 @@ Kind = Literal["activation", "gradient", "parameter", "output"]
 class Row:
     """Distance of the values at one place from float32's, with the worst figures of all values.
 
-
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> comparison = policy.compare(jnp.square, jnp.array([1e-4], jnp.float16))
+    >>> row = comparison.outputs[0]
+    >>> row.dtype, row.underflow, row.subnormal
+    ('float16', 1.0, 0.0)
 
     Attributes:
       path: the module path, as in rules; the model itself is ``Net:``, "" is outside of any module.
@@ -135,8 +140,6 @@ class Comparison:
 
     def __getitem__(self, path: str) -> Row:
         """Returns the first row of a path: activations, otherwise gradients, parameters, outputs.
-
-
 
         Raises:
           KeyError: there is no such row; lists the existing ones.

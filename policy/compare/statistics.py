@@ -27,7 +27,8 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
         distance           1 - cosine of the angle between the two.
         underflow          share of the elements that are 0 where the reference is not.
         subnormal          share of the elements that are subnormal in `value`'s dtype.
-        overflow           share of the elements that are infinite or NaN where the reference is finite.
+        overflow           share of the elements that are infinite or NaN where the reference is
+                           finite.
         largest            the largest magnitude, infinite if there is a NaN or an infinity.
         reference_largest  the largest finite magnitude of the reference.
         undefined          share of the elements where the reference itself is infinite or NaN.

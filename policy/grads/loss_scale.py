@@ -84,8 +84,6 @@ class StaticLossScale:
     def scale(self, tree: T) -> T:
         """Multiplies the floating leaves of `tree`, narrow ones in float32.
 
-
-
         Raises:
           ValueError: the scale is not positive and finite.
         """
@@ -183,8 +181,6 @@ class DynamicLossScale:
 
     def scale(self, tree: T) -> T:
         """Multiplies the floating leaves of `tree`, narrow ones in float32.
-
-
 
         Raises:
           ValueError: the scale is concrete, and not positive and finite.

@@ -29,7 +29,7 @@ CANNOT_BE_TRACED = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-"""Errors of calls that need the values of arrays, as eager ones may: they run as they are, with casts at the reads."""
+"""Errors of calls that need the values of arrays. Eager calls then run with casts at the reads."""
 
 
 def read_parameter(value: Any, dtype: DTypeLike) -> Any:

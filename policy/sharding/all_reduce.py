@@ -82,7 +82,8 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
     >>> def gradient(w, x):  # one device's, of its part of the batch
     ...     grads = policy.grad(lambda w: jnp.sum(w * x))(policy.vary(w, "data"))
     ...     return policy.all_reduce(grads, "data", "bfloat16")
-    >>> jax.vmap(gradient, in_axes=(None, 0), axis_name="data")(jnp.float32(1), jnp.array([1.0, 3.0]))
+    >>> step = jax.vmap(gradient, in_axes=(None, 0), axis_name="data")
+    >>> step(jnp.float32(1), jnp.array([1.0, 3.0]))
     Array([2., 2.], dtype=float32)
 
     Args:

@@ -30,6 +30,10 @@ _MOST_CONFIRMATIONS = 6
 class Evidence:
     """Measurements of one path.
 
+    >>> from policy.suggest.suggest import Evidence
+    >>> Evidence("head", alone=0.2, cost=0.1, keeps=True).path
+    'head'
+
     Attributes:
       path: the module path, its names joined by "/".
       alone: the error with this path alone in half precision, and everything else in float32.
@@ -48,6 +52,14 @@ class Suggestion:
     """Rules that keep sensitive modules in float32; ``print(suggestion)`` shows code.
 
     ``print(suggestion)`` shows code.
+
+    >>> from policy import PolicyRules
+    >>> from policy.suggest.suggest import Suggestion
+    >>> rules = PolicyRules({"head": "float32"})
+    >>> print(Suggestion(rules, "mixed_float16", 0.1, 0.01, 0.01, 1.0, ()).code())
+    rules = PolicyRules([
+        ("head", "float32"),
+    ])
 
     Attributes:
       rules: to use with the policy; empty if the policy by itself meets the budget.
