@@ -37,8 +37,8 @@ class Report:
 
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> report = policy.autocast(jnp.dot, "mixed_bfloat16", params=0).explain(jnp.eye(2), jnp.eye(2))
-    >>> report.wide_matmuls
+    >>> fn = policy.autocast(jnp.dot, "mixed_bfloat16", params=0)
+    >>> fn.explain(jnp.eye(2), jnp.eye(2)).wide_matmuls
     []
 
     Attributes:
