@@ -44,11 +44,10 @@ def keeping_inputs_once(function: Callable[..., Any], *static: Hashable) -> Call
 def traced_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
     """Returns ``function(*static, ...)`` as a cached inline `jax.jit`, which is traced once.
 
-    JAX also differentiates it once.
-
-    Any number of layers may call it with arguments of the same shapes. Tracing a normalisation, a
-    softmax or a custom derivative takes most of its time in the transforms. The program is the same
-    as without `jit`, except that newer JAX versions keep a call where it is differentiated.
+    JAX also differentiates it once. Any number of layers may call it with arguments of the same
+    shapes. Tracing a normalisation, a softmax or a custom derivative takes most of its time in the
+    transforms. The program is the same as without `jit`, except that newer JAX versions keep a call
+    where it is differentiated.
 
     Args:
       function: a module-level function, not a closure: the cache would keep closed-over arrays

@@ -224,9 +224,7 @@ def var(
 ) -> jax.Array:
     """Computes the variance over `axis`, in two passes in reduction_dtype.
 
-    Returns `dtype` or x's (real) dtype.
-
-    `ddof` is as in NumPy.
+    Returns `dtype` or x's (real) dtype. `ddof` is as in NumPy.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -340,9 +338,7 @@ def cumprod(
 ) -> jax.Array:
     """Computes running products along `axis` (of the flattened array if None) in reduction_dtype.
 
-    Returns `dtype` or x's.
-
-    Integers as in `cumsum`.
+    Returns `dtype` or x's. Integers as in `cumsum`.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -382,8 +378,6 @@ def segment_sum(
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Sums the rows of `data` by segment in reduction_dtype, without a one-hot matrix.
-
-    Returns `dtype` or data's.
 
     Returns `dtype` or data's.
 

@@ -114,8 +114,6 @@ def require_usable(policy: Policy) -> Policy:
 class use_policy(contextlib.ContextDecorator):
     """Puts a policy and rules in force for a block, or as a decorator for each call.
 
-    Also a decorator.
-
     linen modules obey the policy in force where they are called, nnx modules the one in force where
     they were built. An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no
     policy in force. The scope belongs to this thread: a new thread sees the global policy. It is

@@ -53,8 +53,6 @@ def what_is_off(
 ) -> str:
     """Returns `policy.testing.assert_close_in_ulps`'s message for one array; "" if close.
 
-    "" if it is close.
-
     Raises:
       ValueError: the shapes differ.
     """

@@ -327,9 +327,8 @@ def _checked(scale: ArrayLike) -> ArrayLike:
 def scale_tree(tree: T, scale: ArrayLike) -> T:
     """Multiplies every floating leaf by a positive () scale, in float32 or wider.
 
-    Other leaves are unchanged.
-
-    A traced scale that is not positive and finite makes each floating leaf NaN.
+    Other leaves are unchanged. A traced scale that is not positive and finite makes each floating
+    leaf NaN.
     """
     _refuse_scaled(tree, "scale")
     scale = _checked(scale)
@@ -339,11 +338,9 @@ def scale_tree(tree: T, scale: ArrayLike) -> T:
 def unscale_tree(tree: T, scale: ArrayLike) -> T:
     """Divides every floating leaf by a positive () scale, in float32 or wider.
 
-    Other leaves are unchanged.
-
-    It divides because the reciprocal of 3 is rounded, and that of 2^127 is subnormal, which most
-    backends flush to zero. A traced scale that is not positive and finite makes each floating leaf
-    NaN.
+    Other leaves are unchanged. It divides because the reciprocal of 3 is rounded, and that of 2^127
+    is subnormal, which most backends flush to zero. A traced scale that is not positive and finite
+    makes each floating leaf NaN.
     """
     _refuse_scaled(tree, "unscale")
     scale = _checked(scale)
@@ -395,9 +392,8 @@ def _total(
 ) -> jax.Array:
     """Returns () float32 that is finite if the squares are finite.
 
-    For scaled leaves of the dtypes `summed` it is the sum of magnitudes.
-
-    No element is multiplied by a factor: XLA:CPU would broadcast the factor in memory.
+    For scaled leaves of the dtypes `summed` it is the sum of magnitudes. No element is multiplied
+    by a factor: XLA:CPU would broadcast the factor in memory.
     """
     if x.dtype not in summed:
         parts = unscale_by_reciprocal([x.real, x.imag] if jnp.iscomplexobj(x) else [x], 1.0 if scale is None else scale)

@@ -259,9 +259,8 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiates `loss_fn` as `value_and_grad` does, without returning the loss.
 
-    The new function returns the gradients, or with `has_aux` the pair `(gradients, aux)`.
-
-    Arguments and errors are those of `value_and_grad`.
+    The new function returns the gradients, or with `has_aux` the pair `(gradients, aux)`. Arguments
+    and errors are those of `value_and_grad`.
 
     >>> import jax
     >>> import jax.numpy as jnp

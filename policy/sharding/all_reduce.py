@@ -32,8 +32,6 @@ Axis: TypeAlias = Hashable | Sequence[Hashable]
 def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the mapped axes over which the type of `x` varies; empty without such types.
 
-    Empty if its type doesn't record them.
-
     Types record them inside `jax.shard_map`, unless `check_vma=False`; under `jax.vmap` they don't.
     """
     kind = getattr(jax.typeof(x), "manual_axis_type", None)

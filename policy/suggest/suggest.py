@@ -51,8 +51,6 @@ class Evidence:
 class Suggestion:
     """Rules that keep sensitive modules in float32; ``print(suggestion)`` shows code.
 
-    ``print(suggestion)`` shows code.
-
     >>> from policy import PolicyRules
     >>> from policy.suggest.suggest import Suggestion
     >>> rules = PolicyRules({"head": "float32"})

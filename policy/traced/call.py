@@ -181,8 +181,6 @@ _OF_STATE = re.compile(r"(?:0|1/\d+)/(.+?)(?:/value)?")
 def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
     """Returns each array's path: ``params/Dense_0/kernel``, or ``args[1]`` for a bare array.
 
-    ``args[1]`` for a bare array.
-
     Args:
       arguments: of a call.
       is_lowered: whether their first are the state of modules.

@@ -92,11 +92,8 @@ def traced_call(
 ) -> Traced:
     """Traces a call, and with `backward` its gradients too.
 
-    See `audit` for the differentiated inputs and outputs.
-
-    See `audit` for the differentiated inputs and outputs.
-
-    The shape of the trace is that of `fn`'s result; the gradients come after it.
+    See `audit` for the differentiated inputs and outputs. The shape of the trace is that of `fn`'s
+    result; the gradients come after it.
 
     Args:
       around: wraps the traced function of arrays, given the arguments that are parameters.
