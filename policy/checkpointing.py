@@ -1,4 +1,7 @@
-"""What backward keeps of a computation in float32 over half-precision inputs: the inputs, and the small statistics."""
+"""Rematerialisation of float32 computations over half-precision inputs.
+
+The residuals are the inputs and the results of reductions and collectives.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from policy._jaxpr.primitives import SAVED
 
 
 def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of which backward keeps the inputs as they came and the results of reductions and collectives.
+    """Checkpoints `function`, saving only its inputs and results of reductions and collectives.
 
-    Everything else is computed again, elementwise from those. So a function that widens its inputs to float32 leaves no
-    float32 copy of them in memory; without differentiation the program is `function`'s own.
+    Everything else is recomputed elementwise from those, so a function that widens its inputs to
+    float32 leaves no float32 copy of them in memory. Without differentiation the program is that of
+    `function`.
 
     Args:
       function: arrays in, a tree of arrays out; may close over arrays.
@@ -25,20 +29,22 @@ def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def keeping_inputs_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    """`keeping_inputs` of ``function(*static, ...)``, traced as `traced_once` says."""
+    """Returns ``keeping_inputs(function(*static, ...))``, traced once as by `traced_once`."""
     return jax.jit(keeping_inputs(_given(function, static)), inline=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def traced_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    """``function(*static, ...)``, the same object for the same arguments: JAX traces and differentiates it once.
+    """Returns ``function(*static, ...)`` as a cached inline `jax.jit`, which is traced once.
 
-    However many layers call it with arguments of the same shapes. Most of the time that a normalisation, a softmax or a
-    custom derivative takes to trace is that of its transforms. The program is as without `jit`, but that on newer JAX
-    what is differentiated stays a call.
+    JAX also differentiates it once. Any number of layers may call it with arguments of the same
+    shapes. Tracing a normalisation, a softmax or a custom derivative takes most of its time in the
+    transforms. The program is the same as without `jit`, except that newer JAX versions keep a call
+    where it is differentiated.
 
     Args:
-      function: of a module, not a closure: what it closes over would be kept alive, and an array be another's.
+      function: a module-level function, not a closure: the cache would keep closed-over arrays
+        alive and could return another closure's.
       *static: its leading arguments.
     """
     return jax.jit(_given(function, static), inline=True)
@@ -53,7 +59,7 @@ def _given(function: Callable[..., Any], static: tuple[Hashable, ...]) -> Callab
 
 
 def is_hashable(value: Any) -> bool:
-    """Whether `keeping_inputs_once` takes a value."""
+    """Returns whether a value can be a static argument of `keeping_inputs_once`."""
     try:
         hash(value)
     except TypeError:

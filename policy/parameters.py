@@ -1,4 +1,4 @@
-"""Finds the parameters among a function's arguments, and warns of optimizers among them."""
+"""Finds the parameters among a function's arguments, and warns about optimizer states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_params(params: Any) -> None:
 
 
 def parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    """Returns for each leaf of ``(args, kwargs)`` whether it is a parameter."""
+    """Returns, for each leaf of ``(args, kwargs)``, whether it is a parameter."""
     everything = (args, kwargs)
     if callable(params):
         return [bool(params(leaf)) for leaf in jax.tree.leaves(everything)]
@@ -68,7 +68,7 @@ def _inferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
 
 
 def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Points out a call that is handed an optimizer's state: the update inside of it would run in half precision."""
+    """Warns about optimizer states among the arguments: updates would run in half precision."""
     found: list[str] = []
 
     def is_state(node: Any) -> bool:
@@ -83,7 +83,7 @@ def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Points out a call that is handed an `nnx.Optimizer`, whose state is one of variables when it is traced."""
+    """Warns about an `nnx.Optimizer` argument, whose state is only variables when traced."""
     _warn_of(
         [
             type(arg).__name__

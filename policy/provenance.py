@@ -1,4 +1,4 @@
-"""Where a policy comes from: what summaries show beside it. It decides nothing, and tells no two programs apart."""
+"""Provenance of policies, for summaries. It decides nothing and doesn't distinguish programs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ Kind = Literal["argument", "rule", "enclosing module", "scope", "global", "none"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the policy of a module comes from.
+    """The provenance of a module's policy.
 
-    Sources compare equal where `own` does: what they say is for people, and a model's structure must not differ by it.
+    Sources compare equal if their `own` is equal: the rest is for people, and the structure of a
+    model must not depend on it.
 
     Attributes:
-      kind: what gave the policy.
+      kind: the origin of the policy.
       detail: the argument's name, the rule's pattern, or the enclosing module's path.
-      own: whether the module itself carries the policy, by an argument or a rule, rather than inheriting it.
-      dtypes: dtype arguments that hold against the policy, as ``dtype=float32``.
+      own: whether the module itself has the policy, by an argument or a rule, rather than
+        inheriting it.
+      dtypes: dtype arguments that override the policy, as ``dtype=float32``.
     """
 
     kind: Kind = dataclasses.field(compare=False)
@@ -34,7 +36,7 @@ class Source:
         return f"argument: {self.dtypes}; else {source}" if self.dtypes else source
 
     def for_those_inside(self, where: str) -> Source:
-        """What a module inside of one at `where` says, when it inherits."""
+        """Returns the source for a module that inherits the policy inside the module at `where`."""
         if self.kind == "argument" or self.dtypes:
             return Source("enclosing module", where)
         return dataclasses.replace(self, own=False)
@@ -45,7 +47,10 @@ GLOBAL = Source("global")
 
 
 class _InForce(threading.local):
-    """What gave the policy in force in this thread; outside of every block it can only be the global one."""
+    """The source of the policy in force in this thread.
+
+    Outside of every block it can only be the global policy.
+    """
 
     source = GLOBAL
 
@@ -54,13 +59,13 @@ _in_force = _InForce()
 
 
 def source_in_force() -> Source:
-    """What gave the policy that is in force in this thread, if one is."""
+    """Returns the source of the policy in force in this thread, if there is one."""
     return _in_force.source
 
 
 @contextlib.contextmanager
 def coming_from(source: Source) -> Iterator[None]:
-    """Notes what gives the policy that is in force for the length of a block."""
+    """Sets the source of the policy in force for the duration of a block."""
     outer, _in_force.source = _in_force.source, source
     try:
         yield

@@ -1,4 +1,4 @@
-"""The dtypes that rules, policies and arguments ask layers to compute in while a program is traced for a report."""
+"""Compute dtypes requested by rules, policies and arguments during a trace for a report."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from policy.rules import PolicyRules
 
 @dataclasses.dataclass
 class Asked:
-    """The dtypes asked for in one trace.
+    """The dtypes requested in one trace.
 
     Attributes:
       policy: the policy around the trace, or None.
-      rules: the rules around it, or None.
-      has_policies: whether a module or function obeyed a policy in it.
+      rules: the rules around the trace, or None.
+      has_policies: whether a module or function in the trace obeyed a policy.
       obeyed: the compute dtypes of modules that obey a policy, by model and path.
-      given: the dtypes that layers were given as arguments, likewise.
+      given: the dtypes that layers were given as arguments, by model and path.
     """
 
     policy: Policy | None = None
@@ -34,7 +34,7 @@ class Asked:
     given: dict[tuple[str, str], set[np.dtype]] = dataclasses.field(default_factory=dict)
 
     def is_wide(self, path: Path) -> bool:
-        """Returns whether float32 or wider was asked for at a path: of the innermost module that was asked anything."""
+        """Returns whether the innermost request at a path is float32 or wider."""
         model, below = divided(path) or ("", path)
         below = once(below)
         for length in range(len(below), -1, -1):
@@ -48,7 +48,7 @@ class Asked:
             found = noted.get((model, path)) or noted.get(("", path))
             if found:
                 return found
-        # Nothing is noted of what was traced before, and rules hold there all the same.
+        # Modules traced earlier were not recorded, but the rules apply to them too.
         policy = None if self.rules is None else self.rules.match(path, model=model)
         return None if policy is None else {policy.compute_dtype}
 
@@ -58,7 +58,7 @@ _asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", d
 
 @contextlib.contextmanager
 def collecting(policy: Policy | None, rules: PolicyRules | None) -> Iterator[Asked]:
-    """Collects what is asked for in a block, in this thread."""
+    """Collects the dtypes requested in a block, in this thread."""
     asked = Asked(policy, rules, has_policies=policy is not None)
     token = _asked.set(asked)
     try:
@@ -68,7 +68,7 @@ def collecting(policy: Policy | None, rules: PolicyRules | None) -> Iterator[Ask
 
 
 def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
-    """Notes the policy that a module obeys in a call, where that is collected."""
+    """Records the policy that a module obeys in a call, if a collection is open."""
     asked = _asked.get()
     if asked is not None and policy is not None:
         asked.has_policies = True
@@ -76,7 +76,7 @@ def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
 
 
 def note_given(model: str, path: str, dtype: Any) -> None:
-    """Notes the dtype that a layer was given as an argument, where that is collected."""
+    """Records the dtype that a layer was given as an argument, if a collection is open."""
     asked = _asked.get()
     if asked is not None and dtype is not None:
         asked.given.setdefault((model, path), set()).add(np.dtype(dtype))

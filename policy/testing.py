@@ -1,4 +1,7 @@
-"""Assertions about dtypes and programs, for test suites. All but `assert_close_in_ulps` trace and run nothing."""
+"""Assertions about dtypes and programs, for test suites.
+
+All but `assert_close_in_ulps` only trace and run nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +46,27 @@ def assert_reductions_in(
 ) -> None:
     """Asserts that every sum of floating numbers runs in `dtype`.
 
-    Sums are: reductions by addition or multiplication, cumulative and windowed ones, scatter-adds (the gradient of an
-    embedding), and collectives that sum. What rounds nothing is left
-    out, as in an audit: sums of one number, scatters whose indices differ, and maxima.
+    Sums are reductions by addition or multiplication, cumulative and windowed ones, scatter-adds
+    (the gradient of an embedding), and collectives that sum. Operations that round nothing are
+    skipped, as in an audit: sums of one number, scatters to distinct indices, and maxima.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> from policy.testing import assert_reductions_in
+    >>> assert_reductions_in(reductions.softmax, (jnp.ones((2, 8), jnp.bfloat16),), "f32")
 
     Args:
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules.
-      args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
-      dtype: a dtype, or several that are right.
-      backward: whether the gradients are asserted about as well; `policy.audit` says of what.
-      params: which arguments gradients are taken by; see `policy.audit`.
-      allow: path patterns of what is left out: regular expressions that match a module's path in full, as
-        rules do, and hold for what is below it.
+      args, kwargs: the arguments of the call; any array may be a `jax.ShapeDtypeStruct`.
+      dtype: the accepted dtype, or several.
+      backward: whether to check the gradients as well; defined as in `policy.audit`.
+      params: the arguments that gradients are taken by; see `policy.audit`.
+      allow: path patterns to leave out: regular expressions that must match a module's full path,
+        as in rules, and that include everything below it.
 
     Raises:
-      AssertionError: names the path, the operation, its dtypes and its source line, of every one in another dtype; or
-        there is no sum at all, so that nothing would be asserted.
+      AssertionError: names the path, operation, dtypes and source line of every sum in another
+        dtype; or the program has no sum, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
     accepted = _names(dtype)
@@ -82,10 +90,16 @@ def assert_dots_in(
 ) -> None:
     """Asserts that every floating matmul and convolution multiplies numbers of `dtype`.
 
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_dots_in
+    >>> x = jnp.ones((2, 2), jnp.bfloat16)
+    >>> assert_dots_in(jnp.matmul, (x, x), "bf16")
+
     Args:
-      dtype: a dtype, or several that are right: both operands have one of them.
-      accumulation: what sums are declared to be made in, by `preferred_element_type` or the dot algorithm; "backend"
-        is what a half matmul leaves open. None: not asserted.
+      dtype: the accepted dtype, or several: both operands have one of them.
+      accumulation: the accepted accumulation dtypes, as declared by `preferred_element_type` or the
+        dot algorithm; "backend" is a half-precision matmul's that declares none. None: not
+        asserted.
       fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
 
     Raises:
@@ -112,17 +126,21 @@ def assert_no_silent_promotion(
     params: Params = None,
     allow: Collection[str] = (),
 ) -> None:
-    """Asserts that no bfloat16 or float16 meets float32 where nobody cast it, in arithmetic or in a matmul.
+    """Asserts that no bfloat16 or float16 meets float32 without an explicit cast.
 
-    What `policy.audit` reports as "silent-promotion" and "mixed-matmul". A result that is narrowed again before it goes
-    on, as within a normalisation, is none.
+    These are the findings "silent-promotion" and "mixed-matmul" of `policy.audit`. A result that is
+    narrowed again before it is used elsewhere, as within a normalisation, is accepted.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_no_silent_promotion
+    >>> assert_no_silent_promotion(lambda x: 2 * x, (jnp.ones(2, jnp.bfloat16),))
 
     Args:
       fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
 
     Raises:
-      AssertionError: names the path, the operation, its dtypes and its source line, of every one; or nothing runs in
-        half precision, so that nothing would be asserted.
+      AssertionError: names the path, operation, dtypes and source line of every promotion; or
+        nothing runs in half precision, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
     jaxpr = _jaxpr(fn, args, kwargs, backward, params)
@@ -145,23 +163,30 @@ def assert_params_keep_dtype(
     params: int = 0,
     returned: int = 0,
 ) -> None:
-    """Asserts that parameters come out of a step in the dtypes that they went in with, or out of an init in `dtype`.
+    """Asserts that a step keeps its parameters' dtypes, or that an init returns `dtype`.
 
-    `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument `params` comes back,
-    at its place in the tree, in its own dtype. `assert_params_keep_dtype(init, (key, x), "f32")`: each floating leaf
-    that is returned has `dtype`. A function with nnx modules among its arguments changes them in place: each of their
-    floating `nnx.Param`s has its own dtype, or `dtype`, afterwards.
+    `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument
+    `params` comes back, at its place in the tree, in its own dtype. `assert_params_keep_dtype(init,
+    (key, x), "f32")`: each floating leaf of the result has `dtype`. A function with nnx modules
+    among its arguments changes them in place: afterwards each of their floating `nnx.Param`s has
+    its own dtype, or `dtype`.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_params_keep_dtype
+    >>> step = lambda params: {"w": params["w"] * 2}
+    >>> assert_params_keep_dtype(step, ({"w": jnp.ones(2, jnp.bfloat16)},))
 
     Args:
       fn: the step, or the init; see `assert_reductions_in`.
-      args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
-      dtype: a dtype, or several that are right; None: that of the parameter that went in.
-      params: which of `args` holds the parameters.
-      returned: which of a tuple that the function returns does. What is no tuple is taken whole.
+      args, kwargs: the arguments of the call; any array may be a `jax.ShapeDtypeStruct`.
+      dtype: the accepted dtype, or several; None: the dtype of the parameter that went in.
+      params: the position in `args` of the parameters.
+      returned: the position of the parameters in a returned tuple. Any other result is taken whole.
 
     Raises:
-      AssertionError: names each parameter, both its dtypes, and the operation and source line that made it; or one
-        does not come back; or there is no floating one, so that nothing would be asserted.
+      AssertionError: names each changed parameter, both dtypes, and the operation and source line
+        that made it; or a parameter is not returned; or there is no floating one, so that nothing
+        would be asserted.
     """
     accepted = None if dtype is None else _names(dtype)
     before, after, jaxpr = parameters_of(fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None)
@@ -190,14 +215,19 @@ def assert_same_program(
 ) -> None:
     """Asserts that two functions are traced to one program.
 
-    The same operations, with the same parameters and dtypes, on the same values in the same order. The names of
-    variables and of jitted functions and source lines don't count; constants that are closed over count by value.
-    Of a custom derivative, what runs is compared, and not the rule: give `jax.grad` of both for that.
+    The programs have the same operations, with the same parameters and dtypes, on the same values
+    in the same order. Names of variables and jitted functions and source lines are ignored;
+    closed-over constants are compared by value. Of a custom derivative the primal program is
+    compared, not the rule: pass `jax.grad` of both functions for that.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_same_program
+    >>> assert_same_program(lambda x: x + 1, lambda y: y + 1, (jnp.ones(2),))
 
     Args:
       f, g: the functions; see `assert_reductions_in`.
-      args, kwargs: what both are called with.
-      g_args: what `g` is called with, where that is something else.
+      args, kwargs: the arguments of both calls.
+      g_args: the arguments of `g`, if they differ.
 
     Raises:
       AssertionError: shows the first difference: its path, operations, dtypes and source lines.
@@ -212,22 +242,30 @@ def assert_same_program(
 def assert_close_in_ulps(
     actual: Any, desired: Any, ulps: float, dtype: DTypeLike | None = None, *, floor: float = 0.0
 ) -> None:
-    """Asserts that numbers are right to so many units in the last place.
+    """Asserts that numbers are correct to a number of units in the last place.
 
-    An ulp is the distance between neighbours at the magnitude of what is right, in the dtype of `actual`: below its
-    normal numbers the distance of its subnormal ones. An infinity counts as the number after the largest, and a NaN is
-    right where the truth is one, or can't be anything else in that dtype.
+    An ulp is the spacing of floats at the magnitude of the true value, in the dtype of `actual`;
+    below the smallest normal number it is the spacing of the subnormal ones. An infinity counts as
+    the number after the largest. A NaN is right where the truth is NaN, or can't be represented
+    otherwise in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> from policy.testing import assert_close_in_ulps
+    >>> assert_close_in_ulps(jnp.bfloat16(1 / 3), np.float64(1 / 3), 0.5)
 
     Args:
-      actual: an array, or a tree of them. Integers and booleans are to be equal; complex numbers are compared by parts.
-      desired: a tree of the same structure and shapes: the truth, best in float64.
-      ulps: how many are allowed.
-      dtype: whose ulps; by default those of each array's own dtype.
+      actual: an array, or a tree of arrays. Integers and booleans must be equal; complex numbers
+        are compared by parts.
+      desired: a tree of the same structure and shapes with the true values, preferably in float64.
+      ulps: the allowed error in ulps.
+      dtype: the dtype whose ulps are counted; by default each array's own.
       floor: the magnitude below which an ulp gets no smaller.
 
     Raises:
-      AssertionError: names the array's path, the number and the index of the worst one, and how many are wrong.
-      ValueError: there is nothing to compare, or the trees or shapes are not the same.
+      AssertionError: names the array's path, the number and index of the worst error, and the count
+        of wrong numbers.
+      ValueError: there is nothing to compare, or the trees or shapes differ.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(actual)
     truths, other = jax.tree.flatten(desired)
@@ -244,9 +282,9 @@ def assert_close_in_ulps(
         raise AssertionError("\n".join(told))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which equations, and what is said of them
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Selection of equations, and messages about them
+# --------------------------------------------------------------------------------------------------
 
 
 def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool, params: Params) -> Any:
@@ -256,12 +294,12 @@ def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backw
 
 
 def _nodes(jaxpr: Any) -> list[Node]:
-    """Returns the nodes of a program that a result depends on."""
+    """Returns the live nodes of a program: those that a result depends on."""
     return [node for node in Graph(jaxpr).nodes if not is_joint(node)]
 
 
 def _rounds(node: Node) -> bool:
-    """Returns whether a node is a sum of more than one floating number: what an audit looks at."""
+    """Returns whether a node sums more than one floating number, as an audit checks."""
     equation = node.site.equation
     return sums(equation) and any(map(is_inexact, operands_of(equation))) and bool(terms_of(node))
 
@@ -271,10 +309,10 @@ def _multiplies(site: Site) -> bool:
 
 
 def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
-    """The nodes that no pattern leaves out."""
+    """Returns the nodes that no pattern leaves out."""
     if isinstance(allow, str):
         raise TypeError(f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself.")
-    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses what is no regular expression
+    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
     known = {path: list(_names_of(path)) for path in ({node.site.path for node in nodes} if patterns else ())}
     matched = {
         path: {pattern for pattern, _ in patterns for name, model in names if matches(pattern, name, model=model)}
@@ -288,7 +326,7 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
 
 
 def _names_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Returns what rules match for a path and those above it: the path below the model, and the model's name."""
+    """Yields (path below the model, model's name) for a path and those above it."""
     for length in range(1, len(path) + 1):
         model, below = divided(path[:length]) or ("", path[:length])
         yield "/".join(once(below)), model
@@ -323,7 +361,7 @@ def _told_of_finding(finding: Finding) -> str:
 
 
 def _names(dtype: DTypes) -> frozenset[str]:
-    """The names of the dtypes that are right."""
+    """Returns the names of the accepted dtypes."""
     given = [dtype] if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection) else list(dtype)
     if not given:
         raise ValueError("No dtype was given that would be right.")

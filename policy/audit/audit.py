@@ -36,39 +36,58 @@ def audit(
     params: Params = None,
     **kwargs: Any,
 ) -> Audit:
-    """Reports the dtypes that a call would run in, operation by operation, and what is wrong with them. Nothing runs.
+    """Reports the dtypes of a call, operation by operation, and the findings about them.
 
-    The call is traced, and its program read, with those inside it: jit, scan, while, cond, checkpoint, custom rules,
-    shard_map. What no result depends on is left out, as XLA leaves it out. A kernel (`pallas_call`, a foreign function)
-    is listed as "opaque", and not looked into.
+    Nothing runs.
 
-    Arguments and outputs that share a key path, shape and dtype are read as what a loop carries, donated or not: a
-    state in half precision that a call adds to, for the next call, is a finding.
+    The call is traced, and its program is read, sub-jaxprs included: jit, scan, while, cond,
+    checkpoint, custom rules, shard_map. Dead code is left out, as XLA leaves it out. A kernel
+    (`pallas_call`, a foreign function) is listed as "opaque" without its contents.
 
-    Matmuls in float32 are none where float32 was asked for: by a rule, by the policy of the module or of a call, or by
-    a layer's own dtype argument (a layer of Flax's is asked where mpmodules is imported).
+    Arguments and outputs that share a key path, shape and dtype are taken for the state of a loop,
+    donated or not: a half-precision state that a call adds to, for the next call, is a finding.
+
+    Matmuls in float32 are no finding if float32 was requested: by a rule, by the policy of the
+    module or of a call, or by a layer's own dtype argument (for Flax's layers, if mpmodules is
+    imported).
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.dot(x, w), dtype=jnp.float32)
+    >>> report = policy.audit(loss, jnp.ones((8, 8), jnp.bfloat16), jnp.ones((2, 8), jnp.bfloat16))
+    >>> report.findings
+    ()
+    >>> [op.operands for op in report.operations if op.kind == "dot"]
+    [('bfloat16', 'bfloat16')]
 
     Args:
-      fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules; jitted or not.
-      *args, **kwargs: what it is called with. `jax.ShapeDtypeStruct` will do for any array: nothing is allocated.
-      policy: what to audit it under, as `compare` runs it: layers that obey `use_policy` do; where that makes no matmul
-        half, `autocast` does. None: as it is written, under the policy in force.
+      fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules;
+        jitted or not.
+      *args, **kwargs: the arguments of the call. Any array may be a `jax.ShapeDtypeStruct`: nothing
+        is allocated.
+      policy: the policy to audit under, applied as in `compare`: through layers that obey
+        `use_policy`; if that makes no matmul half precision, through `autocast`. None: as it is
+        written, under the policy in force.
       rules: policies by module path or layer class, beside `policy`.
-      backward: whether its gradients are audited as well, of the floating outputs with cotangents of one. Of a pair of
-        a loss and anything else, the loss alone counts. A function that calls `jax.grad` itself needs no `backward`.
-      params: what gradients are taken by, as `autocast` takes it: positions or names of arguments, or a predicate on
-        leaves. None: the `params` collection of a mapping that has one, the `nnx.Param`s of modules, else the first
-        positional argument if it is a container, running statistics of nnx left out. Where those hold nothing floating
-        it is every floating argument.
+      backward: whether to audit the gradients as well, of the floating outputs with cotangents of
+        one. For a pair of a loss and aux, only the loss is differentiated. A function that calls
+        `jax.grad` itself needs no `backward`.
+      params: the arguments to differentiate by, as in `autocast`: positions or names of arguments,
+        or a predicate on leaves. None: the `params` collection of a mapping that has one, the
+        `nnx.Param`s of modules, otherwise the first positional argument if it is a container,
+        without nnx's running statistics. If those contain nothing floating, every floating
+        argument.
 
     Returns:
       An `Audit`: prints as a table, ``to_json()``, ``to_html()``, ``save(path)``.
 
     Raises:
-      TypeError: `fn` can't be called, `params` is of none of these kinds; whatever `fn` raises when it is traced.
-      ValueError: the policy is none, or can't be honoured here; `rules` without `policy`, or one that matches nothing;
-        `backward`, and there is nothing floating to differentiate, or by; `params` without `backward`, or
-        naming arguments where modules hold the parameters.
+      TypeError: `fn` can't be called, or `params` is of another kind; any exception of `fn` while
+        it is traced.
+      ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`, or a
+        rule that matches nothing; `backward` without a floating output or argument; `params`
+        without `backward`, or naming arguments where modules hold the parameters.
     """
     require_function(fn, "audit", takes="a function or a module")
     rules = checked_rules(rules, policy)
@@ -92,7 +111,7 @@ def _traced(
     policy: Policy | None,
     rules: PolicyRules | None,
 ) -> Traced:
-    """Traces a call under a policy: that of the layers that obey its scope, or else autocast's."""
+    """Traces a call under a policy, through layers that obey its scope or through autocast."""
     if policy is None:
         return traced_call(fn, args, kwargs, backward, params)
     with warnings.catch_warnings(record=True) as caught:
@@ -108,7 +127,10 @@ def _traced(
 
 
 def _in_force(asked: Asked, graph: Graph) -> str:
-    """Returns the policy of a program, as `Audit.policy` has it. What was traced before has casts to tell it by."""
+    """Returns the policy of a program, for `Audit.policy`.
+
+    Programs traced earlier are recognised by their casts.
+    """
     if asked.policy is not None:
         return short_text(asked.policy)
     return "of modules" if asked.has_policies or any(node.site.is_placed for node in graph.nodes) else ""

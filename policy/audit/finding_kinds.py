@@ -1,4 +1,4 @@
-"""The kinds of findings there are, the gravest first, and what each means."""
+"""The kinds of findings, the gravest first, with their meanings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = {
 def finding(
     kind: str, node: Node, message: str, dtypes: tuple[str, ...] = (), *, of: Node | None = None, primitive: str = ""
 ) -> Finding:
-    """A finding about a node. `of`: the node whose place it is reported at, where that is another."""
+    """Returns a finding about a node, reported at the place of the node `of` if one is given."""
     site = (of or node).site
     return Finding(
         kind,
@@ -52,17 +52,17 @@ def finding(
 
 
 def dtypes_of(node: Node) -> tuple[str, ...]:
-    """The dtypes of a node's floating operands, each once, and of its result."""
+    """Returns the dtypes of a node's floating operands, each once, and of its result."""
     return tuple(dict.fromkeys(value.dtype for value in (*node.inputs, *node.outputs[:1]) if is_inexact(value.dtype)))
 
 
 def at(node: Node) -> str:
-    """The position of a node, for a message: its module's path and its line."""
+    """Returns the position of a node for a message: its module's path and its line."""
     place = spelled(node.site.path)
     line = node.site.source
     return f"{place} ({line})" if place and line else place or line or "the top level"
 
 
 def shape_of(value: Value) -> str:
-    """A value as JAX writes it: ``bfloat16[8,128]``."""
+    """Returns a value's type as JAX writes it: ``bfloat16[8,128]``."""
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"

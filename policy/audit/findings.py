@@ -1,4 +1,4 @@
-"""Everything that an audit finds in a program, each thing once, the gravest first."""
+"""Runs every check of an audit on a program and merges the findings, the gravest first."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
 def findings_of(
     graph: Graph, lost: Lost | None = None, states: Sequence[State] = (), asked: Asked | None = None
 ) -> tuple[Finding, ...]:
-    """Returns the findings of every check, the gravest kind first, and in the order of the program within a kind.
+    """Returns the findings of every check, sorted by gravity, then in program order.
 
     Args:
-      lost: what `noticing` noted while the program was traced.
+      lost: the constants noted by `noticing` while the program was traced.
       states: arguments and outputs of the call that may be one state.
-      asked: the dtypes that were asked for while the program was traced: what runs in them is no finding.
+      asked: the dtypes requested while the program was traced, which are exempt from findings.
     """
     flow = Flow(graph, lost, states, asked)
     found = _merged(finding for check in _CHECKS for finding in check(flow))
@@ -56,7 +56,7 @@ def findings_of(
 
 
 def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that differ in how often they happen only, as one that says how often all do."""
+    """Merges findings that differ in their count only, adding up the counts."""
     counts: dict[Finding, int] = {}
     for finding in findings:
         key = dataclasses.replace(finding, count=0)

@@ -1,4 +1,4 @@
-"""The result of an audit: operations and findings, as figures, JSON, files and text."""
+"""The result of an audit: operations and findings, with JSON, HTML, files and text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from typing import Any, TextIO
 class Operation:
     """One primitive at one place, in one set of dtypes; equal ones are one row.
 
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> x = jnp.ones((2, 2), jnp.bfloat16)
+    >>> [operation] = policy.audit(jnp.matmul, x, x).operations
+    >>> operation.primitive, operation.operands, operation.flops
+    ('dot_general', ('bfloat16', 'bfloat16'), 16)
+
     Attributes:
-      path: the module path, its names joined by "/", as rules take it; the model itself is ``Net:``, "" is outside of
-        any module.
-      kind: "dot", "convolution", "reduction", "scatter-add", "transcendental", "collective", "cast", "opaque", or
-        "other".
+      path: the module path, its names joined by "/", as in rules; the model itself is ``Net:``, ""
+        is outside of any module.
+      kind: "dot", "convolution", "reduction", "scatter-add", "transcendental", "collective",
+        "cast", "opaque", or "other".
       primitive: its name in JAX.
-      operands: dtypes of the operands that are arrays.
-      accumulation: the dtype that sums are declared to be made in: `preferred_element_type` or the dot algorithm, and
-        the operand dtype of a reduction; "backend" where a half matmul leaves that open; "" where nothing is summed.
-      result: the dtype of the first result; "" where there is none.
-      source: the line of the user's code, as "model.py:12 (Net.__call__)"; the module's path and class, as
-        "encoder/out (Dense)", where no code of a user's called it; "" where JAX knows neither.
-      is_backward: whether it is of a backward pass.
-      count: how often it runs, lengths of scans multiplied.
-      flops: floating-point operations of all of these runs.
-      bytes: of the operands and results of all of these runs.
+      operands: dtypes of the array operands.
+      accumulation: the declared dtype of sums: `preferred_element_type` or the dot algorithm, and
+        the operand dtype of a reduction; "backend" if a half-precision matmul declares none; "" if
+        nothing is summed.
+      result: the dtype of the first result; "" if there is none.
+      source: the line of the user's code, as "model.py:12 (Net.__call__)"; the module's path and
+        class, as "encoder/out (Dense)", if no user code called it; "" if JAX knows neither.
+      is_backward: whether it belongs to a backward pass.
+      count: the number of runs, with scan lengths multiplied.
+      flops: floating-point operations of all these runs.
+      bytes: of the operands and results of all these runs.
     """
 
     path: str
@@ -48,17 +56,23 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that costs accuracy, or speed, and was hardly meant.
+    """A likely unintended loss of accuracy or speed.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = lambda x: jnp.exp(x.astype(jnp.float16))
+    >>> [finding.kind for finding in policy.audit(fn, jnp.ones(2)).findings]
+    ['low-precision-function']
 
     Attributes:
       kind: one of `policy.audit.findings.KINDS`.
-      path: the module path, as rules take it; "" outside of any module.
-      primitive: of the operation that it is about.
-      dtypes: the dtypes involved, in the order that the message names them.
-      message: what happens and what to do about it, in a sentence or two.
+      path: the module path, as in rules; "" outside of any module.
+      primitive: the name of the operation concerned.
+      dtypes: the dtypes involved, in the order of the message.
+      message: the problem and its remedy, in a sentence or two.
       source: the line of the user's code, or the module, as `Operation.source`.
-      is_backward: whether it is of a backward pass.
-      count: how often it happens, lengths of scans multiplied.
+      is_backward: whether it belongs to a backward pass.
+      count: the number of occurrences, with scan lengths multiplied.
     """
 
     kind: str
@@ -73,14 +87,22 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The dtypes that a program runs in, and what is wrong with them.
+    """The dtypes that a program runs in, and the findings about them; returned by `policy.audit`.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> report = policy.audit(jnp.dot, jnp.ones((4, 8)), jnp.ones((8, 2), jnp.float32))
+    >>> report.f32_matmul_share
+    1.0
+    >>> report.flops_by_dtype
+    {'float32': 128}
 
     Attributes:
-      operations: what it runs, in the order of the program.
-      findings: what should be looked at, the gravest first.
+      operations: the operations, in program order.
+      findings: the findings, the gravest first.
       name: of the function.
-      policy: the policy that was in force around the call, in its short form; "of modules" where modules or parts of it
-        obey policies of their own; "" where none was in force.
+      policy: the policy in force around the call, in its short form; "of modules" if modules or
+        parts of it obey their own policies; "" if none was in force.
     """
 
     operations: tuple[Operation, ...]
@@ -90,17 +112,17 @@ class Audit:
 
     @functools.cached_property
     def flops_by_dtype(self) -> dict[str, int]:
-        """FLOPs by the dtype of what is multiplied or summed, the widest operand's; the most first."""
+        """FLOPs by the widest dtype of each operation's operands, the largest first."""
         return _by_dtype(self.operations, "flops")
 
     @functools.cached_property
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Bytes read and written by the dtype of the operations' results; the most first."""
+        """Bytes read and written by the dtype of the operations' results; the largest first."""
         return _by_dtype(self.operations, "bytes")
 
     @functools.cached_property
     def f32_matmul_share(self) -> float:
-        """The share of the FLOPs of dots and convolutions that multiply float32 or wider; 0.0 where there are none."""
+        """The share of matmul and convolution FLOPs in float32 or wider; 0.0 if there are none."""
         matmuls = [op for op in self.operations if op.kind in ("dot", "convolution")]
         flops = sum(op.flops for op in matmuls)
         wide = sum(op.flops for op in matmuls if _widest(op.operands) in ("float32", "float64"))
@@ -108,16 +130,17 @@ class Audit:
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        """The module paths that anything runs at, in the order of the program."""
+        """The module paths of all operations, in program order."""
         return tuple(dict.fromkeys(op.path for op in self.operations))
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        """The audit as JSON: one object.
+        """Returns the audit as JSON: one object.
 
-        Its members are ``version`` (1: names and meanings stay within a version), ``name``, ``policy``,
-        ``flops_by_dtype`` and ``bytes_by_dtype`` (objects, the largest first), ``f32_matmul_share`` (a number from 0 to
-        1), and ``findings`` and ``operations``: lists of objects with the attributes of `Finding` and `Operation`.
-        Dtypes have their full names; FLOPs and bytes are whole numbers.
+        Its members are ``version`` (1: names and meanings stay within a version), ``name``,
+        ``policy``, ``flops_by_dtype`` and ``bytes_by_dtype`` (objects, the largest first),
+        ``f32_matmul_share`` (a number from 0 to 1), and ``findings`` and ``operations``: lists of
+        objects with the attributes of `Finding` and `Operation`. Dtypes have their full names;
+        FLOPs and bytes are whole numbers.
         """
         return json.dumps(
             {
@@ -134,16 +157,16 @@ class Audit:
         )
 
     def to_html(self) -> str:
-        """The audit as one page that needs nothing beside itself."""
+        """Returns the audit as one self-contained HTML page."""
         from policy.audit.render.html import page
 
         return page(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes the page to a file that ends in ``.html``, or the JSON to one that ends in ``.json``.
+        """Writes an HTML page to ``path.html``, or JSON to ``path.json``.
 
         Raises:
-          ValueError: the file's name ends otherwise.
+          ValueError: the file's name has another ending.
         """
         path = Path(path)
         if path.suffix not in (".html", ".json"):
@@ -151,7 +174,10 @@ class Audit:
         path.write_text(self.to_html() if path.suffix == ".html" else self.to_json(), encoding="utf-8")
 
     def show(self, file: TextIO | None = None) -> None:
-        """Prints the audit to `file`, or to the standard output: in colour on a terminal, unless NO_COLOR is set."""
+        """Prints the audit to `file` or the standard output.
+
+        It is in colour on a terminal, unless NO_COLOR is set.
+        """
         from policy.audit.render.text import show
 
         show(self, file)
@@ -163,7 +189,7 @@ class Audit:
 
 
 def named(audit: Audit, name: str, *, without: Collection[str] = ()) -> Audit:
-    """An audit under another name, without findings of some kinds."""
+    """Returns an audit under another name, without findings of some kinds."""
     findings = tuple(finding for finding in audit.findings if finding.kind not in without)
     return dataclasses.replace(audit, name=name, findings=findings)
 

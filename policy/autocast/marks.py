@@ -1,4 +1,4 @@
-"""Marks on JAX's name stack: which dtypes a ported model's own code has, and where its layers decide themselves."""
+"""Marks on JAX's name stack: dtypes of a ported model's own code, and layers with policies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layer() -> contextlib.AbstractContextManager[Any]:
 
 
 def computes_in(dtype: Any) -> contextlib.AbstractContextManager[Any]:
-    """Marks the code of a module: autocast runs it in `dtype`, other marks inside of it apart."""
+    """Marks the code of a module: autocast runs it in `dtype`, except inside other marks."""
     return jax.named_scope(f"{_COMPUTE}{np.dtype(dtype).name}")
 
 
@@ -42,7 +42,10 @@ def compute_dtype(path: Path) -> np.dtype | None:
 
 
 def handed_on(array: Any) -> Any:
-    """Returns a layer's half result as float32, for code that is traced in float32: autocast takes the cast away."""
+    """Returns a layer's half-precision result as float32, for code traced in float32.
+
+    Autocast removes the cast.
+    """
     if not is_floating(getattr(array, "dtype", np.bool_)) or array.dtype.itemsize >= F32.itemsize:
         return array
     with jax.named_scope(HANDED_ON):

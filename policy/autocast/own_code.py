@@ -1,4 +1,4 @@
-"""A model's own code under autocast, around layers that obey policies themselves."""
+"""Runs a ported model's own code under autocast, around layers that obey policies themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from policy.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Ported:
-    """A call of a ported model, traced with its own code in float32 and its layers in their policies' dtypes.
+    """A call of a ported model, traced in float32 except for its layers, which obey their policies.
 
     Attributes:
       call: the program, and its operands in the dtypes that they are stored in.
@@ -39,13 +39,14 @@ class Ported:
 
     @property
     def jaxpr(self) -> Any:
-        """The program."""
+        """The jaxpr of the call."""
         return self.call.jaxpr
 
     def own_matmuls(self) -> Counter[Path]:
-        """Returns the FLOPs of the matmuls and convolutions of the model's own code, by module path.
+        """Returns the FLOPs of matmuls and convolutions of the model's own code, by module path.
 
-        Products without a sum, as those of positions and frequencies, and what is to run in float32 are left out.
+        Products without a contraction, such as those of positions and frequencies, and code to be
+        run in float32 are left out.
         """
         found: Counter[Path] = Counter()
         for site in walk(self.jaxpr):
@@ -54,10 +55,11 @@ class Ported:
         return found
 
     def needs_float32(self) -> bool:
-        """Returns whether the model's own code computes what half precision can't bear.
+        """Returns whether the model's own code contains operations that half precision breaks.
 
-        Such are sums of rows and running totals, which JAX adds up in the dtype that it is handed, and exponentials,
-        logarithms and roots, as those of softmaxes and norms. `jnp.sum` and its like add half in float32 anyway.
+        These are sums of rows and running totals, which JAX adds up in their input's dtype, and
+        exponentials, logarithms and roots, such as those of softmaxes and norms. `jnp.sum` and
+        similar functions add half precision in float32 anyway.
         """
         return any(
             site.name in NEEDS_FLOAT32 and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)
@@ -106,12 +108,12 @@ def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> P
 
 
 def _flops(site: Site) -> int:
-    """Returns the FLOPs of a product; at least one, so that calls with an empty batch show shares too."""
+    """Returns the FLOPs of a product, at least 1, so that empty batches have shares too."""
     return max(site.count * flops_of(site.equation), 1)
 
 
 def _narrow(array: Any, variable: Any) -> Any:
-    """Returns a float64 operand as the float32 that it was traced as; half ones are taken as they come."""
+    """Returns a float64 operand as the float32 that it was traced as, others unchanged."""
     dtype = float_dtype(array)
     is_wide = dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
     return cast(array, F32) if is_wide else array

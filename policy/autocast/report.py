@@ -1,4 +1,4 @@
-"""Reports of the casts that autocast puts in, by operation."""
+"""Reports of the casts inserted by autocast, by operation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Record:
     """One kind of operation at one place.
 
     Attributes:
-      path: the module path, as rules take it; "" outside of any.
+      path: the module path, as in rules; "" outside of any module.
       primitive: its name.
-      done: what was done with it: the dtype it was run in, or why it was left.
-      dtypes: of what it returned.
+      done: the treatment: the dtype it was run in, or the reason it was left unchanged.
+      dtypes: the dtypes of its results.
     """
 
     path: str
@@ -33,10 +33,16 @@ class Record:
 
 @dataclasses.dataclass
 class Report:
-    """The casts that autocast puts into a function: ``autocast(fn, policy).explain(*args)``.
+    """The casts that autocast inserts, from ``autocast(fn, policy).explain(*args)``.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = policy.autocast(jnp.dot, "mixed_bfloat16", params=0)
+    >>> fn.explain(jnp.eye(2), jnp.eye(2)).wide_matmuls
+    []
 
     Attributes:
-      records: each kind of operation, and how often it stands in the program.
+      records: each kind of operation, with the number of its occurrences in the program.
       parameters: the names of the arguments taken for parameters.
     """
 
@@ -51,7 +57,7 @@ class Report:
         self._noted[without_marks(path), primitive, done, dtypes] += 1
 
     def complete(self) -> None:
-        """Makes the records of what was noted: what paths are called depends on all that there are."""
+        """Turns the notes into records; the spelling of a path depends on all paths."""
         with naming(path for path, *_ in self._noted):
             for (path, primitive, done, dtypes), count in self._noted.items():
                 self.records[Record(spelled(path), primitive, done, dtypes)] += count
@@ -62,12 +68,12 @@ class Report:
 
     @property
     def opaque_matmuls(self) -> list[Record]:
-        """Programs that were left as they were traced, and hold a matmul."""
+        """The programs that were left as traced and contain a matmul."""
         return [record for record in self.records if record.done == OPAQUE_MATMUL]
 
     @property
     def wide_matmuls(self) -> list[Record]:
-        """Matmuls that run in float32."""
+        """The matmuls that run in float32."""
         return [r for r in self.records if r.primitive in MATMULS and "float32" in r.dtypes]
 
     def _lines(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The arguments of an autocast, and the dtypes that follow from them at each place of a program."""
+"""The arguments of an autocast, and the resulting dtypes at each module path of a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from policy.rules import PolicyRules
 
 
 class UnknownPrimitiveError(NotImplementedError):
-    """A primitive has no category, and ``on_unknown="raise"`` was asked for."""
+    """Raised with ``on_unknown="raise"`` for a primitive without a category."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,13 @@ class Settings:
     Attributes:
       policy: matmuls run in its compute_dtype.
       rules: policies by module path, or None.
-      narrows: whether params yield to half activations, and normalisations return half ("memory").
+      narrows: whether params yield to half-precision activations, and normalisations return half
+        ("memory").
       allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
       strict: whether a primitive without a category is an error.
-      normalises: the paths of modules that are taken for normalisations, as rules whose policies mean nothing; or None.
-      narrows_scans: whether layers that are scanned over, with parameters of their own each, hand on half.
+      normalises: the paths of modules treated as normalisations, as rules whose policies are
+        ignored; or None.
+      narrows_scans: whether scanned layers with stacked parameters return half precision.
     """
 
     policy: Policy
@@ -72,10 +74,12 @@ class Place:
 
     Attributes:
       compute: the dtype of matmuls there; float32 keeps everything there in float32.
-      region: "applies" where a normalisation computes values as large as its input, in float32, and hands on half;
-        "measures" where it computes statistics, which are float32 for every reader.
+      region: "applies" where a normalisation computes values as large as its input, in float32, and
+        returns half precision; "measures" where it computes statistics, which are float32 for every
+        reader.
       is_ruled: whether a rule names the path: then nothing there is a normalisation.
-      is_layer: whether it is inside of a layer that obeys a policy itself: its dtypes stay as they were traced.
+      is_layer: whether it is inside a layer that obeys a policy itself: its dtypes stay as they
+        were traced.
     """
 
     compute: np.dtype
@@ -84,18 +88,18 @@ class Place:
     is_layer: bool = False
 
     def within(self, region: Literal["applies", "measures"] | None) -> Place:
-        """Returns this place as a part of a normalisation, unless a rule or an argument says what it is."""
+        """Returns this place as a part of a normalisation, unless a rule or argument forbids it."""
         if region is None or self.region is not None or self.is_ruled or self.compute == F32:
             return self
         return dataclasses.replace(self, region=region)
 
 
 class Places:
-    """The places of a program, by module path; and which paths there were, for the check of the rules.
+    """The places of a program by module path; remembers the paths for the check of the rules.
 
     Attributes:
       repeated: the identities of programs that are rewritten once for all equations that hold them.
-      shared: what was rewritten of those; see `policy.autocast.memoization`.
+      shared: the rewritten programs; see `policy.autocast.memoization`.
     """
 
     def __init__(self, settings: Settings, repeated: frozenset[int] = frozenset()):
@@ -124,7 +128,7 @@ class Places:
         return Place(compute, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:
-        """The half dtype in which the module of this very path hands on its result, where a rule says so."""
+        """Returns the half-precision output dtype that a rule gives to this very path, or None."""
         self[path]  # known, for the check of the rules
         rules = self.settings.rules
         for name, model in _names(without_marks(path)) if path else ():
@@ -134,7 +138,7 @@ class Places:
         return None
 
     def check(self, rules: PolicyRules | None) -> None:
-        """Refuses rules that matched no path."""
+        """Raises if a rule matched no path."""
         if rules:
             paths = map(without_marks, self._known)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
@@ -142,21 +146,24 @@ class Places:
 
 
 def without_marks(path: Path) -> Path:
-    """Returns the path without scopes that this library opens, which rules know nothing of."""
+    """Returns the path without this library's own scopes, which rules don't match."""
     return tuple(name for name in path if name != ISLAND and not marks.is_mark(name))
 
 
 def _names(path: Path) -> list[tuple[str, str]]:
-    """Returns what rules call a path, below its model, and what its model is called; "" outside of any.
+    """Returns (name below the model, model's name) for a path, as rules match it.
 
-    A name twice in a row may be one module, whose call calls its base class's, and is known by either.
+    The model's name is "" outside of any model.
+
+    A name that occurs twice in a row may be one module whose call runs its base class's, and it
+    matches either way.
     """
     model, below = divided(path) or ("", path)
     return [("/".join(names), model) for names in dict.fromkeys((below, once(below)))]
 
 
 def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:
-    """The policy of the rule that matches the path, or the nearest one above it."""
+    """Returns the policy of the rule that matches the path, or the nearest path above it."""
     for length in range(len(path), 0, -1) if rules else ():
         for name, model in _names(path[:length]):
             policy = rules.match(name, model=model) if rules is not None else None

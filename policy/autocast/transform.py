@@ -1,4 +1,4 @@
-"""autocast: mixed precision for code that nobody can edit, as a function transformation."""
+"""autocast: mixed precision for code that can't be edited, as a function transformation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Options:
     settings: Settings
 
     def resolved(self) -> Settings | None:
-        """The settings in force, or None where there is no policy."""
+        """Returns the settings in force, or None if there is no policy."""
         if self.policy is not None:
             return dataclasses.replace(self.settings, policy=require_usable(self.policy))
         scope = current_scope()
@@ -64,41 +64,56 @@ def autocast(
     on_unknown: Literal["opaque", "raise"] = "opaque",
     enabled: bool = True,
 ) -> Any:
-    """`fn`, with its matmuls and convolutions in compute_dtype and what is sensitive in float32.
+    """Runs matmuls and convolutions of `fn` in compute_dtype, sensitive operations in float32.
 
-    The function is traced in the dtypes that it is called with, and that program is run again with casts put in. So
-    nothing in it needs to know of dtypes, and everything that JAX can do with a function it can do with this one:
-    jit, grad, vmap, scan, checkpoint, shard_map, in either order. It is compiled, and traced again for other shapes or
-    another policy only; what `jax.jit` asks of a function is asked of this one. An nnx module among the arguments is
-    updated; an `nnx.State` never is, as under `jax.jit` and unlike in an eager call that merges it. Put it around the
-    loss, not around the train step: an optimizer update inside of it would run in half precision.
+    The function is traced in the dtypes of its arguments, and that program is evaluated with casts
+    inserted. So its code needn't know about dtypes, and every JAX transformation applies to the
+    result: jit, grad, vmap, scan, checkpoint, shard_map, in either order. It is compiled, and
+    retraced for other shapes or another policy only; the requirements of `jax.jit` on functions
+    apply. An nnx module among the arguments is updated; an `nnx.State` never is, as under `jax.jit`
+    and unlike in an eager call that merges it. Put it around the loss, not around the train step:
+    an optimizer update inside would run in half precision.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = policy.autocast(lambda w, x: jnp.dot(x, w), "mixed_bfloat16", params=0)
+    >>> w, x = jnp.eye(4), jnp.ones((2, 4))
+    >>> fn(w, x).dtype
+    dtype('float32')
+    >>> print(fn.explain(w, x))
+    parameters: args[0]
+      dot_general     1  bfloat16 -> bfloat16
 
     Args:
-      fn: any function of arrays. Left out (or with the policy in its place), a decorator is returned.
-      policy: a Policy or its text form; its compute_dtype is what matmuls run in. None is the one in force at the call,
-        and its rules; where none is, `fn` runs as it is, with a `DtypePolicyWarning`.
-      params: which arguments are parameters, whose float32 yields to half activations: positions, names of arguments,
-        or a predicate on leaves. None: the `params` collection of a mapping that has one, else the first positional
-        argument if it is a container. Other arguments and closed-over arrays keep float32 what they are mixed with.
-      rules: policies by module path, as everywhere: ``{"decoder/layer_3/.*": "f32"}``. One for layers that are scanned
-        over, with a half output_dtype, narrows what each hands to the next: ``{"layers": "bf16"}``. Other loops, and
-        that one without a rule, carry what they carried.
-      preset: "memory" keeps activations in half between matmuls; "conservative" is PyTorch's promotion, where params
-        and normalisations make them float32 again.
-      allow, deny, opaque: names of primitives to run in compute_dtype, in float32, or as they were traced.
-      normalises: module paths, as patterns of rules are, of normalisations beyond those that are found: under "memory"
-        what stands there runs in float32 and hands on half. Quotients of x, or of x minus its mean, and a root of its
-        second moment are found whatever their names.
-      on_unknown: whether a primitive that is not known runs as it was traced, or raises.
-      enabled: False leaves `fn` as it is, in float32 also inside of another autocast.
+      fn: any function of arrays. If left out (or with the policy in its place), a decorator is
+        returned.
+      policy: a Policy or its text form; matmuls run in its compute_dtype. None is the one in force
+        at the call, with its rules; without any, `fn` runs unchanged, with a `DtypePolicyWarning`.
+      params: the arguments that are parameters, whose float32 yields to half-precision activations:
+        positions, names of arguments, or a predicate on leaves. None: the `params` collection of a
+        mapping that has one, otherwise the first positional argument if it is a container. Other
+        arguments and closed-over arrays keep operations on them in float32.
+      rules: policies by module path, as everywhere: ``{"decoder/layer_3/.*": "f32"}``. A rule with
+        a half-precision output_dtype for layers that are scanned over narrows the carry between
+        them: ``{"layers": "bf16"}``. Other loops, and scanned layers without a rule, keep the
+        dtypes of their carries.
+      preset: "memory" keeps activations in half precision between matmuls; "conservative" is
+        PyTorch's promotion, where params and normalisations make them float32 again.
+      allow, deny, opaque: names of primitives to run in compute_dtype, in float32, or as they were
+        traced.
+      normalises: module paths, as patterns of rules, of normalisations that are not recognised:
+        under "memory" they run in float32 and return half precision. Quotients of x, or of x minus
+        its mean, and a root of its second moment are recognised under any name.
+      on_unknown: whether an unknown primitive runs as it was traced, or raises.
+      enabled: False leaves `fn` as it is, in float32 also inside another autocast.
 
     Returns:
-      A function of the same signature. Its outputs have the dtypes that `fn`'s have.
+      A function of the same signature. Its outputs have the dtypes of `fn`'s.
 
     Raises:
-      TypeError: `fn` is no function, or `rules`, `allow`, ... are not of the kinds above.
-      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset, a primitive given twice; at
-        the call, a rule or a path in `normalises` that matches nothing.
+      TypeError: `fn` is not a function, or `rules`, `allow`, ... are not of the kinds above.
+      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset, a
+        primitive given twice; at the call, a rule or a path in `normalises` that matches nothing.
     """
     if isinstance(fn, (str, Policy)) and policy is None:
         fn, policy = None, fn
@@ -169,7 +184,7 @@ def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
 
 
 def _as_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` itself, which an autocast around it leaves in float32."""
+    """Returns `fn` in an island, which a surrounding autocast leaves in float32."""
 
     @functools.wraps(fn)
     def island(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +222,7 @@ class _Autocast:
         return transformed
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Reports the casts of a call with these arguments, without running it; shapes will do."""
+        """Reports the casts of a call without running it; the arguments may be shapes."""
         settings, report = self.options.resolved(), Report()
         if settings is not None:
             target, arguments, _ = self.lowered(args, kwargs)
@@ -218,14 +233,17 @@ class _Autocast:
     def lowered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Autocast, Arguments, Callable[[Any], Any]]:
-        """The call as one of a function of arrays: what to call, with what, and what to do with the result."""
+        """Returns a pure function for the call, its arguments, and a function for its result."""
         call = lowered(self.fn, args, kwargs)
         if call is None:
             return self, Arguments.of(args, kwargs), lambda out: out
         return self._of_pure(call.key, call.pure), Arguments.of(call.args, call.kwargs), call.finish
 
     def _of_pure(self, key: Any, pure: Callable[..., Any]) -> _Autocast:
-        """The autocast of a pure function, whose first argument are parameters; made anew where its key has no hash."""
+        """Returns the autocast of a pure function whose first argument is the parameters.
+
+        It is not cached if its key has no hash.
+        """
         fresh = _Autocast(pure, dataclasses.replace(self.options, params=0))
         try:
             target = self.pure.pop(key, fresh)
@@ -243,7 +261,8 @@ class _Autocast:
         except TypeError:  # a static argument that has no hash
             return self._rewritten(arguments, settings)
         if program is None:
-            fixed = dataclasses.replace(arguments, arrays=[])  # the program outlives the arrays of its first call
+            # the program outlives the arrays of its first call
+            fixed = dataclasses.replace(arguments, arrays=[])
             program = jax.jit(self._rewritten(fixed, settings))
         self.programs[key] = program
         if len(self.programs) > _MOST_PROGRAMS:
@@ -251,7 +270,7 @@ class _Autocast:
         return program
 
     def _rewritten(self, arguments: Arguments, settings: Settings, report: Report | None = None) -> Callable[..., Any]:
-        """The function of the arrays alone that traces `fn` and evaluates its program."""
+        """Returns the function of the arrays alone that traces `fn` and evaluates its program."""
 
         def flat(*arrays: Any) -> Any:
             args, kwargs = arguments.filled(arrays)
@@ -270,7 +289,8 @@ class _Autocast:
                 for array, is_param in zip(arrays, params, strict=True)
             ]
             body, consts = opened(jaxpr)
-            # A report notes each equation where it stands, and rules may tell apart what stands inside of it.
+            # A report records each equation at its path, and rules may distinguish the paths inside
+            # it.
             shares = report is None and settings.rules is None and settings.normalises is None
             places = Places(settings, repeated_programs(body) if shares else frozenset())
             outputs = Evaluator(settings, places, report=report).run(body, [Value(c) for c in consts], values)
@@ -286,7 +306,7 @@ class _Autocast:
 
 
 def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
-    """An output in the dtype that it was traced with, and as weak a type."""
+    """Casts an output to the dtype and weak type that it was traced with."""
     array = cast(array, shape.dtype) if is_floating(shape.dtype) else array
     if not shape.weak_type or jax.typeof(array).weak_type:
         return array

@@ -1,4 +1,4 @@
-"""The values that autocast computes with: arrays, and what each of them yields to."""
+"""The values that autocast computes with: arrays with facts that decide their dtypes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ class Value:
     """A value of the traced program, as autocast computes it.
 
     Attributes:
-      array: the number itself, in the dtype of the trace, or in compute_dtype where the trace has float32.
-      yields: whether it follows half-precision activations: a param's storage, a constant, and what is made of those
-        alone. What does not yield keeps what it is mixed with in float32.
-      constant: the one number that all its elements are, where that is known.
-      narrows: whether it was computed in float32 by a normalisation, and is half where another module reads it.
-      narrowed: the half value that other modules read, once one has.
-      widened: the same number in float32, once an operation has asked for it.
+      array: the array, in the dtype of the trace, or in compute_dtype where the trace has float32.
+      yields: whether it follows half-precision activations: a stored param, a constant, and values
+        computed from those alone. A float32 value that doesn't yield keeps operations with it in
+        float32.
+      constant: the value of all elements, if they are known to be equal.
+      narrows: whether a normalisation computed it in float32, to be half precision for other
+        modules.
+      narrowed: the half-precision value for other modules, once one has read it.
+      widened: the same array in float32, once an operation has requested it.
       transposed: the value that this one is a transposition of, and its axes.
     """
 
@@ -51,13 +53,13 @@ def is_floating(dtype: Any) -> bool:
 
 
 def float_dtype(aval: Any) -> np.dtype | None:
-    """The floating dtype of an abstract value, or None."""
+    """Returns the floating dtype of an abstract value, or None."""
     dtype = getattr(aval, "dtype", None)
     return dtype if dtype is not None and is_floating(dtype) else None
 
 
 def cast(array: Any, dtype: Any) -> Any:
-    """`array` in `dtype`; itself where it is that already."""
+    """Casts `array` to `dtype`; returns it unchanged if it has that dtype."""
     if array.dtype == dtype:
         return array
     with jax.named_scope(AUTOCAST):  # a cast that the author did not write: reports can tell
@@ -65,14 +67,18 @@ def cast(array: Any, dtype: Any) -> Any:
 
 
 def as_dtype(value: Value, dtype: Any) -> Any:
-    """`value` in `dtype`. A half value is widened once for all who ask: its cotangents are then summed in float32 and
-    rounded once. A float32 one is narrowed at each use, for the same reason."""
+    """Returns `value` in `dtype`.
+
+    A half-precision value is widened once for all readers, so that its cotangents are summed in
+    float32 and rounded once. A float32 value is narrowed at each use, for the same reason.
+    """
     if value.array.dtype == dtype:
         return value.array
     if value.array.dtype.itemsize >= dtype.itemsize:
         if value.transposed is not None:
-            # Cast, then transposed, as an author writes it: XLA folds a transposition that stands beside a matmul into
-            # it, also the one of the gradient. Past a cast it can't, and XLA:CPU then multiplies in another order.
+            # Cast, then transposed, as an author writes it: XLA folds a transposition that stands
+            # beside a matmul into it, also the one of the gradient. Past a cast it can't, and
+            # XLA:CPU then multiplies in another order.
             source, axes = value.transposed
             return lax.transpose(as_dtype(source, dtype), axes)
         return cast(value.array, dtype)
@@ -91,13 +97,16 @@ def fits(constant: Any, dtype: Any) -> bool:
 
 
 def saturates(constant: Any, dtype: Any) -> bool:
-    """Returns whether a number overflows in `dtype` by rounding alone: float32's lowest becomes -inf in bfloat16."""
+    """Returns whether a number overflows in `dtype` by rounding alone.
+
+    For example, float32's lowest number becomes -inf in bfloat16.
+    """
     finite = bool(np.isfinite(constant)) and has_range_of_float32(dtype)
     return finite and abs(float(constant)) > float(jnp.finfo(dtype).max)
 
 
 def saturated(array: Any, dtype: Any) -> Any:
-    """`array` in `dtype`, what is beyond its range at its limits."""
+    """Casts `array` to `dtype`, clamped to its finite range."""
     limits = jnp.finfo(dtype)
     return cast(lax.clamp(array.dtype.type(limits.min), array, array.dtype.type(limits.max)), dtype)
 
@@ -107,11 +116,12 @@ def has_range_of_float32(dtype: Any) -> bool:
 
 
 def common_dtype(values: Sequence[Value], half: Any, *, selects: bool = False) -> np.dtype:
-    """The dtype in which float32 values of the trace are mixed: `half`, or float32.
+    """Returns the dtype for mixing float32 values of the trace: `half` or float32.
 
-    Half where one of them is half already, and every other yields: params and constants always, scalars where `half`
-    has float32's range. A constant that overflows or vanishes in `half` keeps the operation in float32; but for what
-    `selects`, where a mask's `finfo(float32).min` does as well as the lowest number of `half`.
+    It is `half` if one value is half already and every other yields: params and constants always,
+    scalars if `half` has float32's range. A constant that overflows or vanishes in `half` keeps the
+    operation in float32, except in an operation that `selects`, where the lowest number of `half`
+    can replace a mask's `finfo(float32).min`.
     """
     if not any(value.dtype == half for value in values):
         return F32

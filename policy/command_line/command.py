@@ -4,8 +4,9 @@
     python -m policy audit models/net.py:example --html net.html --fail-on-findings
     python -m policy audit models/net.py:example --policy mixed_bfloat16 --rule head=f32
 
-What is audited is a function (or an nnx module) by name, called with what each --arg says. One that takes no arguments
-may return what to audit: a function and the tuple of its arguments, and a dict of keyword arguments if there are any:
+The target is a function (or an nnx module) by name, called with one argument for each --arg. A
+target that takes no arguments may return the call to audit: a function and the tuple of its
+arguments, and a dict of keyword arguments if there are any:
 
     def example():
         model = Net()
@@ -38,7 +39,11 @@ from policy.traced.call import checked_policy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit status: 0, 1 for findings where those are a failure, 2 for an error."""
+    """Runs the command line.
+
+    Returns:
+      The exit status: 0; 1 for findings with --fail-on-findings; 2 for an error.
+    """
     options = _parser().parse_args(argv)
     try:
         return _audit(options)
@@ -129,7 +134,7 @@ def _policy(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules | N
 
 
 def _write(report: Audit, options: argparse.Namespace) -> None:
-    """Writes what is asked for to files, and the report or what is to go there instead to the standard output."""
+    """Writes the requested files, and prints the report or a format for standard output."""
     printed = [
         contents for name, contents in ((options.json, report.to_json), (options.html, report.to_html)) if name == "-"
     ]
@@ -147,9 +152,9 @@ def _write(report: Audit, options: argparse.Namespace) -> None:
                 ) from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _SHORT = {"bf16": "bfloat16", "bool": "bool", "pred": "bool"}
 _PREFIXES = {"f": "float", "i": "int", "s": "int", "u": "uint", "c": "complex"}
@@ -158,7 +163,7 @@ _KEY = re.compile(r"\bkey\b(?!['\"])")
 
 
 def parse_argument(text: str) -> Any:
-    """An argument as the command line writes it: ``bf16[8,128]``, ``key``, ``3``, ``{'w': f32[8,8]}``.
+    """Parses an --arg text: ``bf16[8,128]``, ``key``, ``3``, ``{'w': f32[8,8]}``.
 
     Raises:
       CommandError: it is none of these.
@@ -174,7 +179,8 @@ def parse_argument(text: str) -> Any:
         marked = _KEY.sub(lambda _: f"({mark(jax.eval_shape(lambda: jax.random.key(0)))})", marked)
     try:
         value = ast.literal_eval(marked)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that a literal can be wrong in
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        # every error of a malformed literal
         raise CommandError(
             f"--arg {_shortened(text)!r} is no argument: give a shape such as bf16[8,128] or f32[], 'key', a "
             "Python number or string, or a list, tuple or dict of these."

@@ -1,4 +1,4 @@
-"""Resolves the target of a command line: a function in a module or a file, and the arguments to call it with."""
+"""Resolves the target of a command line: a function in a module or a file, and its arguments."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ import jax
 
 
 class CommandError(Exception):
-    """Raised where a command can't be carried out; the message says why."""
+    """An error of a command; the message says why it can't be carried out."""
 
 
 @contextlib.contextmanager
 def running_users_code(failure: str) -> Iterator[None]:
-    """Turns whatever the user's code raises into a `CommandError`, an exit too. An interrupt stays one.
+    """Turns any exception of the user's code, `sys.exit` included, into a `CommandError`.
+
+    An interrupt is re-raised.
 
     Args:
-      failure: what did not work, as the message begins.
+      failure: the beginning of the message.
     """
     try:
         yield
@@ -42,10 +44,11 @@ def running_users_code(failure: str) -> Iterator[None]:
 
 
 def target_of(text: str) -> Any:
-    """Returns what ``module:name`` or ``file.py:name`` names.
+    """Returns the callable named by ``module:name`` or ``file.py:name``.
 
     Raises:
-      CommandError: it is neither, or there is no such module, or no such name in it.
+      CommandError: the text has neither form, there is no such module or name, or the object can't
+        be called.
     """
     module_name, _, name = text.rpartition(":")
     is_file = module_name.endswith(".py")
@@ -70,9 +73,9 @@ def did_you_mean(near: Sequence[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Modules
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _of_name(name: str) -> ModuleType:
@@ -82,7 +85,8 @@ def _of_name(name: str) -> ModuleType:
     with running_users_code(f"{name!r} can't be imported"):
         try:
             is_there = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError as error:  # of a package that it is in; what that imports is the user's business
+        except ModuleNotFoundError as error:
+            # an enclosing package may be missing; its own failing imports are the user's business
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             is_there, missing = False, error.name
@@ -95,7 +99,7 @@ def _of_name(name: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Imports a file, whatever its name: a module of that name that is installed or built in is another one."""
+    """Imports a file, even if another module has the same name."""
     if not path.is_file():
         raise CommandError(f"there is no file {str(path)!r} here.")
     resolved = path.resolve()
@@ -109,7 +113,7 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _loaded(path: Path) -> ModuleType:
-    """Runs a file as a module under a name of its own, that is none's in an import."""
+    """Runs a file as a module, under a name that no import can have."""
     name = f"audited file {path}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -127,19 +131,20 @@ def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
     with running_users_code(f"{name!r} can't be imported"):
         module = load()
         if "flax" in sys.modules and importlib.util.find_spec("mpmodules") is not None:
-            importlib.import_module("mpmodules")  # hands in what names the modules of flax.nnx
+            importlib.import_module("mpmodules")  # registers names for the modules of flax.nnx
     return module
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def call_of(fn: Callable[..., Any], args: list[Any], target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """Returns the function to audit, and what with: what was given, or what a function without arguments returns.
+    """Returns the function to audit and its arguments: given ones, or those that a target returns.
 
-    A function without arguments that returns arrays is audited itself, unless it is called an example.
+    A function without arguments that returns arrays is audited itself, unless it is called an
+    example.
     """
     required = _required(fn)
     if args or required is None:
@@ -164,7 +169,7 @@ def call_of(fn: Callable[..., Any], args: list[Any], target: str) -> tuple[Any, 
 
 
 def _are_results(made: Any) -> bool:
-    """Returns whether a value is what a computation returns: arrays, and nothing beside them."""
+    """Returns whether a value looks like a computation's result: arrays, and nothing else."""
     leaves = jax.tree.leaves(made)
     return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)
 
@@ -176,7 +181,7 @@ def _told(made: Any) -> str:
 
 
 def _required(fn: Callable[..., Any]) -> list[str] | None:
-    """Returns the names of the arguments that a call needs; None where a signature can't be had."""
+    """Returns the names of the required arguments; None if there is no signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

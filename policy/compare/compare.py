@@ -1,4 +1,4 @@
-"""compare: a function under a policy beside the same function in float32, module by module."""
+"""Measures a function under a policy against the same function in float32, module by module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policy.policy import Policy
 from policy.scope import RulesLike
 from policy.traced.call import Call, Program, checked_policy, checked_rules, program_of, short_text
 
-# What is written is what is run: XLA may leave roundings out otherwise.
+# Without this option XLA may leave out roundings.
 EXACT: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
@@ -33,40 +33,50 @@ def compare(
     loss_scale: float = 1.0,
     **kwargs: Any,
 ) -> Comparison:
-    """`fn(*args, **kwargs)` under `policy` beside the same call in float32: how far each module is off, and where.
+    """Compares a call under `policy` with the same call in float32, module by module.
 
-    The reference is the function traced in float32, so that its constants are those before rounding. It is paired with
-    the half program, and both run in one compiled program, equation by equation; what could not be paired is compared
-    with the half program, widened, and named in `Comparison.unpaired`. What passes from one module to another, and what
-    the function returns, is reduced to a few numbers where it is. In a scan that is done in each step. Modules are
-    linen's, nnx's, or parts named with `jax.named_scope`. Callbacks to the host are called once, with the values of
-    `policy`.
+    The reference is the function traced in float32, so that its constants are the unrounded ones.
+    It is paired with the half-precision program, and both run in one compiled program, equation by
+    equation. Values without a counterpart are compared with the half-precision program, widened,
+    and named in `Comparison.unpaired`. Values that pass from one module to another, and the
+    function's outputs, are reduced to a few numbers on the device, in each step of a scan. Modules
+    are linen's, nnx's, or parts named with `jax.named_scope`. Callbacks to the host are called
+    once, with the values of `policy`.
 
-    ```python
-    comparison = compare(loss, params, batch, policy="mixed_float16", backward=True)
-    print(comparison)             # a table: error, cosine, underflow, overflow by path
-    comparison.first_jump         # "layer_12/attention": the first module that makes an error
-    comparison.plot("errors.png")
-    ```
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = lambda w, x: jnp.sum(jnp.dot(x, w))
+    >>> w, x = jnp.full((4, 4), 1 / 3), jnp.ones((2, 4))
+    >>> comparison = policy.compare(fn, w, x, policy="mixed_bfloat16")
+    >>> 1e-4 < comparison.error < 1e-2
+    True
+
+    ``print(comparison)`` shows a table with the error, cosine, underflow and overflow of each path;
+    ``comparison.first_jump`` is the first module that makes an error, such as "layer_12/attention";
+    and ``comparison.plot("errors.png")`` draws the errors.
 
     Args:
-      fn: any function of arrays, bound method, or nnx module; a module's `apply`. Nothing of it is changed.
-      *args, **kwargs: what it is called with: arrays, in the dtypes that it is meant to be called with.
-      policy: what to run it under. Layers that obey `use_policy` do; where that changes no matmul, `autocast` does.
-        None: as it is written, with its half dtypes in it.
+      fn: any function of arrays, bound method, or nnx module; a module's `apply`. It is not
+        modified.
+      *args, **kwargs: the arguments of the call: arrays, in the dtypes that `fn` is normally called
+        with.
+      policy: the policy to run under, applied through layers that obey `use_policy`; if that
+        changes no matmul, through `autocast`. None: as it is written, with its own half dtypes.
       rules: policies by module path or layer class, beside `policy`.
-      backward: whether gradients are compared too. The function then returns a loss, or (loss, aux).
-      params: which arguments are parameters, for gradients and for `autocast`; see `policy.audit`.
-      loss_scale: what the loss is multiplied by before. Errors do not change with it, but what underflows does.
+      backward: whether to compare gradients too. The function then returns a loss, or (loss, aux).
+      params: the arguments that are parameters, for gradients and for `autocast`; see
+        `policy.audit`.
+      loss_scale: the factor of the loss before differentiation. It affects underflow, but not
+        errors.
 
     Returns:
       The rows for each path; see `Comparison`.
 
     Raises:
-      TypeError: `fn` is no function, there are no arrays, or only shapes of some; `params` says nothing about
-        arguments; with `backward`, there is no loss, or no floating argument.
-      ValueError: the policy is none, or can't be honoured here; `rules` without `policy`; `loss_scale` is not positive;
-        `params` names arguments where modules hold the parameters.
+      TypeError: `fn` is not a function; there are no arrays, or only their shapes; `params` doesn't
+        select arguments; with `backward`, there is no loss, or no floating argument.
+      ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`;
+        `loss_scale` is not positive; `params` names arguments where modules hold the parameters.
     """
     rules = checked_rules(rules, policy)
     policy = checked_policy(policy)
@@ -86,7 +96,10 @@ def _scale(backward: bool, loss_scale: float) -> float | None:
 
 
 def paired(program: Program, log: Log) -> Any:
-    """The function of the program's arrays that runs both, and returns what was measured, and which inputs hold NaN."""
+    """Returns the function of the program's arrays that runs both programs.
+
+    It returns the measurements, and for each input whether it contains NaN.
+    """
     body, consts = opened(program.jaxpr)
 
     def run(*arrays: Any) -> tuple[dict[int, Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""Makes the rows of a comparison of what was measured, and finds where the error jumps."""
+"""Turns measurements into the rows of a comparison, and finds where the error jumps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from policy.compare.dual_interpreter import Log, Measurement
 from policy.compare.statistics import NAMES, is_discrete, limit_of
 from policy.traced.call import Program
 
-# How many times what comes in an error has to be, to be called the module's own.
+# The factor by which an error exceeds its inputs' to be the module's own.
 JUMP = 8.0
-# What is this much smaller than what it is a sum of is what rounding in float32 leaves of zero.
+# A sum this much smaller than its terms is zero except for float32 rounding.
 _ZERO = 1e-5
 _ERROR, _UNDERFLOW = NAMES.index("error"), NAMES.index("underflow")
 _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
@@ -29,7 +29,7 @@ _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """Measurements of one value: an array (..., len(NAMES)), with an axis for each scan around it."""
+    """Measurements of one value: (..., len(NAMES)), with an axis for each enclosing scan."""
 
     of: Measurement
     array: np.ndarray
@@ -48,13 +48,13 @@ class Numbers:
 
 
 class Findings:
-    """All that was measured, in the order of the program."""
+    """All measurements, in program order."""
 
     def __init__(self, log: Log, notes: dict[int, Any], program: Program):
         self.log = _with_whole_paths(log)
         self.numbers = [Numbers(m, np.asarray(notes[m.key], np.float64)) for m in log.measurements if m.key in notes]
         halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
-        # The error of one rounding: below it, nothing is told apart from its neighbours.
+        # The error of one rounding: smaller errors can't be distinguished.
         self.floor = max((float(jnp.finfo(dtype).eps) for dtype in halves), default=float(jnp.finfo(np.float32).eps))
 
     @functools.cached_property
@@ -62,17 +62,19 @@ class Findings:
         return {place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places}
 
     def places(self) -> Iterable[Place]:
-        """All of them, in order."""
+        """Returns all places, in program order."""
         return self.log.places
 
     def leaving(self, place: Place) -> list[Numbers]:
-        """Returns the rows that leave a place; gradients of parameters only where nothing else does."""
+        """Returns the values that leave a place; gradients of parameters only if there are no
+        others.
+        """
         found = [n for n in self.numbers if place in n.of.left]
         is_all = place.direction != "backward" or not found
         return found + [n for n in self.numbers if is_all and place in n.of.returned and n not in found]
 
     def entering(self, place: Place, numbers: Numbers, what: int = _ERROR) -> np.ndarray:
-        """The worst error of what had entered a place before a value was computed; in each step, if it is in a scan."""
+        """Returns the worst error that entered a place before a value, in each step of a scan."""
         worst = np.zeros(numbers.errors.shape)
         for other in self._entered.get(place, ()):
             if other.of.key < numbers.of.key:
@@ -81,16 +83,17 @@ class Findings:
         return worst
 
     def _enters(self, numbers: Numbers, place: Place) -> bool:
-        """A backward pass reads its module's activations, too."""
+        """Returns whether a value enters a place; backward reads the module's activations, too."""
         forward = Place(place.path, "forward")
         return place in numbers.of.entered or (
             place.direction == "backward" and (forward in numbers.of.entered or forward in numbers.of.left)
         )
 
     def jumps(self, place: Place, numbers: Numbers) -> np.ndarray:
-        """In which steps a value's error is the place's own.
+        """Returns the steps in which a value's error is made at the place itself.
 
-        A gradient that is zero but for rounding, as that of a bias before a normalisation, has no error to speak of.
+        A gradient that is zero except for rounding, such as that of a bias before a normalisation,
+        has no meaningful error.
         """
         jumps = numbers.errors > JUMP * np.maximum(self.entering(place, numbers), self.floor)
         if place.direction == "backward":
@@ -100,13 +103,13 @@ class Findings:
         return jumps
 
     def first_error(self, place: Place) -> Numbers | None:
-        """Returns the first value computed in a place whose error is the place's own; None where there is none."""
+        """Returns the first value in a place whose error is made there, or None."""
         depth = len(place.path)
         inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
         return next((n for n in inside if n.of.made.direction == place.direction and self.jumps(place, n).any()), None)
 
     def first_jump(self) -> tuple[Place, int | None] | None:
-        """The first place, the innermost where one is in another, and the step of the scan that it is in."""
+        """Returns the first place with a jump, the innermost if nested, and its scan's step."""
         found: list[tuple[int, Numbers, Place, int | None]] = []
         for numbers in self.numbers:
             if found and not _is_same_loop(found[0][1], numbers):
@@ -124,7 +127,7 @@ class Findings:
 
 
 def _with_whole_paths(log: Log) -> Log:
-    """The log, with what JAX has cut of some paths."""
+    """Returns the log with the path prefixes that JAX has dropped."""
     if not any(place.direction == "backward" for place in log.places):
         return log
     lost = lost_prefixes(place.path for place in log.places)
@@ -148,7 +151,10 @@ def _lengths(place: Place) -> range:
 
 
 def _first(jumps: np.ndarray, place: Place) -> int:
-    """The first of the outermost scan's steps; a backward pass goes through them from the last."""
+    """Returns the first step of the outermost scan with a jump.
+
+    A backward pass runs through the steps in reverse.
+    """
     if not jumps.ndim:
         return 0
     steps = np.flatnonzero(jumps.reshape(jumps.shape[0], -1).any(1))
@@ -160,14 +166,14 @@ def _turn(step: int, place: Place) -> int:
 
 
 def _is_same_loop(one: Numbers, other: Numbers) -> bool:
-    """Returns whether steps of the two follow each other: a later value may go wrong in an earlier step."""
+    """Returns whether two values share a loop: then the later may go wrong in an earlier step."""
     return one.errors.ndim > 0 and one.of.bodies[:1] == other.of.bodies[:1]
 
 
 def comparison_of(
     program: Program, log: Log, notes: dict[int, Any], has_nan: Sequence[Any], name: str, policy: str
 ) -> Comparison:
-    """The comparison, from the numbers that its program returned."""
+    """Returns the comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
     with naming(place.path for place in findings.places()):
         return _comparison(program, log, findings, has_nan, name, policy)
@@ -268,7 +274,7 @@ def _notes(program: Program, rows: Sequence[Row], unpaired: Sequence[str], has_n
 
 
 def _equal(program: Program, rows: Sequence[Row]) -> Iterable[str]:
-    """Says that nothing differs, where that was seen."""
+    """Yields a note if no difference was measured."""
     if not rows:
         yield "Nothing was measured: no array of numbers leaves a module, or is returned."
     elif not any(row.error or row.undefined for row in rows):

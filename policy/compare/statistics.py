@@ -1,4 +1,4 @@
-"""Distances between two arrays: a handful of numbers, computed where the arrays are."""
+"""Distances between two arrays: a few numbers, computed on the arrays' device."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# What stands for minus infinity in a mask would be the whole norm of what it masks, and its square overflows.
+# Masks' stand-ins for minus infinity would dominate the norm, and their squares overflow.
 _FILL = 1e18
 # In the order of `measured`. Of each, more is worse: so the largest of several is the worst.
 NAMES = ("error", "distance", "underflow", "subnormal", "overflow", "largest", "reference_largest", "undefined")
 
 
 def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
-    """`NAMES` of an array against one in float32 (or wider), as a float32 vector.
+    """Returns `NAMES` of an array against a float32 (or wider) reference, as a float32 vector.
 
-    A complex array is measured as its real and imaginary parts. Of integers and booleans the error is the share of the
-    elements that differ, and so is the distance; nothing of them underflows or overflows.
+    A complex array is measured as its real and imaginary parts. For integers and booleans, error
+    and distance are the share of the elements that differ, and nothing underflows or overflows.
 
-    error              norm of the difference / norm of the reference; infinite where a value overflows. The norms leave
-                       out what is beyond 1e18, which fills masks.
-    distance           1 - cosine of the angle between the two.
-    underflow          share of the elements that are 0 where the reference is not.
-    subnormal          share of the elements that are subnormal in `value`'s dtype.
-    overflow           share of the elements that are infinite or NaN where the reference is finite.
-    largest            the largest magnitude, infinite where there is a NaN or an infinity.
-    reference_largest  the same of the reference, where that is finite.
-    undefined          share of the elements where the reference is infinite or NaN itself.
+        error              norm of the difference / norm of the reference; infinite where a value
+                           overflows. The norms leave out magnitudes beyond 1e18, which fill masks.
+        distance           1 - cosine of the angle between the two.
+        underflow          share of the elements that are 0 where the reference is not.
+        subnormal          share of the elements that are subnormal in `value`'s dtype.
+        overflow           share of the elements that are infinite or NaN where the reference is
+                           finite.
+        largest            the largest magnitude, infinite if there is a NaN or an infinity.
+        reference_largest  the largest finite magnitude of the reference.
+        undefined          share of the elements where the reference itself is infinite or NaN.
 
     Args:
       value, reference: arrays of one shape.
@@ -57,8 +58,10 @@ def _share(value: Any, reference: Any, axes: Sequence[str]) -> Any:
 
 
 def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
-    """Sums and maxima, all of them in one pass: one reduction of several operands, which XLA fuses with what they are
-    computed from. Each by itself would write its operand out, and be compiled by itself."""
+    """Computes sums and maxima in one variadic reduction, which XLA fuses with its producers.
+
+    Separate reductions would each write their operand to memory, and be compiled separately.
+    """
     magnitude, size = jnp.abs(x), jnp.abs(reference)
     is_finite, was_finite = magnitude < jnp.inf, size < jnp.inf
     counts = (size < _FILL) & (magnitude < _FILL)
@@ -88,7 +91,7 @@ def _variadic(added: Sequence[Any], compared: Sequence[Any]) -> Sequence[Any]:
 
 
 def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
-    """`NAMES` of an array that is its own reference."""
+    """Returns `NAMES` of an array that is its own reference."""
     is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
     magnitude = jnp.abs(value if is_complex else value.astype(jnp.float32))
     is_nan = jnp.isnan(magnitude)
@@ -109,7 +112,7 @@ def _named(sums: Any, largest: Any) -> Any:
     difference, kept, own, underflow, subnormal, overflow, undefined, size = sums
     size = jnp.maximum(size, 1)
     error = jnp.where(difference == 0, 0, jnp.sqrt(difference / kept))
-    # Squares of what is below 1e-22 are zero: then the largest elements stand for all.
+    # Squares of numbers below 1e-22 are zero: then the largest elements stand for all.
     is_tiny = (kept == 0) & (largest[1] > 0) & (largest[1] < 1e-18)
     error = jnp.where(is_tiny, jnp.abs(largest[0] - largest[1]) / largest[1], error)
     error = jnp.where((overflow > 0) | jnp.isnan(error), jnp.inf, error)
@@ -123,7 +126,7 @@ def _named(sums: Any, largest: Any) -> Any:
 
 
 def limit_of(dtype: Any) -> float:
-    """The largest finite number of a dtype."""
+    """Returns the largest finite number of a dtype."""
     if dtype == np.bool_:
         return 1.0
     return float((jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(np.dtype(dtype)).max)
@@ -135,5 +138,5 @@ def is_discrete(dtype: Any) -> bool:
 
 
 def is_measurable(dtype: Any) -> bool:
-    """Returns whether arrays of a dtype can be compared: numbers and booleans, and not keys of random numbers."""
+    """Returns whether arrays of a dtype can be compared: numbers and booleans, not random keys."""
     return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))

@@ -1,15 +1,16 @@
 """Gradients of half-precision parameters, accumulated over their uses in float32.
 
-JAX adds up the cotangents of a value in that value's dtype: a bfloat16 parameter that is used 64 times gets its 64
-contributions added in bfloat16. Casting the parameter up and once down again doesn't help, because the sum then forms
-behind that one cast. So the loss is traced in the dtypes it was written for, and evaluated with each use of such a
-parameter reading the float32 copy through a cast of its own: the same values forward, float32 sums backward.
+JAX sums the cotangents of a value in that value's dtype: a bfloat16 parameter with 64 uses gets its
+64 contributions added in bfloat16. Casting the parameter up and down again once doesn't help,
+because the sum is then formed before that one cast. So the loss is traced in its own dtypes, and
+evaluated with each use of such a parameter reading the float32 copy through its own cast: the same
+values forward, float32 sums backward.
 
-It reaches every use in `jit`, `scan`, `cond` and `checkpoint`, and looks through what only moves data (reshape,
-transpose, broadcast, slice, gather: so an embedding's or a bias's gradient is a float32 sum too). It ends where a rule
-is someone else's: inside `custom_vjp`, `custom_jvp`, `while`, a jit with shardings of its own and other primitives with
-a body, cotangents add up in the parameter's dtype. The sum within one use, a matmul's, is the backend's: float32
-accumulation, rounded once.
+This reaches every use in `jit`, `scan`, `cond` and `checkpoint`, and looks through data movement
+(reshape, transpose, broadcast, slice, gather), so the gradient of an embedding or a bias is a
+float32 sum too. It ends at custom rules: inside `custom_vjp`, `custom_jvp`, `while`, a jit with its
+own shardings and other primitives with a sub-jaxpr, cotangents add up in the parameter's dtype. The
+sum within one use, such as a matmul's, is the backend's: float32 accumulation, rounded once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from policy.trees import is_overwritten
 
 
 def widened_value_and_grad(function: Callable[..., Any], argnums: int | Sequence[int]) -> Callable[..., Any]:
-    """`jax.value_and_grad(function, argnums, has_aux=True)`, with float32 gradients for half-precision leaves."""
+    """Returns `jax.value_and_grad` with aux and float32 gradients for half-precision leaves."""
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -63,7 +64,7 @@ def _is_half(leaf: Any) -> bool:
 
 
 def _trace(function: Callable[..., Any], leaves: list[Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """The jaxpr of `function`, and what rebuilds its output from the jaxpr's: aux may hold what is no array."""
+    """Returns the jaxpr of `function`, and a function that rebuilds its output with non-arrays."""
     found: list[Any] = []
 
     def arrays_of(*leaves: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Gradients that were taken here, so that a step can tell params from gradients, which are trees of one kind."""
+"""Registers gradients, so that a step can detect swapped params and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _taken: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def note_gradients(tree: T) -> T:
-    """Notes the arrays of a tree of gradients, and returns the tree."""
+    """Registers the arrays of a tree of gradients, and returns the tree."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             _taken[id(leaf)] = leaf
@@ -22,7 +22,7 @@ def note_gradients(tree: T) -> T:
 
 
 def are_swapped(params: Any, gradients: Any) -> bool:
-    """Returns whether all arrays of `params` are gradients that were taken here, and none of `gradients`."""
+    """Returns whether all arrays of `params` are registered gradients, and none of `gradients`."""
     leaves = jax.tree.leaves(params)
     return bool(leaves) and all(map(_is_noted, leaves)) and not any(map(_is_noted, jax.tree.leaves(gradients)))
 

@@ -1,4 +1,4 @@
-"""Gradients of a large batch, from microbatches that fit into memory: summed in float32 whatever they come in."""
+"""Gradients of a large batch from microbatches that fit into memory, summed in float32."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ T = TypeVar("T")
 
 
 def split_batch(batch: T, count: int) -> T:
-    """A batch as `count` microbatches: each leaf (B, ...) becomes (count, B / count, ...).
+    """Splits a batch into `count` microbatches: each leaf (B, ...) becomes (count, B / count, ...).
 
-    Microbatch i holds examples i, i + count, i + 2 count, ...: a batch sharded over its examples stays where it is.
+    Microbatch i holds examples i, i + count, i + 2 count, ..., so that a batch sharded over its
+    examples stays in place.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.split_batch({"x": jnp.arange(6)}, 2)
+    {'x': Array([[0, 2, 4],
+           [1, 3, 5]], dtype=int32)}
 
     Raises:
-      ValueError: `count` is no number of microbatches; a leaf's first axis is no multiple of it, or leaves differ in
-        that axis.
+      ValueError: `count` is not a positive integer; a leaf's first axis is not a multiple of it; or
+        leaves differ in that axis.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(
@@ -59,32 +66,44 @@ def accumulate_gradients(
     *,
     weights: ArrayLike | Sequence[float] | None = None,
 ) -> tuple[Any, Any]:
-    """Mean loss and mean gradients over microbatches, in a `lax.scan`: the memory of one backward pass.
+    """Computes mean loss and gradients over microbatches, with the memory of one backward pass.
 
-    ``loss, grads = accumulate_gradients(value_and_grad(loss_fn, grads="compute"), params, split_batch(batch, 8))``
+    The microbatches run in a `lax.scan`. Sums are float32, also if each microbatch's gradients are
+    narrower: ``grads = sum_k w_k g_k / sum_k w_k``. A non-finite microbatch makes the mean
+    non-finite, and the step is skipped. Across devices, `vary` the params first and `all_reduce`
+    the result, so that gradients are exchanged once per step, not once per microbatch.
 
-    Sums are float32, whatever dtype each microbatch's gradients come in: ``grads = sum_k w_k g_k / sum_k w_k``. One
-    that is not finite makes the mean so, and the step is skipped. Across devices, `vary` the params first and
-    `all_reduce` the result: then gradients cross once a step, not once a microbatch.
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> loss_fn = lambda params, batch: jnp.mean(params["w"] * batch)
+    >>> batches = policy.split_batch(jnp.arange(4.0), 2)
+    >>> step = policy.value_and_grad(loss_fn)
+    >>> loss, grads = policy.accumulate_gradients(step, {"w": jnp.float32(2)}, batches)
+    >>> float(loss), float(grads["w"])
+    (3.0, 1.5)
 
     Args:
-      value_and_grad_fn: called with `params` and a microbatch; what `value_and_grad` returned, with or without
-        `has_aux`, of either kind of gradients, or JAX's own.
-      params: a tree, handed on.
-      microbatches: a tree whose leaves have a first axis of K microbatches; keys for dropout are a leaf of it.
-      weights: (K,) how much each counts, such as its number of tokens where the loss is a mean over them. None weighs
-        all alike. They weigh on one device only: `all_reduce` takes the plain mean of the devices. A microbatch of
-        weight 0 is left out, also where it is not finite: the mean of no tokens is NaN.
+      value_and_grad_fn: called with `params` and a microbatch; a function from `value_and_grad`,
+        with or without `has_aux` and with either kind of gradients, or from JAX's.
+      params: a tree, passed on.
+      microbatches: a tree whose leaves have a first axis of K microbatches; keys for dropout are a
+        leaf of it.
+      weights: (K,) the weight of each microbatch, such as its number of tokens if the loss is a
+        mean over tokens. None weighs all alike. They apply on one device only: `all_reduce` takes
+        the plain mean over devices. A microbatch of weight 0 is left out, even if it is not finite:
+        the mean of no tokens is NaN.
 
     Returns:
-      `(loss, gradients)`, or `((loss, aux), gradients)` with each leaf of aux stacked, (K, ...). `ScaledGradients` keep
-      their scale, and are rounded once, to the dtype that they came in; a plain tree is float32, or what is wider.
-      What lies under `_overwrite_with_gradient` is no gradient: it is the largest of the microbatches' new values,
-      which for fp8's scales and histories of maxima is the whole batch's.
+      `(loss, gradients)`, or `((loss, aux), gradients)` with each leaf of aux stacked, (K, ...).
+      `ScaledGradients` keep their scale and are rounded once, to the dtype of each microbatch's
+      gradients; a plain tree is float32 or wider. Leaves under `_overwrite_with_gradient` are not
+      gradients: the result is the largest of the microbatches' new values, which equals the whole
+      batch's for fp8 scales and amax histories.
 
     Raises:
-      ValueError: `microbatches` has no leaf, or leaves that differ in their first axis; `weights` is not (K,).
-      TypeError: `value_and_grad_fn` is no function, or returns no `(value, gradients)`.
+      ValueError: `microbatches` has no leaf, or leaves that differ in their first axis; `weights`
+        is not (K,).
+      TypeError: `value_and_grad_fn` is not a function, or doesn't return `(value, gradients)`.
     """
     require_function(value_and_grad_fn, "accumulate_gradients")
     count = _count(microbatches)
@@ -113,11 +132,11 @@ def accumulate_gradients(
 
 
 class _Turn:
-    """The results of one microbatch, in the parts that are summed and those that are stacked.
+    """The results of one microbatch, divided into summed and stacked parts.
 
     Attributes:
-      has_aux, is_scaled: what was returned.
-      summed: (loss, gradients' tree).
+      has_aux, is_scaled: the form of the returned value and gradients.
+      summed: (loss, tree of gradients).
       stacked: (aux or None, scale or None).
     """
 
@@ -136,7 +155,11 @@ class _Turn:
 
 
 def _common(scales: jax.Array) -> jax.Array:
-    """The () scale of all (K,). Gradients of different scales have no sum: NaN, where that is seen only at run time."""
+    """Returns the () scale shared by all (K,).
+
+    Gradients of different scales have no sum: raises if they differ, or returns NaN if that is
+    known at run time only.
+    """
     same = jnp.all(scales == scales[0])
     if not isinstance(same, Tracer) and not same:
         raise ValueError(f"The microbatches' gradients should share one scale, but got {scales}.")
@@ -144,7 +167,7 @@ def _common(scales: jax.Array) -> jax.Array:
 
 
 def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:
-    """The start of a sum, or of a maximum: of the type that it will have, where types say where arrays lie."""
+    """Returns the start of a sum or maximum, with the sharding and varying type of the result."""
     if is_overwritten(path):
         start = make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like))
     else:

@@ -1,7 +1,8 @@
-"""Parameters that a user's own code reads: in compute_dtype, with gradients that are summed in float32.
+"""Parameters read by a user's own code: in compute_dtype, with gradients summed in float32.
 
-A cast at the read alone would sum the cotangents of all uses in half precision. So where a call may be differentiated,
-it is traced with casts that are marked as reads, and its program is evaluated with each use cast by itself.
+A cast at the read alone would sum the cotangents of all uses in half precision. So a call that may
+be differentiated is traced with casts marked as reads, and its program is evaluated with a separate
+cast for each use.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ CANNOT_BE_TRACED = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-"""Errors of calls that need the values of arrays, as eager ones may: they run as they are, with casts at the reads."""
+"""Errors of calls that need the values of arrays. Eager calls then run with casts at the reads."""
 
 
 def read_parameter(value: Any, dtype: DTypeLike) -> Any:
-    """Returns a parameter as a user's code reads it: floating arrays in `dtype`, everything else as stored.
+    """Returns a parameter as user code reads it: floating arrays in `dtype`, others as stored.
 
     Args:
       value: an array, or a tree of arrays.
@@ -64,10 +65,11 @@ def needs_float32_sums(policy: Policy | None, *trees: Any) -> bool:
 
 
 def with_float32_sums(call: Callable[..., Any], *trees: Any) -> Any:
-    """Returns ``call(*trees)``, whose marked reads of parameters have gradients that are summed in float32.
+    """Returns ``call(*trees)`` with float32 gradient sums for its marked reads of parameters.
 
     Raises:
-      the errors in `CANNOT_BE_TRACED`: the call needs the values of arrays, or returns what holds some.
+      the errors in `CANNOT_BE_TRACED`: the call needs the values of arrays, or returns an object
+        that holds arrays.
     """
 
     def marking(*trees: Any) -> Any:

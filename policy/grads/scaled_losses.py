@@ -1,7 +1,8 @@
-"""Losses that were scaled by hand, and gradients of them that reach an optimizer still scaled.
+"""Detects losses scaled by hand whose gradients reach an optimizer unscaled.
 
-A plain tree of gradients carries no scale, so no type tells a scaled one. What can be told, while a step is traced, is
-that `loss_scale.scale(loss)` ran and `loss_scale.unscale` did not.
+A plain tree of gradients carries no scale, so no type shows that it is scaled. While a step is
+traced, though, it can be recorded that `loss_scale.scale(loss)` ran and `loss_scale.unscale` did
+not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from policy.precedence import warn_once
 
 
 class _Pending(threading.local):
-    """The scales of this thread by which a traced loss was multiplied, and nothing divided since."""
+    """The scales of this thread that multiplied a traced loss, without a division since."""
 
     def __init__(self) -> None:
         self.scales: dict[Hashable, weakref.ref[Any] | None] = {}
@@ -31,7 +32,7 @@ _ABSENT: Any = object()
 
 
 def note_scaled(tree: Any, scale: Any) -> None:
-    """Notes that a loss under differentiation was scaled: a tree of one floating scalar that is traced."""
+    """Records that a loss under differentiation (one traced floating scalar) was scaled."""
     leaves = jax.tree.leaves(tree)
     if len(leaves) == 1 and isinstance(leaves[0], Tracer) and _is_loss(leaves[0]):
         key, scales = _key(scale), _pending.scales
@@ -39,12 +40,15 @@ def note_scaled(tree: Any, scale: Any) -> None:
 
 
 def note_unscaled() -> None:
-    """Notes that something was unscaled: by which scale doesn't matter, as jit gives one scale several tracers."""
+    """Records that something was unscaled.
+
+    The scale doesn't matter, because jit gives one scale several tracers.
+    """
     _pending.scales.clear()
 
 
 def warn_if_scaled(scale: Any) -> None:
-    """Warns where a loss was multiplied by `scale`, the optimizer's own, and nothing was unscaled since."""
+    """Warns if a loss was multiplied by the optimizer's `scale` without an unscaling since."""
     if _pending.scales.pop(_key(scale), _ABSENT) is not _ABSENT:
         warn_once(
             "loss_scale.scale(loss) was differentiated, and its gradients reached mixed_precision without "

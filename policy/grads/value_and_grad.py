@@ -1,7 +1,8 @@
-"""Gradients under a loss scale: `value_and_grad`, `grad` and the type of what is still scaled.
+"""Gradients under a loss scale: `value_and_grad`, `grad` and the type `ScaledGradients`.
 
-A plain gradient tree is true: unscaled, float32. A scaled one is another type, `ScaledGradients`, that carries its own
-scale and that no optimizer but `mixed_precision`'s accepts. So nobody can unscale twice, or forget to.
+A plain tree of gradients is unscaled and float32. Scaled gradients have another type,
+`ScaledGradients`, which carries its scale and which only `mixed_precision`'s optimizers accept. So
+gradients can't be unscaled twice, or not at all.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _WAY_OUT = (
 
 
 class _SaysItsUse(type):
-    """The class's repr names its use: JAX's errors on trees of another structure show the repr."""
+    """A metaclass whose repr names the class's use, for JAX's errors on tree structures."""
 
     def __repr__(cls) -> str:
         return f"<class '{cls.__module__}.{cls.__qualname__}': hand it whole to apply_gradients>"
@@ -51,21 +52,32 @@ def _refuses(operation: str) -> Callable[..., NoReturn]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class ScaledGradients(metaclass=_SaysItsUse):
-    """Gradients of a scaled loss, with the scale that they carry.
+    """Gradients of a scaled loss, with their scale.
 
-    `apply_gradients`, and `update` of `mixed_precision`, divide them by that scale, once. Everything else refuses them:
-    the type is a pytree node of its own, so its structure is no parameter tree's, and the scale travels sealed (its
-    bits are the data of a PRNG key array), so that arithmetic mapped over the leaves, a sum over devices included,
-    raises instead of changing it.
+    `apply_gradients`, and `update` of `mixed_precision`, divide them by the scale, once. Everything
+    else refuses them. The type is a pytree node of its own, so its structure differs from a
+    parameter tree's. The scale is sealed: its bits are the data of a PRNG key array, so that
+    arithmetic mapped over the leaves, a sum over devices included, raises instead of changing it.
 
-    Under a `flax.training.train_state.TrainState` a tree with the collection `_overwrite_with_gradient` may be indexed.
+    Under a `flax.training.train_state.TrainState` a tree with the collection
+    `_overwrite_with_gradient` may be indexed.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> grads = policy.ScaledGradients({"w": jnp.array([8.0])}, 4.0)
+    >>> grads.scale
+    Array(4., dtype=float32)
+    >>> grads * 2
+    Traceback (most recent call last):
+        ...
+    TypeError: Arithmetic of ScaledGradients is refused. ...
 
     Args:
       tree: the scaled gradients, in any floating dtype.
       scale: () float32, positive.
 
     Raises:
-      ValueError: `scale` is concrete and not positive and finite, or not a scalar.
+      ValueError: `scale` is not a scalar, or is concrete and not positive and finite.
     """
 
     __slots__ = ("_sealed_scale", "_tree")
@@ -85,12 +97,12 @@ class ScaledGradients(metaclass=_SaysItsUse):
 
     @property
     def scale(self) -> jax.Array:
-        """() float32: what the gradients were multiplied by."""
+        """The () float32 factor that the gradients were multiplied by."""
         bits = jax.random.key_data(self._sealed_scale)[..., 0]
         return lax.bitcast_convert_type(bits, jnp.float32)
 
     def with_tree(self, tree: Any) -> ScaledGradients:
-        """Another tree of gradients of the same scale."""
+        """Returns another tree of gradients with this scale."""
         return ScaledGradients.tree_unflatten(None, (tree, self._sealed_scale))
 
     def tree_flatten_with_keys(self):
@@ -108,10 +120,13 @@ class ScaledGradients(metaclass=_SaysItsUse):
         return isinstance(self._tree, Mapping) and key in self._tree
 
     def __getitem__(self, key: Any) -> Any:
-        """The part of the tree under `key`, still scaled; fp8's overwritten collection, which is not scaled, as is.
+        """Returns the part of the tree under `key`, still scaled.
+
+        The overwritten collection of fp8 is returned as it is, since it is not scaled.
 
         Raises:
-          TypeError: the tree has no overwritten collection, so that Flax has no reason to look inside.
+          TypeError: the tree has no overwritten collection, so that Flax has no reason to look
+            inside.
         """
         if OVERWRITE_WITH_GRADIENT not in self:
             raise TypeError(f"Indexing ScaledGradients with [{key!r}] is refused. {_WAY_OUT}")
@@ -137,10 +152,12 @@ class ScaledGradients(metaclass=_SaysItsUse):
 
 
 def _refuse_optax(frame: Any) -> None:
-    """Refuses to be flattened by optax's own code, whose errors on the sealed scale would not say what to do.
+    """Raises if optax's own code flattens the gradients.
+
+    Its errors on the sealed scale wouldn't say what to do instead.
 
     Args:
-      frame: the caller's; those of JAX are passed over.
+      frame: the caller's; frames of JAX are skipped.
     """
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jax":
         frame = frame.f_back
@@ -152,8 +169,8 @@ def _unused(*_: Any) -> Any:
     raise TypeError("The scale of ScaledGradients is no PRNG key: only mixed_precision reads it.")
 
 
-# Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept dtypes float32,
-# key<ScaledGradients: hand them whole to apply_gradients>`.
+# Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept
+# dtypes float32, key<ScaledGradients: hand them whole to apply_gradients>`.
 _SEAL: Any = define_prng_impl(
     key_shape=(1,),
     seed=_unused,
@@ -178,29 +195,42 @@ def value_and_grad(
     loss_scale: LossScale | ArrayLike | None = None,
     grads: GradientKind = "float32",
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, under a policy and a loss scale.
+    """Differentiates `loss_fn` as `jax.value_and_grad` does, under a policy and a loss scale.
 
-    The loss is cast to float32 before it is scaled, and returned unscaled. Gradients accumulate over the uses of a
-    parameter in float32, also where the parameter itself is stored in half precision; `policy.grads.half_params` says
-    where that ends. What lies under a mapping key `_overwrite_with_gradient` is left alone, aux too.
+    The loss is cast to float32 before it is scaled, and returned unscaled. Gradients accumulate
+    over the uses of a parameter in float32, even if the parameter is stored in half precision;
+    `policy.grads.half_params` states the limits. Leaves under a mapping key
+    `_overwrite_with_gradient`, and aux, are left alone.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> loss_fn = lambda params: jnp.sum(jnp.square(params["w"]))
+    >>> params = {"w": jnp.array([1.0, 2.0], jnp.bfloat16)}
+    >>> loss, grads = policy.value_and_grad(loss_fn, loss_scale=1024.0)(params)
+    >>> float(loss), grads["w"]
+    (5.0, Array([2., 4.], dtype=float32))
 
     Args:
       loss_fn: returns a floating scalar, or with `has_aux` a pair `(loss, aux)`.
       argnums: the positional arguments to differentiate by, as in JAX.
       has_aux: whether `loss_fn` returns a pair.
-      policy: a Policy or its text form, in force while `loss_fn` is traced. None leaves what is in force.
+      policy: a Policy or its text form, in force while `loss_fn` is traced. None keeps the policy
+        in force.
       loss_scale: None, a loss scale such as `loss_scale_of(opt_state)`, or a positive number.
-      grads: "float32" returns a plain tree: unscaled, float32 (float64 and complex leaves keep their dtype).
-        "compute" returns `ScaledGradients`: still scaled, rounded once, at the end, to the policy's compute_dtype; to
-        nothing where neither `policy` nor a scope gives one, or where it is wider.
+      grads: "float32" returns a plain tree: unscaled, float32 (float64 and complex leaves keep
+        their dtype). "compute" returns `ScaledGradients`: still scaled, rounded once, at the end,
+        to the policy's compute_dtype; not rounded if there is no policy or its compute_dtype is
+        wider.
 
     Returns:
-      A function of `loss_fn`'s arguments that returns `(loss, gradients)` or `((loss, aux), gradients)`.
+      A function of `loss_fn`'s arguments that returns `(loss, gradients)` or `((loss, aux),
+      gradients)`.
 
     Raises:
       ValueError: `grads` is unknown or the scale not positive.
-      TypeError: `loss_fn` is no function, `argnums` no positions; on the call, the loss is not a floating scalar, or an
-        argument to differentiate by holds integers, PRNG keys or nnx references.
+      TypeError: `loss_fn` is not a function, or `argnums` are not positions; on the call, the loss
+        is not a floating scalar, or an argument to differentiate by holds integers, PRNG keys or
+        nnx references.
     """
     _require_loss(loss_fn, argnums)
     finish = Finish.of(policy, loss_scale, grads)
@@ -227,7 +257,17 @@ def grad(
     loss_scale: LossScale | ArrayLike | None = None,
     grads: GradientKind = "float32",
 ) -> Callable[..., Any]:
-    """`value_and_grad` without the value: returns the gradients, or with `has_aux` the pair `(gradients, aux)`."""
+    """Differentiates `loss_fn` as `value_and_grad` does, without returning the loss.
+
+    The new function returns the gradients, or with `has_aux` the pair `(gradients, aux)`. Arguments
+    and errors are those of `value_and_grad`.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.grad(lambda w: jnp.sum(w * w))(jnp.array([1.0, 3.0], jnp.bfloat16))
+    Array([2., 6.], dtype=float32)
+    """
     differentiated = value_and_grad(loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads)
 
     @functools.wraps(loss_fn)
@@ -239,7 +279,7 @@ def grad(
 
 
 class Finish:
-    """Unscales raw gradients, or rounds and keeps them, for `value_and_grad` here and in the nnx wing.
+    """Turns raw gradients into unscaled ones or `ScaledGradients`, for both wings.
 
     Attributes:
       policy: in force while the loss is traced, or None.
@@ -269,7 +309,10 @@ class Finish:
 
 
 def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) -> Callable[..., Any]:
-    """`loss_fn` as `(scaled float32 loss, (loss, aux))`. Raises TypeError where it returns no floating scalar."""
+    """Returns `loss_fn` with the result `(scaled float32 loss, (loss, aux))`.
+
+    The new function raises TypeError if the loss is not a floating scalar.
+    """
 
     @functools.wraps(loss_fn)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -281,7 +324,10 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
 
 
 def with_scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """`loss_fn`, which raises TypeError where it returns no floating scalar, or with `has_aux` no pair."""
+    """Returns `loss_fn` with a TypeError for results other than a floating scalar.
+
+    With `has_aux` the result must be a pair of one and aux.
+    """
 
     @functools.wraps(loss_fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -333,7 +379,7 @@ def _shortened(x: Any) -> str:
 
 
 def _scale_value(loss_scale: Any) -> ArrayLike:
-    """The () scale of a loss scale object, of ours or of a like class, or of a number; traced ones too."""
+    """Returns the () scale, possibly traced, of a number or a loss scale (ours or similar)."""
     if isinstance(loss_scale, (jax.Array, np.ndarray)):
         scale = loss_scale
     elif hasattr(loss_scale, "loss_scale") and not isinstance(loss_scale, type):

@@ -13,19 +13,21 @@ class Markup(str):
 
 
 def escaped(text: object) -> Markup:
-    """Any text as HTML that shows it."""
+    """Returns any text as HTML that shows it."""
     return text if isinstance(text, Markup) else Markup(html.escape(str(text)))
 
 
 def join(parts: Iterable[object]) -> Markup:
-    """Parts one after the other, each escaped unless it is `Markup`."""
+    """Joins parts, escaping each unless it is `Markup`."""
     return Markup("".join(map(escaped, parts)))
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """An element. Attributes are named as in HTML, with `_` for `-` (and at the end, where Python has the word).
+    """Returns an HTML element.
 
-    One that is None or False is left out; one that is True stands alone.
+    Attributes are named as in HTML, with `_` for `-` and a trailing `_` after Python keywords.
+
+    An attribute that is None or False is left out; one that is True has no value.
     """
     given = [
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escaped(value)}"')

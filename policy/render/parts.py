@@ -11,11 +11,12 @@ from policy.render.markup import Markup, escaped, tag
 OUTSIDE = "(outside of any module)"
 _KNOWN = ("float64", "float32", "bfloat16", "float16")
 
-Cell = tuple[object, float | None]  # what is shown, and the number that it sorts by, or None: by its text
+# the content, and the number to sort by, or None to sort by text
+Cell = tuple[object, float | None]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
-    """A table that sorts by a click on a heading, and becomes cards where the screen is narrow."""
+    """Returns a table that sorts by a click on a heading, and becomes cards on narrow screens."""
     header = [tag("th", tag("button", name, type="button"), scope="col", aria_sort="none") for name in columns]
     body = [tag("tr", *map(_cell, columns, row)) for row in rows]
     return tag("table", tag("thead", tag("tr", *header)), tag("tbody", *body))
@@ -29,17 +30,17 @@ def _cell(column: str, cell: Cell) -> Markup:
 
 
 def _sortable(value: float) -> object:
-    """A number as JavaScript reads it; what is no number is the worst there is."""
+    """Returns a number as JavaScript reads it; NaN sorts as the worst."""
     return value if math.isfinite(value) else "-Infinity" if value < 0 else "Infinity"
 
 
 def link(path: str, ids: Mapping[str, str]) -> Markup:
-    """A module's path, leading to its place in the tree where it has one."""
+    """Returns a module's path, linked to its place in the tree if it has one."""
     return tag("a", path or OUTSIDE, href=f"#{ids[path]}", class_="path") if path in ids else escaped(path or OUTSIDE)
 
 
 def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
-    """Returns the pieces of a bar. `total` would fill all of it; None stands for the sum of the shares."""
+    """Returns the pieces of a bar that `total` fills; None stands for the sum of the shares."""
     total = sum(shares.values()) if total is None else total
     widths = {dtype: amount / total for dtype, amount in shares.items() if amount}
     return [
@@ -66,7 +67,7 @@ def bar(what: str, shares: Mapping[str, int], form: Callable[[int], str]) -> Mar
 
 
 def colour(dtype: str) -> str:
-    """The class that colours a dtype."""
+    """Returns the CSS class that colours a dtype."""
     if dtype in _KNOWN:
         return dtype
     if re.fullmatch(r"float[1-8]\w*", dtype):
@@ -83,7 +84,7 @@ def chips(dtypes: Iterable[str]) -> Iterable[Markup]:
 
 
 def figure(number: float, form: str) -> str:
-    """A number as a format writes it; what is not finite as a sign, which has no percent."""
+    """Formats a number; infinities are written as signs, without a percent sign."""
     if math.isnan(number):
         return "NaN"
     return format(number, form) if math.isfinite(number) else "∞" if number > 0 else "-∞"
@@ -102,7 +103,7 @@ def bytes_text(number: int) -> str:
 
 
 def _in_units(number: int, units: Mapping[str, float], below: str) -> str:
-    """Three digits of a number, in the largest unit that it reaches."""
+    """Returns three digits of a number, in the largest unit that it reaches."""
     unit, size = next(((unit, size) for unit, size in units.items() if number >= size), (below, 1.0))
     digits = number / size
     return f"{digits:.0f} {unit}" if digits >= 100 else f"{digits:.3g} {unit}"

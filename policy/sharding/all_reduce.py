@@ -1,9 +1,10 @@
-"""Gradients across devices: in which dtype they are summed, and where.
+"""Gradients across devices: the dtype and the place of their sums.
 
-Under `jax.shard_map` backward sums the gradient of a param over the devices at the point where the param became
-device-varying, in the dtype that it had there. `vary` moves that point, and so decides the dtype; or it leaves
-gradients on their device, for `all_reduce` to sum once. Under `jax.jit` with sharded arrays the partitioner sums, in
-the dtype of what the weight gradient's dot returns: nothing here reaches it, and `collectives_of` shows what it was.
+Under `jax.shard_map`, backward sums the gradient of a param over the devices at the point where the
+param became device-varying, in the dtype that it had there. `vary` moves that point, and so decides
+the dtype, or it leaves gradients on their device for `all_reduce` to sum once. Under `jax.jit` with
+sharded arrays the partitioner sums in the result dtype of the weight gradient's dot. Nothing here
+reaches that sum; `collectives_of` shows it.
 """
 
 from __future__ import annotations
@@ -30,26 +31,38 @@ Axis: TypeAlias = Hashable | Sequence[Hashable]
 
 
 def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
-    """`params`, the same numbers, as values of each device: decides where and how their gradients are summed.
+    """Makes `params` device-varying; decides where and how their gradients are summed.
 
-    ``vary(params, "data")``, before `value_and_grad`: gradients stay on their device. Reduce them with `all_reduce`,
-    once for all microbatches.
+    ``vary(params, "data")``, before `value_and_grad`: gradients stay on their device. Reduce them
+    with `all_reduce`, once for all microbatches.
 
-    ``vary(params, "data", "bfloat16")``, inside the loss: backward casts the gradient of each param to that dtype, sums
-    it over the axis, and returns it. It is the gradient of what was written, so a sum over the
-    devices' losses: take `lax.pmean` of the loss, which also divides before the sum, where float16 would overflow.
+    ``vary(params, "data", "bfloat16")``, inside the loss: backward casts the gradient of each param
+    to that dtype, sums it over the axis, and returns it. This is the exact gradient of the code, so
+    it sums over the devices' losses: take `lax.pmean` of the loss, which also divides before the
+    sum, where float16 would overflow.
 
-    What lies under `_overwrite_with_gradient` takes the largest of the devices' new values, as in `all_reduce`.
+    Leaves under `_overwrite_with_gradient` take the largest of the devices' new values, as in
+    `all_reduce`.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> def gradient(w, x):  # one device's, of its part of the batch
+    ...     grads = policy.grad(lambda w: jnp.sum(w * x))(policy.vary(w, "data"))
+    ...     return policy.all_reduce(grads, "data", "bfloat16")
+    >>> step = jax.vmap(gradient, in_axes=(None, 0), axis_name="data")
+    >>> step(jnp.float32(1), jnp.array([1.0, 3.0]))
+    Array([2., 2.], dtype=float32)
 
     Args:
-      params: a tree. Floating and complex leaves become varying, others stay. A leaf that varies over the axis already
-        stays as it is.
+      params: a tree. Floating and complex leaves become varying, others are unchanged, as are
+        leaves that vary over the axis already.
       axis: a mapped axis of `jax.shard_map` or `jax.vmap`, or a sequence of them.
-      all_reduce_dtype: what gradients are summed in; None leaves it open: `all_reduce` decides, or JAX where the
-        differentiated params aren't the varying ones.
+      all_reduce_dtype: the dtype that gradients are summed in. None leaves it to `all_reduce`, or
+        to JAX if the differentiated params aren't the varying ones.
 
     Raises:
-      ValueError: an axis that is not mapped here, or a dtype that gradients can't be summed in.
+      ValueError: an axis is not mapped here, or gradients can't be summed in the dtype.
     """
     axes = _as_axes(axis)
     typed = frozenset(a for a in axes if is_typed(a))
@@ -73,9 +86,10 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
 def _reducing_vary(
     axes: tuple[Any, ...], typed: frozenset[Any], dtype: np.dtype, overwritten: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """A function that makes an array vary over `axes`, and whose backward reduces over them in `dtype`.
+    """Returns a function that makes an array vary over `axes`; backward reduces in `dtype`.
 
-    It is jitted for its name, by which `value_and_grad` knows that a param's gradient goes through it in float32.
+    It is jitted for its name, by which `value_and_grad` recognises that a param's gradient passes
+    through it in float32.
     """
 
     @jax.custom_vjp
@@ -92,7 +106,8 @@ def _reducing_vary(
         return move(x)
 
     move.defvjp(lambda x: (move(x), None), backward)
-    name = ".".join(["vary", *map(str, axes), "max" if overwritten else dtype.name])  # dots: no other function's name
+    # dots: no other function's name
+    name = ".".join(["vary", *map(str, axes), "max" if overwritten else dtype.name])
     while name in MOVING_JITS:  # of other axes of that name, or elsewhere typed
         name += "."
     vary.__name__ = name
@@ -101,22 +116,32 @@ def _reducing_vary(
 
 
 def all_reduce(grads: T, axis: Axis, dtype: DTypeLike) -> T:
-    """The mean over a mapped axis of each device's own gradients, summed in `dtype`.
+    """Returns the mean of each device's own gradients over a mapped axis, summed in `dtype`.
 
-    ``mean = sum over devices of cast(g / devices)``: the division, in float32, comes before the cast and the sum, so
-    that 8 float16 gradients of 20000 have a mean, and costs no pass of its own. Each leaf is rounded to `dtype` once.
+    ``mean = sum over devices of cast(g / devices)``: the division, in float32, precedes the cast
+    and the sum, so that the mean of 8 float16 gradients of 20000 is finite; it costs no pass of its
+    own. Each leaf is rounded to `dtype` once.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> mean = lambda g: policy.all_reduce(g, "data", "float16")
+    >>> jax.vmap(mean, axis_name="data")(jnp.array([20000.0, 60000.0]))
+    Array([40000., 40000.], dtype=float32)
 
     Args:
-      grads: `ScaledGradients`, which keep their scale and come back in `dtype`, for the step to read; or a plain tree,
-        which comes back in float32 (float64 where it was), as plain gradients are. Complex leaves keep their dtype.
-        What lies under `_overwrite_with_gradient` is no gradient: it takes the largest of the devices' new values,
-        which for fp8's scales and histories of maxima is what one device would have found in the whole batch.
+      grads: `ScaledGradients`, which keep their scale and are returned in `dtype`, for the step to
+        read; or a plain tree, which is returned in float32 (float64 stays float64), as plain
+        gradients are. Complex leaves keep their dtype. Leaves under `_overwrite_with_gradient` are
+        not gradients: they take the largest of the devices' new values, which equals one device's
+        result on the whole batch for fp8 scales and amax histories.
       axis: a mapped axis of `jax.shard_map` or `jax.vmap`, or a sequence of them.
       dtype: float32, bfloat16, float16 or float64.
 
     Raises:
-      ValueError: an axis that is not mapped here; a dtype that gradients can't be summed in; gradients whose type says
-        that they are the same on every device of the axis: backward has summed them already.
+      ValueError: an axis is not mapped here; gradients can't be summed in the dtype; or the
+        gradients' type says that they are equal on every device of the axis, because backward has
+        summed them already.
     """
     axes, dtype = _as_axes(axis), _reducing_dtype(dtype)
     if isinstance(grads, ScaledGradients):

@@ -1,8 +1,8 @@
-"""In which dtype devices exchange numbers: read from the program, not guessed.
+"""The dtypes in which devices exchange numbers, read from the program.
 
-Under `jax.jit` with sharded arrays there is no collective in the program that was written; XLA's partitioner puts them
-in. What it put there can't be read from the compiled program either: XLA:CPU sums in float32 what the partitioner wrote
-as a bfloat16 all-reduce. So the module is read as it leaves the partitioner.
+Under `jax.jit` with sharded arrays the written program has no collectives; XLA's partitioner
+inserts them. The compiled program doesn't show them either: XLA:CPU sums a bfloat16 all-reduce in
+float32. So the module is read as it leaves the partitioner.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ from policy.policy import parse_dtype
 class Collective:
     """One exchange between devices.
 
+    >>> import policy
+    >>> print(policy.Collective("all-reduce", "bfloat16", (8,), ("data",), "jit(step)/psum"))
+    all-reduce bfloat16[8] over data: jit(step)/psum
+
     Attributes:
       operation: "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute".
-      dtype: of what is exchanged, by name: "bfloat16".
-      shape: of one device's result.
-      axes: names of the mesh axes over which devices exchange; () where they could not be told.
-      name: the JAX operation that it was made for, with its name scopes.
-      path: the module path, as rules take it; "" outside of any module.
+      dtype: the name of the exchanged dtype: "bfloat16".
+      shape: the shape of one device's result.
+      axes: names of the mesh axes over which devices exchange; () if they are unknown.
+      name: the originating JAX operation, with its name scopes.
+      path: the module path, as in rules; "" outside of any module.
     """
 
     operation: str
@@ -50,7 +54,7 @@ class Collective:
 
     @property
     def size(self) -> int:
-        """Number of elements in one device's result."""
+        """The number of elements in one device's result."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -62,26 +66,38 @@ class Collective:
 def collectives_of(
     fn: Callable[..., Any], *args: Any, stage: Literal["partitioned", "traced"] = "partitioned"
 ) -> list[Collective]:
-    """Every exchange between devices that a call of `fn` makes, in the dtype that it is made in.
+    """Returns every exchange between devices in a call of `fn`, with its dtype.
 
-    Nothing is run. One inside of a loop is listed once, and those of both branches of a `lax.cond`.
+    Nothing is run. A collective inside a loop is listed once, and the collectives of both branches
+    of a `lax.cond` are listed.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> auto = (jax.sharding.AxisType.Auto,)
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=auto)
+    >>> total = lambda x: jax.lax.psum(x.astype(jnp.bfloat16), "data")
+    >>> fn = jax.shard_map(total, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    >>> policy.collectives_of(fn, jnp.ones(4), stage="traced")[0].dtype
+    'bfloat16'
 
     Args:
       fn: a function, or a jitted one, with its shardings and donated arguments.
       *args: arrays, or `jax.ShapeDtypeStruct`, with the shardings of the call.
-      stage: "partitioned" compiles `fn` for the devices at hand, and reads the program as XLA's partitioner left it:
-        collectives of `jax.jit` over sharded arrays and of `jax.shard_map` alike. What a backend does later isn't
-        there: the CPU's widens bfloat16 sums to float32, a GPU's joins several into one. A program for one device has
-        none.
-        "traced" reads the jaxpr: what `jax.shard_map` was written to do, backward included. It compiles nothing and
-        needs no devices (`jax.sharding.AbstractMesh`), and sees nothing of what the partitioner adds.
+      stage: "partitioned" compiles `fn` for the available devices and reads the program as XLA's
+        partitioner left it, with the collectives of `jax.jit` over sharded arrays and of
+        `jax.shard_map` alike. Later changes by a backend are not included: the CPU's widens
+        bfloat16 sums to float32, a GPU's joins several into one. A program for one device has none.
+        "traced" reads the jaxpr: the collectives written in `jax.shard_map`, backward included. It
+        compiles nothing, needs no devices (`jax.sharding.AbstractMesh`), and doesn't see the
+        partitioner's additions.
 
     Returns:
       Collectives, in the order of the program's text.
 
     Raises:
-      TypeError: `fn` is no function.
-      ValueError: `stage` is another.
+      TypeError: `fn` is not a function.
+      ValueError: `stage` is unknown.
       RuntimeError: the partitioned program can't be read: this backend writes none.
     """
     require_function(fn, "collectives_of")
@@ -110,13 +126,14 @@ def _traced_at(sites: list[Site]) -> Iterator[Collective]:
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:
-    """The HLO module after partitioning, "" for a program of one device; and a mesh that it was made for, or None."""
+    """Returns the partitioned HLO module ("" for one device) and its mesh, or None."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "xla_dump_to": folder,
             "xla_dump_hlo_pass_re": "spmd-partitioning",
             "xla_dump_hlo_as_text": True,
-            # Part of the key of JAX's compilation cache, out of which a program writes nothing; does nothing else.
+            # Part of the key of JAX's compilation cache, out of which a program writes nothing;
+            # does nothing else.
             "xla_debug_buffer_assignment_show_max": random.SystemRandom().randrange(16, 2**31),
         }
         compiled = lowered.compile(compiler_options=options)
@@ -151,7 +168,7 @@ def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
 
 
 def _path_of(name: str) -> Path:
-    """The module path in the name of an operation, whose last part is the primitive's."""
+    """Returns the module path in an operation's name, whose last part is the primitive's."""
     return path_of(name.rpartition("/")[0])
 
 
@@ -180,7 +197,10 @@ def _dtype_name(hlo: str) -> str:
 
 
 def _axes(attributes: str, mesh: Any) -> tuple[str, ...]:
-    """The axes of `mesh` whose devices form the groups of a collective. Partitions are numbered as the mesh is."""
+    """Returns the axes of `mesh` whose devices form the groups of a collective.
+
+    Partitions are numbered as in the mesh.
+    """
     if mesh is None:
         return ()
     pairs = re.search(r"source_target_pairs=\{(\{[^=]*?\})\}", attributes)
@@ -201,7 +221,7 @@ Groups = frozenset[frozenset[int]]
 
 
 def _groups(attributes: str) -> Groups | None:
-    """Returns the groups of partitions that exchange with each other, from the three ways that HLO has of saying so."""
+    """Returns the groups of partitions that exchange, from any of HLO's three notations."""
     if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
         return frozenset(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([0-9,]+)\}", listed[1]))
     if counted := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):
@@ -222,15 +242,15 @@ def _ints(text: str) -> list[int]:
 
 
 def _numbers(sizes: str, order: str | None) -> np.ndarray:
-    """Partitions counted along axes of these sizes, then transposed."""
+    """Returns partition numbers counted along axes of these sizes, then transposed."""
     shape = _ints(sizes)
     return np.arange(math.prod(shape)).reshape(shape).transpose(_ints(order) if order else None)
 
 
 def _groups_over(sizes: Any, axes: Any, numbers: np.ndarray | None = None) -> Groups:
-    """The groups of partitions that differ in their place along some axes of a mesh only.
+    """Returns the groups of partitions whose positions differ along the given mesh axes only.
 
-    They are counted along the mesh's axes, or are `numbers`.
+    Partitions are counted along the mesh's axes, or numbered by `numbers`.
     """
     numbers = (np.arange(math.prod(sizes)) if numbers is None else numbers).reshape(sizes)
     rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(-1, math.prod(sizes[a] for a in axes))

@@ -1,4 +1,4 @@
-"""suggest: the cheapest rules under which a policy meets an error budget, found by measuring."""
+"""suggest: finds by measurement the cheapest rules under which a policy meets an error budget."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ _MOST_CONFIRMATIONS = 6
 class Evidence:
     """Measurements of one path.
 
+    >>> from policy.suggest.suggest import Evidence
+    >>> Evidence("head", alone=0.2, cost=0.1, keeps=True).path
+    'head'
+
     Attributes:
       path: the module path, its names joined by "/".
-      alone: the error where this path alone is in half precision, and all else in float32.
-      cost: its share of the FLOPs and of the bytes that half precision has in the program, both together; of 2.
+      alone: the error with this path alone in half precision, and everything else in float32.
+      cost: its share of the program's half-precision FLOPs plus its share of the bytes; at most 2.
       keeps: whether it is kept in float32.
     """
 
@@ -45,19 +49,29 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """Rules that keep what is sensitive in float32. ``print(suggestion)`` shows code.
+    """Rules that keep sensitive modules in float32; ``print(suggestion)`` shows code.
+
+    >>> from policy import PolicyRules
+    >>> from policy.suggest.suggest import Suggestion
+    >>> rules = PolicyRules({"head": "float32"})
+    >>> print(Suggestion(rules, "mixed_float16", 0.1, 0.01, 0.01, 1.0, ()).code())
+    rules = PolicyRules([
+        ("head", "float32"),
+    ])
 
     Attributes:
-      rules: to go with the policy; empty where the policy by itself meets the budget.
-      policy: its text form, the short one where it has one; "" where the function is in half as it is written.
-      budget: the error that was asked for.
-      error: what the rules give, applied for real.
-      emulated: what was foreseen.
-      without: the error without rules, as foreseen.
-      evidence: of each path, the most sensitive first.
+      rules: to use with the policy; empty if the policy by itself meets the budget.
+      policy: its text form, the short one if it has one; "" if the function is half precision as
+        written.
+      budget: the requested error.
+      error: the measured error with the rules applied.
+      emulated: the predicted error with the rules.
+      without: the predicted error without rules.
+      evidence: for each path, the most sensitive first.
       of: "outputs" or "gradients".
-      route: how the rules are applied: "scope" by layers that obey it, "autocast", or "as written".
-      runs, compilations: how many it took.
+      route: the way the rules are applied: "scope" by layers that obey it, "autocast", or "as
+        written".
+      runs, compilations: the numbers of runs and compilations used.
     """
 
     rules: PolicyRules
@@ -78,7 +92,7 @@ class Suggestion:
         return tuple(evidence.path for evidence in self.evidence if evidence.keeps)
 
     def code(self) -> str:
-        """The rules as Python to paste."""
+        """Returns the rules as Python code to paste."""
         return f"rules = {code_of((str(pattern), short_text(policy)) for pattern, policy in self.rules)}"
 
     def __str__(self) -> str:
@@ -113,35 +127,49 @@ def suggest(
     params: Params = None,
     **kwargs: Any,
 ) -> Suggestion:
-    """The cheapest rules found that keep `fn(*args, **kwargs)` under `policy` within `error` of float32.
+    """Finds the cheapest rules that keep a call under `policy` within `error` of float32.
 
-    One program computes the function in float32 and rounds each value as the policy would, except at the paths that
-    its flags name: it is compiled once. It measures each path alone in half precision, then sets of paths: of up to
-    eight paths all that cost less than one that suffices, else with two runs for each path, and one more for each that
-    is kept, to drop what turned out superfluous. Then the rules are applied for real, in a second program, and what
-    that returns is measured. Where it misses the budget, another set is confirmed: each time is one more compilation.
+    One program, compiled once, computes the function in float32 and rounds each value as the policy
+    would, except at the paths selected by its flags. It measures each path alone in half precision,
+    then sets of paths: for up to eight paths, all sets that cost less than one that suffices;
+    otherwise two runs for each path, and one more for each kept path, to drop superfluous ones.
+    Then the rules are applied in a second program, whose outputs are measured. If it misses the
+    budget, another set is confirmed, with one more compilation each time.
 
-    ```python
-    suggestion = suggest(model.apply, variables, batch, error=1e-2, policy="mixed_float16")
-    print(suggestion)             # code to paste, and the evidence
-    with use_policy("mixed_float16", suggestion.rules): ...
-    ```
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> def fn(w, x):
+    ...     with jax.named_scope("body"):
+    ...         x = jnp.dot(x, w)  # 48000
+    ...     with jax.named_scope("head"):
+    ...         return jnp.dot(x, w)  # 7680000, beyond float16
+    >>> w, x = jnp.full((16, 16), 10.0), jnp.full((1, 16), 300.0)
+    >>> suggestion = policy.suggest(fn, w, x, error=0.1, policy="mixed_float16")
+    >>> suggestion.paths
+    ('head',)
+
+    ``print(suggestion)`` shows code to paste and the evidence; `suggestion.rules` goes with the
+    policy, as in ``use_policy("mixed_float16", suggestion.rules)``.
 
     Args:
       fn, *args, **kwargs: as for `compare`.
-      error: how far the function may be off, relative to float32: norm of the difference / norm, of the output that is
-        off the most; or of all gradients together.
-      policy: what to run it under. None: as it is written, with its half dtypes in it.
-      backward: whether the budget is for the gradients of the loss that the function returns, not for its outputs.
-      params: which arguments are parameters, for gradients and for `autocast`; see `policy.audit`.
+      error: the allowed error relative to float32: norm of the difference / norm, of the worst
+        output; or of all gradients together.
+      policy: the policy to run under. None: as it is written, with its own half dtypes.
+      backward: whether the budget is for the gradients of the loss that the function returns, not
+        for its outputs.
+      params: the arguments that are parameters, for gradients and for `autocast`; see
+        `policy.audit`.
 
     Returns:
-      The rules, and what was measured; see `Suggestion`. They are empty where the policy by itself meets the budget.
+      The rules and the measurements; see `Suggestion`. The rules are empty if the policy by itself
+      meets the budget.
 
     Raises:
       TypeError: as `compare` does.
-      ValueError: `error` is not positive; nothing runs in half, or nothing stands at a path that a rule could name;
-        float32 itself is not finite; no rules meet the budget.
+      ValueError: `error` is not positive; nothing runs in half precision, or nothing has a path
+        that a rule could name; float32 itself is not finite; no rules meet the budget.
     """
     budget, policy = _checked(error), checked_policy(policy)
     call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
@@ -164,11 +192,12 @@ def _checked(error: Any) -> float:
 def _confirmed(
     call: Call, policy: Policy | None, program: Program, trial: Trial, search: Search, budget: float
 ) -> Suggestion:
-    """The suggestion, once its rules have met the budget for real.
+    """Returns the suggestion, once its rules have met the budget in a measured run.
 
-    Sets that cost less and miss the budget by little, as foreseen, are tried first: some of them meet it. Where a set
-    misses it the next is chosen, after two misses for a budget that is smaller by as much as emulation was too hopeful.
-    Each that misses is one more compilation, and the last is all that rules reach.
+    Sets that cost less and are predicted to miss the budget by little are tried first: some of them
+    meet it. After a miss the next set is chosen, and after two misses for a budget reduced by the
+    factor of the emulation's optimism. Each miss costs one more compilation; the last set tried has
+    every path in float32.
     """
     nearly = search.nearly(search.least(budget), budget)
     goal, tried, found, hopeful = budget, set(), math.inf, 1.0
@@ -200,10 +229,10 @@ def _confirmed(
 def _applied(
     call: Call, policy: Policy | None, program: Program, trial: Trial, wide: Wide
 ) -> tuple[PolicyRules, list[np.ndarray]]:
-    """Rules for a set of candidates, and what the function returns under them.
+    """Returns rules for a set of candidates, and the function's outputs under them.
 
-    Where its code can't bear float32 from a layer, as a sum under strict promotion or the carry of a scan, the layers
-    in float32 hand on half.
+    If the code can't take float32 from a layer, as in a sum under strict promotion or the carry of
+    a scan, the layers in float32 return half precision.
     """
     full = get_policy("float32")
     rules = _rules(program, trial, wide, policy, full)

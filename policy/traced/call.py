@@ -1,4 +1,4 @@
-"""The program of a call under a policy: what runs in half precision, as `compare` and `suggest` take it apart."""
+"""Traces a call under a policy into a program, for `compare` and `suggest`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ class Program:
 
     Attributes:
       jaxpr: the closed jaxpr.
-      arguments: what it is called with.
+      arguments: the arguments of the call.
       outputs: the name of each output.
       gradients: the name of each gradient, which come after the outputs.
-      route: how it came to be half: as it is written, by the scope of a policy, or by autocast.
-      reference: what the function computes in float32, paired with the jaxpr; None where it can't be traced so.
-      refused: why it can't be.
+      route: the origin of its half precision: as it is written, by the scope of a policy, or by
+        autocast.
+      reference: the function's float32 trace, paired with the jaxpr; None if there is no such
+        trace.
+      refused: the reason for the missing reference.
     """
 
     jaxpr: Any
@@ -56,14 +58,15 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call to take apart.
+    """A call to analyse.
 
     Attributes:
-      fn: a function of arrays alone, or of trees of them.
-      arguments: what it is called with.
-      params: which of its arguments are parameters, as autocast takes it.
-      is_lowered: whether the first of its arguments are the state of modules, or what the function held.
-      loss_scale: what the loss is multiplied by before it is differentiated; None for no gradients.
+      fn: a function of arrays alone, or of trees of arrays.
+      arguments: the arguments of the call.
+      params: the arguments that are parameters, in autocast's form.
+      is_lowered: True if the first arguments are the state of modules, or arrays that the function
+        held.
+      loss_scale: the factor of the loss before differentiation; None for no gradients.
     """
 
     fn: Callable[..., Any]
@@ -74,11 +77,11 @@ class Call:
 
     @classmethod
     def of(cls, what: str, fn: Any, args: Any, kwargs: Any, params: Params, loss_scale: float | None) -> Call:
-        """The call of any function or module.
+        """Returns the call of any function or module.
 
         Raises:
-          TypeError: `fn` is no function, or it is called with no arrays, or with shapes; `params` is of no kind that
-            says which arguments are parameters.
+          TypeError: `fn` is not a function; it is called without arrays, or with shapes; or
+            `params` doesn't select arguments.
           ValueError: `params` names arguments of a call of modules.
         """
         require_function(fn, what)
@@ -98,12 +101,12 @@ class Call:
         return cls(fn, arguments, params, call is not None, loss_scale)
 
     def differentiated(self) -> list[int]:
-        """Returns the places of the arrays that gradients are taken by."""
+        """Returns the positions of the arrays to differentiate by."""
         args, kwargs = self.arguments.filled(self.arguments.arrays)
         return places_of_parameters(self.fn, self.params, args, kwargs, self.arguments)
 
     def traced(self, policy: Policy | None, rules: PolicyRules | None, route: Route) -> Program:
-        """The program of the call."""
+        """Returns the program of the call."""
         fn: Any = self.fn
         if route == "autocast":
             fn = autocast(fn, policy, params=self.params, rules=rules)
@@ -147,10 +150,10 @@ class Call:
 
 
 def _loss(out: Any) -> Any:
-    """The loss in what a function returned: itself, or the first of a tuple.
+    """Returns the loss from a function's result: all of it, or the first of a tuple.
 
     Raises:
-      TypeError: it is no floating scalar.
+      TypeError: it is not a floating scalar.
     """
     loss = out
     while isinstance(loss, tuple) and loss:
@@ -166,16 +169,17 @@ def _loss(out: Any) -> Any:
 
 
 def _returning(pure: Callable[..., Any], result: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function without the state that it hands out: that is no result to measure."""
+    """Returns the function without the new state, which is no output to measure."""
     return lambda *args, **kwargs: result(pure(*args, **kwargs))
 
 
-# flax.nnx hands in state: by the module, or the place of the argument that it is of; its numbers are their `value`.
+# flax.nnx hands in state: by the module, or the place of the argument that it is of; its numbers
+# are their `value`.
 _OF_STATE = re.compile(r"(?:0|1/\d+)/(.+?)(?:/value)?")
 
 
 def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
-    """The arrays as paths in the argument that holds them: ``params/Dense_0/kernel``; ``args[1]`` for an argument.
+    """Returns each array's path: ``params/Dense_0/kernel``, or ``args[1]`` for a bare array.
 
     Args:
       arguments: of a call.
@@ -195,19 +199,19 @@ def name_of(path: Any) -> str:
 
 
 def checked_policy(policy: Policy | str | None) -> Policy | None:
-    """The policy itself, from its text form too.
+    """Returns the policy, parsed from its text form if needed.
 
     Raises:
-      TypeError, ValueError: it is none, or can't be honoured here.
+      TypeError, ValueError: it is not a policy, or can't be honoured here.
     """
     return None if policy is None else require_usable(get_policy(policy))
 
 
 def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> PolicyRules | None:
-    """The rules themselves.
+    """Returns the rules as `PolicyRules`.
 
     Raises:
-      TypeError, ValueError: they are none, or stand without a policy.
+      TypeError, ValueError: they are malformed, or given without a policy.
     """
     if rules is None:
         return None
@@ -217,7 +221,7 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
 
 
 class _Listening(PolicyRules):
-    """No rules, but the paths of the modules that ask for theirs."""
+    """Rules without effect that record the paths of the modules that look up their rules."""
 
     __slots__ = ("heard",)
     heard: set[str]
@@ -234,15 +238,15 @@ class _Listening(PolicyRules):
 def program_of(
     call: Call, policy: Policy | None, modules: set[str] | None = None, rules: PolicyRules | None = None
 ) -> Program:
-    """The program under a policy, paired with the function in float32.
+    """Returns the program under a policy, paired with the function in float32.
 
-    It is that of the layers that obey the policy's scope, or else autocast's.
+    It is the program of the layers that obey the policy's scope, or else autocast's.
 
     Args:
-      call: what to trace.
+      call: the call to trace.
       policy: None for the program as it is written.
-      modules: where to put the paths of the modules that obey rules, if they are asked for.
-      rules: the rules beside the policy, where the paths are not asked for.
+      modules: a set to collect the paths of modules that look up rules, or None.
+      rules: the rules beside the policy, if `modules` is None.
     """
     return _with_reference(call, _in_half(call, policy, modules, rules))
 
@@ -261,12 +265,13 @@ def _in_half(call: Call, policy: Policy | None, modules: set[str] | None, rules:
 
 
 def _with_reference(call: Call, program: Program) -> Program:
-    """The program, with what the same call computes when it is traced in float32.
+    """Returns the program with the same call's float32 trace as its reference.
 
-    Code that asks for a half dtype by name may have no such trace, whatever it raises then.
+    Code that names a half dtype explicitly may have no such trace; any exception then becomes
+    `refused`.
     """
     if not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
-        return program  # it is float32's
+        return program  # already float32
     arguments = dataclasses.replace(call.arguments, arrays=wide_arguments(call.arguments.arrays))
     try:
         with in_float32(), warnings.catch_warnings():
@@ -288,6 +293,6 @@ def multiplies_in_half(jaxpr: Any) -> bool:
 
 
 def short_text(policy: Policy) -> str:
-    """The policy's name among the presets, or else its text form."""
+    """Returns the policy's preset name, or its text form if it has none."""
     presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
     return next((name for name in presets if get_policy(name) == policy), str(policy))

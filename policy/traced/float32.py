@@ -1,4 +1,4 @@
-"""Traces a function as if every half dtype in it were float32: so that its constants are those before rounding."""
+"""Traces a function as if every half dtype were float32, with unrounded constants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policy._jaxpr.primitives import HOST, READS_BITS
 from policy._jaxpr.upcast import F32, is_half
 from policy.scope import Scope, current_scope, enter
 
-source_info_util.register_exclusion(__file__)  # of what is traced here, the line is the caller's
+source_info_util.register_exclusion(__file__)  # equations get the caller's source line
 _lock = threading.Lock()
 _traces = 0  # how many are under way, in all threads
 
@@ -48,13 +48,13 @@ def _wide(value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_float32() -> Iterator[None]:
-    """In this block, what this thread traces computes in float32 where it names a half dtype.
+    """Traces in float32 wherever this thread's code names a half dtype, for a block.
 
-    Casts to a half dtype give float32, and half constants are widened where they are read, so that a value's `dtype`
-    is float32 for the code that asks; no policy is in force. JAX has no rule to trace by that reaches into functions
-    that are jitted or scanned, so `Primitive.bind` is another function for the time of the block. That follows the
-    scope, which is a thread's own and part of JAX's cache keys: other threads' programs, and those that are traced
-    later, are none of its business.
+    Casts to a half dtype give float32, and half constants are widened where they are read, so code
+    that inspects `dtype` sees float32; no policy is in force. JAX has no tracing rule that reaches
+    into jitted or scanned functions, so `Primitive.bind` is replaced for the duration of the block.
+    The replacement follows the scope, which is thread-local and part of JAX's cache keys, so that
+    other threads and later traces are unaffected.
     """
     global _traces
     with _lock:
@@ -71,7 +71,7 @@ def in_float32() -> Iterator[None]:
 
 
 def wide_arguments(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays to trace with: the half ones by their shapes, in float32."""
+    """Returns arguments to trace with: half-precision arrays become float32 shapes."""
     return [_shape(a) if is_half(getattr(a, "dtype", F32)) else a for a in arrays]
 
 

@@ -1,4 +1,4 @@
-"""The program of a call and of its gradients, and what gradients are taken by: one rule for all inspection tools."""
+"""The program of a call and of its gradients, shared by all inspection tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.trace import Arguments, Lowered, Traced, is_array, lowered, traced_around
 from policy.parameters import Params, parameters, require_params
 
-# How libraries tell that a node of a tree holds an array that is no parameter, as nnx's BatchStat does.
+# Predicates of libraries for tree nodes whose array is no parameter, such as nnx's BatchStat.
 NO_PARAMETERS: list[Callable[[Any], bool]] = []
 
 
@@ -35,16 +35,17 @@ def require_differentiable_by(params: Params) -> None:
 def places_of_parameters(
     fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[int]:
-    """Returns the places, among the arrays of a call, of those that gradients are taken by.
+    """Returns the positions, among the arrays of a call, of the arrays to differentiate by.
 
-    They are the floating leaves of the parameters, or, where none of these is floating, of all arguments. Where nobody
-    said which arguments are parameters, variables that a library tells to be none (running statistics) are left out.
+    They are the floating leaves of the parameters, or of all arguments if no parameter is floating.
+    Without an explicit `params`, variables that a library declares to be no parameters (running
+    statistics) are left out.
 
     Args:
       fn: a function of its arguments alone.
-      params: which arguments are parameters, as autocast takes it: 0 for a call that was lowered.
-      args, kwargs: what it is called with.
-      arguments: the same, apart.
+      params: the arguments that are parameters, in autocast's form: 0 for a lowered call.
+      args, kwargs: the arguments of the call.
+      arguments: the same, flattened.
     """
     marks = [m for m, is_one in zip(parameters(fn, params, args, kwargs), arguments.is_array, strict=True) if is_one]
     excluded = _no_parameters(args, kwargs) if params is None else [False] * len(marks)
@@ -53,18 +54,19 @@ def places_of_parameters(
 
 
 def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    """Returns which arrays of a call are in nodes that hold no parameter."""
+    """Returns, for each array of a call, whether it is in a node that holds no parameter."""
     excludes = lambda node: any(is_none(node) for is_none in NO_PARAMETERS)  # noqa: E731
     nodes = jax.tree.leaves((args, kwargs), is_leaf=excludes)
     return [excludes(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
 
 
 def explicit_or_lowered(params: Params, call: Lowered | None) -> Params:
-    """Returns which arguments of a call, or of what it was lowered to, are parameters.
+    """Returns which arguments of a call, or of its lowered form, are parameters.
 
     Raises:
       TypeError: as `require_differentiable_by` does.
-      ValueError: `params` names arguments of a call of modules, which hold their parameters themselves.
+      ValueError: `params` names arguments of a call of modules, which hold their parameters
+        themselves.
     """
     require_differentiable_by(params)
     if call is None or callable(params):
@@ -88,15 +90,16 @@ def traced_call(
     params: Params,
     around: Around = lambda fn, params: fn,
 ) -> Traced:
-    """Traces a call, and with `backward` its gradients too. See `audit` for by what, of what.
+    """Traces a call, and with `backward` its gradients too.
 
-    The shape of the trace is that of what `fn` returns; the gradients come after it.
+    See `audit` for the differentiated inputs and outputs. The shape of the trace is that of `fn`'s
+    result; the gradients come after it.
 
     Args:
-      around: makes another function of the function of arrays that is traced, and of which arguments are parameters.
+      around: wraps the traced function of arrays, given the arguments that are parameters.
 
     Raises:
-      TypeError: `params` is of no kind that says which arguments are parameters.
+      TypeError: `params` doesn't select arguments.
       ValueError: `params` without `backward`; no argument, or no output, is floating.
     """
     if backward:
@@ -116,7 +119,8 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
     chosen = places_of_parameters(fn, params, args, kwargs, arguments)
     if not chosen:
         raise ValueError("backward=True differentiates by floating arguments, but the function is called with none.")
-    has_state = call is not None and call.finish is not Lowered.finish  # it returns its new state beside its result
+    # it returns its new state beside its result
+    has_state = call is not None and call.finish is not Lowered.finish
     called, fn = fn, around(fn, params)
 
     def both(*arrays: Any) -> Any:
@@ -138,7 +142,7 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
 
 
 def _primary(out: Any) -> Any:
-    """Returns the differentiated part of an output: the first of a pair of a loss, or an array, and anything."""
+    """Returns the differentiated part of an output: the first of (loss or array, aux), or all."""
     if isinstance(out, tuple) and len(out) == 2:
         first, second = out
         is_loss = _is_floating(first) and not jnp.shape(first)

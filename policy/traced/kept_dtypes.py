@@ -1,4 +1,4 @@
-"""The dtypes in which a function takes parameters and gives them back."""
+"""The dtypes in which a function takes parameters and returns them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from policy._jaxpr.trace import lowered, trace
 def parameters_of(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: int, returned: int, keeps: bool
 ) -> tuple[dict[str, str], dict[str, tuple[int, str]], Any]:
-    """Returns the dtypes of parameters by name, those of the returned ones, and the program.
+    """Returns incoming dtypes by name, outgoing places and dtypes by name, and the program.
 
-    Where nothing is to be kept, the dtypes returned stand for both.
+    Unless `keeps`, the outgoing parameters stand for the incoming ones.
     """
     call = lowered(fn, args, kwargs)
     traced = trace(fn, *args, **kwargs)
     places = jax.tree.unflatten(jax.tree.structure(traced.shape), range(len(jax.tree.leaves(traced.shape))))
     shape = traced.shape
-    if call is not None and call.finish is not type(call).finish:  # modules, whose state is handed in and out
+    # modules, whose state is handed in and out
+    if call is not None and call.finish is not type(call).finish:
         given, (shape, places) = call.args[0], (shape[1], places[1])
         before = _dtypes(given)
         after = _placed(shape, places)
@@ -35,7 +36,7 @@ def parameters_of(
 
 
 def _dtypes(tree: Any) -> dict[str, str]:
-    """Returns the dtype of each leaf, by its place in the tree."""
+    """Returns the dtype of each leaf, by its path in the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path) or "the parameter": str(jnp.result_type(leaf)) for path, leaf in leaves}
 

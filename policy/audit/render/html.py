@@ -1,4 +1,4 @@
-"""An audit, and a comparison where there is one, as one HTML page that needs nothing beside itself."""
+"""Renders an audit, and optionally a comparison, as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from policy.compare.comparison import Comparison, Row
 
 _PLACES = 6  # how many places of one finding are shown at once
-# Nothing is fetched, whatever a name in the program may hold: a browser refuses it.
+# The browser refuses to fetch anything, even if a name in the program contains a link.
 _NOTHING_FETCHED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def page(audit: Audit, comparison: Comparison | None = None) -> str:
-    """The page of an audit: findings, the tree of modules, shares by dtype, and every operation.
+    """Returns the page of an audit: findings, tree of modules, shares by dtype and operations.
 
-    It holds its own style and scripts and fetches nothing; names that the program gave are escaped. Without scripts it
-    can be read all the same: they sort, search and open what a link points to.
+    It contains its own style and scripts and fetches nothing; names from the program are escaped.
+    It is readable without scripts, which only sort, search and open the targets of links.
 
     Args:
-      audit: what `policy.audit` returned.
-      comparison: what `policy.compare` returned for the same function.
+      audit: the result of `policy.audit`.
+      comparison: the result of `policy.compare` for the same function.
     """
     tree = tree_of(audit)
     name = audit.name or "A function"
@@ -110,21 +110,25 @@ def _search() -> Markup:
     return tag("p", tag("label", "Search ", box), " ", tag("output", "", id="matches", for_="search"), role="search")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Findings and shares
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _findings(findings: Sequence[Finding], tree: Node, policy: str) -> Markup:
     if not findings:
         return tag("p", "None." if policy else "None, and no policy was in force.", class_="clean")
     ids = tree.ids()
-    kinds = dict.fromkeys(finding.kind for finding in findings)  # the gravest first, as the audit has them
+    # the gravest first, as the audit has them
+    kinds = dict.fromkeys(finding.kind for finding in findings)
     return join(_findings_of(kind, [f for f in findings if f.kind == kind], ids) for kind in kinds)
 
 
 def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
-    """Findings of one kind: what is said of several places, as of each layer of many, is said once."""
+    """Renders findings of one kind.
+
+    Findings that differ in their place only, as in repeated layers, are one item.
+    """
     said: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
         key = finding.primitive, finding.dtypes, finding.message, finding.source, finding.is_backward
@@ -157,13 +161,13 @@ def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
     return join((tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path"), times))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The tree
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _node(node: Node, total: int, *, depth: int) -> Markup:
-    """A module with those below it, which `details` folds with a click or a key, scripts or not."""
+    """Renders a module with those below it, as `details` that fold without scripts too."""
     summary = tag("summary", *_of_node(node, total), class_=colour(node.dtype))
     children = [_node(child, total, depth=depth + 1) for child in node.children.values()]
     rows = f"{len(node.operations)} row{'' if len(node.operations) == 1 else 's'} {'here' if node.path else OUTSIDE}"
@@ -184,9 +188,9 @@ def _of_node(node: Node, total: int) -> Iterable[Markup]:
         yield tag("span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tables
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _operations(operations: Sequence[Operation], tree: Node) -> Markup:
@@ -227,7 +231,8 @@ def _comparison(comparison: Comparison, tree: Node) -> Iterable[Markup]:
 
 def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
     mark = tag("span", "jump", class_="mark") if row.is_jump else ""
-    of_module = row.kind in ("activation", "gradient")  # others are named, as the function's result is not
+    # others are named, as the function's result is not
+    of_module = row.kind in ("activation", "gradient")
     where = link(row.path, ids) if of_module else tag("code", row.path or "the result")
     return (
         (join((where, " ", mark)), None),

@@ -34,10 +34,11 @@ def show(audit: Audit, file: TextIO | None = None) -> None:
 
 
 def text(audit: Audit, *, colour: bool = False) -> str:
-    """An audit as text: a summary, its findings, and a tree of the modules with what they run.
+    """Returns an audit as text: a summary, its findings, and a tree of the modules.
 
-    Modules of one name but for a number that run the same are one, as a pattern that rules take: ``block_[0-3]``.
-    Operations that neither multiply nor sum, and casts, are counted in the figures and not listed.
+    Modules whose names differ in a number and whose contents are equal are shown as one pattern, as
+    rules take it: ``block_[0-3]``. Operations that neither multiply nor sum, and casts, are counted
+    in the figures and not listed.
     """
     paint = _Paint(colour)
     parts = [_summary(audit, paint), _findings(audit, paint), _tree(audit.operations, paint)]
@@ -53,21 +54,21 @@ class _Paint:
 
 
 def short(dtype: str) -> str:
-    """A dtype's name as in `Policy`'s short form: ``bf16``."""
+    """Returns a dtype's name in `Policy`'s short form: ``bf16``."""
     return _SHORT.get(dtype, dtype.replace("uint", "u").replace("int", "i"))
 
 
 def amount(number: float, unit: str = "") -> str:
-    """A number with a prefix: ``1.3 G``."""
+    """Returns a number with a unit prefix: ``1.3 G``."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {prefix}{unit}"
     return f"{number:.0f} {unit}".rstrip()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Summary and findings
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
@@ -88,7 +89,7 @@ _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A path whose numbers stand apart: ``("block_", "/Dense_", "")`` and (3, 0)."""
+    """A path split at its numbers: ``("block_", "/Dense_", "")`` and (3, 0)."""
 
     between: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -99,13 +100,15 @@ class _Place:
 
 
 def folded(paths: Iterable[str], among: Iterable[str] = ()) -> str:
-    """Paths that differ in numbers only, as one pattern that rules take; as several where one would match others.
+    r"""Returns paths that differ in numbers only as one pattern for rules, or as several if one
+    would match other paths.
 
     >>> folded(["block_0/Dense_0", "block_1/Dense_0"])
     'block_[0-1]/Dense_0'
 
     Args:
-      among: all the paths that there are; where these are all of their form, ``\\d+`` stands for more than ten numbers.
+      among: all existing paths; if the given ones are all of their form, ``\\d+`` stands for more
+        than ten numbers.
     """
     groups, known = _by_form(paths), _by_form(among)
     patterns = (
@@ -122,7 +125,10 @@ def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]
 
 
 def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False) -> list[str]:
-    """Returns a pattern for paths of one form, whose numbers are `rows`; several where some combination is missing."""
+    """Returns patterns for paths of one form with the numbers `rows`.
+
+    There are several if a combination of numbers is missing.
+    """
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
     if is_all and any(len(column) > _FEW for column in columns):
         spans = [_span(column) if len(column) == 1 else r"\d+" for column in columns]
@@ -131,7 +137,7 @@ def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: boo
         differing = next(i for i, column in enumerate(columns) if len(column) > 1)
         apart = ([row for row in rows if row[differing] == number] for number in columns[differing])
         return [pattern for alike in apart for pattern in _patterns(between, alike)]
-    escaped = map(re.escape, between) if len(rows) > 1 else between  # a single path stands as it is
+    escaped = map(re.escape, between) if len(rows) > 1 else between  # a single path is no pattern
     return ["".join(map("".join, itertools.zip_longest(escaped, map(_span, columns), fillvalue="")))]
 
 
@@ -160,9 +166,9 @@ def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
         yield from textwrap.wrap(line, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The tree
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class _Module:
@@ -179,7 +185,7 @@ class _Module:
         return module
 
     def rows(self) -> dict[tuple[Any, ...], tuple[int, int, int]]:
-        """Operations of one kind and dtypes, wherever they stand in the module's code: runs, FLOPs and bytes."""
+        """Returns runs, FLOPs and bytes by kind and dtypes of the module's operations."""
         totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
         for op in self.operations:
             if op.kind in _LISTED:
@@ -226,7 +232,7 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
 
 
 def _alike(module: _Module) -> Iterator[tuple[list[str], _Module]]:
-    """The modules below one, with those of equal content and of names that differ in a number in one entry."""
+    """Yields the modules below one, grouped by equal content and names that differ in a number."""
     groups: dict[Any, tuple[list[str], _Module]] = {}
     for name, child in module.below.items():
         key = (_Place.of(name).between, child.signature())

@@ -1,4 +1,4 @@
-"""The modules of an audit as a tree, with what runs in and below each."""
+"""The modules of an audit as a tree, with the operations in and below each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Node:
-    """A module, or the place above all of them.
+    """A module, or the root above all modules.
 
     Attributes:
       path: its path, its names joined by "/".
-      name: the last of these.
+      name: the last of these names.
       id: the HTML id of its place on a page.
-      operations: what runs in it itself.
-      children: the modules directly below, by name, in the order of the program.
-      flops, bytes: by dtype, in it and below.
-      findings: how many findings are about it and what is below.
+      operations: the operations in the module itself.
+      children: the modules directly below, by name, in program order.
+      flops, bytes: by dtype, in the module and below.
+      findings: the number of findings in the module and below.
     """
 
     path: str
@@ -39,17 +39,17 @@ class Node:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes that do its FLOPs, or where there are none, that its bytes are in; the most first."""
+        """The dtypes of its FLOPs, or of its bytes if it has none; the largest first."""
         amounts = self.flops if any(self.flops.values()) else self.bytes
         return [dtype for dtype, amount in amounts.most_common() if amount]
 
     @property
     def dtype(self) -> str:
-        """The dtype that does most of it; "" where nothing runs."""
+        """The dtype with the largest share; "" if nothing runs."""
         return next(iter(self.dtypes), "")
 
     def at(self, path: str) -> Node:
-        """The node at a path below, made where there is none."""
+        """Returns the node at a path below, creating it if needed."""
         node = self
         for name in parts_of(path):
             between = "" if node.path.endswith(":") or not node.path else "/"
@@ -58,18 +58,18 @@ class Node:
         return node
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it, each before its children."""
+        """Yields this node and all below it, each before its children."""
         yield self
         for child in self.children.values():
             yield from child.walk()
 
     def ids(self) -> dict[str, str]:
-        """The HTML ids by path."""
+        """Returns the HTML ids by path."""
         return {node.path: node.id for node in self.walk()}
 
 
 def tree_of(audit: Audit) -> Node:
-    """The tree of all paths that operations and findings have."""
+    """Returns the tree of all paths of operations and findings."""
     root = Node("", "")
     for operation in models_first(audit.operations):
         root.at(operation.path).operations.append(operation)

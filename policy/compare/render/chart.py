@@ -18,7 +18,10 @@ _LEFT, _RIGHT, _TOP, _LINE = 280, 40, 54, 18  # of the drawing, in pixels
 
 
 def svg(comparison: Comparison) -> str:
-    """One line for each path, with a dot for activations and one for gradients; what overflowed is red, at infinity."""
+    """Draws a line for each path, with dots for its activation and gradient.
+
+    Overflows are red, at infinity.
+    """
     paths = list(dict.fromkeys(row.path for name, _ in _SERIES for row in getattr(comparison, name)))
     low, high = _decades(_rows(comparison))
     width, height = 900, _TOP + _LINE * max(len(paths), 1) + 24
@@ -43,7 +46,7 @@ def _rows(comparison: Comparison) -> list[Row]:
 
 
 def _grid(x: float, height: int, text: str) -> str:
-    """A vertical line and what stands below it."""
+    """Returns a vertical line and the label below it."""
     return (
         f'<line x1="{x:.1f}" y1="{_TOP - 8}" x2="{x:.1f}" y2="{height - 24}" stroke="#ddd"/>'
         f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{text}</text>'
@@ -80,7 +83,7 @@ def _dot(row: Row, x: float, y: float, colour: str) -> str:
 
 
 def _decades(rows: Sequence[Row]) -> tuple[int, int]:
-    """The powers of ten that all finite errors lie between."""
+    """Returns the powers of ten that enclose all finite errors."""
     errors = [row.error for row in rows if 0 < row.error < math.inf]
     if not errors:
         return -6, 0
@@ -88,12 +91,12 @@ def _decades(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _along(error: float, low: int, high: int) -> float:
-    """Returns the position of a finite error between the decades: 0 at the left for none."""
+    """Returns the position of a finite error between the decades: 0, at the left, for no error."""
     return 0.0 if error <= 0 else min(max((math.log10(error) - low) / max(high - low, 1), 0.0), 1.0)
 
 
 def plot(comparison: Comparison, file: str | Path) -> None:
-    """The same with matplotlib.
+    """Draws the same chart with matplotlib, into a file.
 
     Raises:
       ImportError: matplotlib is not installed.

@@ -20,7 +20,7 @@ _HEADS = ("error", "cosine", "underflow", "subnormal", "overflow", "largest", "o
 
 
 def table(comparison: Comparison) -> str:
-    """The rows in columns, with the first jump and the notes above them."""
+    """Returns the rows in columns, with the first jump and the notes above them."""
     rows = comparison.rows
     width = max((len(_name(row)) for row in rows), default=0)
     lines = list(_above(comparison))
