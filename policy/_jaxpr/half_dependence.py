@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.interpreter import HANDLERS, names
+from policy._jaxpr.control_flow import CONTROL_FLOW, is_for_platforms
 from policy._jaxpr.subprograms import opened, programs_of, scan_arity
 from policy._jaxpr.upcast import HOST, dtype_of, is_half
 
 # They give numbers that were given to them, or the sign of one: exact in any dtype.
-EXACT = names(
+EXACT = frozenset(
     """
     abs all_gather all_gather_invariant all_to_all argmax argmin broadcast_in_dim broadcast_to clamp concatenate
     copy cummax cummin dynamic_slice dynamic_update_slice eq eq_to gather ge gt is_finite le le_to lt lt_to max
@@ -21,7 +21,7 @@ EXACT = names(
     reshape reshard rev roll scatter select_n sharding_constraint sign slice sort split squeeze stack
     stop_gradient tile top_k transpose unstack device_put name pin layout_constraint real imag conj
     reduced_vary_cast materialize
-    """
+    """.split()
 )
 
 
@@ -66,7 +66,7 @@ def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -
         return [True] * len(equation.outvars)  # what is stored later may depend on it
     if name in HOST or (calls_host(equation) and is_apart(equation, given, apart)):
         return [False] * len(equation.outvars)
-    if name not in HANDLERS:
+    if name not in CONTROL_FLOW:
         return [any(given) or rounds(equation)] * len(equation.outvars)
     if is_apart(equation, given, apart):
         return [True] * len(equation.outvars)
@@ -108,7 +108,7 @@ def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) 
     """Returns whether float32 may take another way through an equation's programs: another branch, or more steps."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
-        return given[0] or params.get("branches_platforms") is not None
+        return given[0] or is_for_platforms(equation)
     if name != "while":
         return False
     n, m = params["cond_nconsts"], params["body_nconsts"]

@@ -10,8 +10,9 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.interpreter import INLINED, REMAT, Chain, module_path
+from policy._jaxpr.control_flow import INLINED, REMAT
 from policy._jaxpr.paths import Path, path_of
+from policy._jaxpr.placed_interpreter import Chain, module_path
 from policy._jaxpr.subprograms import opened, scan_arity
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from policy._jaxpr.interpreter import Chain, Value
 from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Chain, Value
 from policy._jaxpr.upcast import HOST, bound_wide, widen
 from policy.compare.flattened import Known, Operand, Operation, Token
 from policy.compare.pairing import Reference
