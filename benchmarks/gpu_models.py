@@ -18,7 +18,7 @@ from benchmarks import linen_models
 from benchmarks.gpu_timing import Stepper
 from mpmodules import linen as our_linen
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy._jaxpr.subprograms import programs_of
+from policy._jaxpr.subprograms import equations_within
 
 F32, I32 = jnp.float32, jnp.int32
 LEARNING_RATE = 1e-4
@@ -231,7 +231,7 @@ def forward_flops(model: Model) -> float:
 def matmul_flops(jaxpr: Any) -> float:
     """FLOPs of every `dot_general` and undilated convolution of a jaxpr and of the programs inside of it."""
     total = 0.0
-    for equation in jaxpr.eqns:
+    for equation in equations_within(jaxpr):
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             lengths = [equation.invars[0].aval.shape[axis] for axis in contracted]
@@ -240,5 +240,4 @@ def matmul_flops(jaxpr: Any) -> float:
             kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
             outputs = kernel.shape[numbers.rhs_spec[0]]
             total += 2 * equation.outvars[0].aval.size * kernel.size / outputs
-        total += sum(map(matmul_flops, programs_of(equation)))
     return total

@@ -9,12 +9,10 @@ from typing import Any
 
 import jax
 
+from policy._jaxpr.scope_names import BOUNDARY
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.scope import Scope
-
-# The casts carry this name on JAX's name stack, so that reports can tell them from the model's own.
-SCOPE_NAME = "policy_boundary"
 
 IsLeaf = Callable[[Any], bool]
 
@@ -63,7 +61,7 @@ def cast_inputs(
     kept_positions: set[int] = set()
     if keep and args and signature is not None:
         kept_positions = _kept_positions(signature(), len(args), keep)
-    with jax.named_scope(SCOPE_NAME):
+    with jax.named_scope(BOUNDARY):
 
         def cast(tree: Any) -> Any:
             return cast_floating(tree, policy.compute_dtype, is_leaf=is_leaf)
@@ -85,5 +83,5 @@ def _kept_positions(signature: inspect.Signature, count: int, keep: Collection[s
 
 def cast_outputs(policy: Policy, outputs: Any, *, is_leaf: IsLeaf | None = None) -> Any:
     """A call's outputs with their floating arrays in output_dtype; references are returned by identity."""
-    with jax.named_scope(SCOPE_NAME):
+    with jax.named_scope(BOUNDARY):
         return cast_floating(outputs, policy.output_dtype, is_leaf=is_leaf)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 
-from policy.boundary import SCOPE_NAME
+from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 from policy.callables import require_function
 from policy.casting import cast_floating
 from policy.policy import Policy
@@ -19,9 +19,6 @@ from policy.references import is_reference
 from policy.scope import Scope, current_scope, enter
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# The name of the scope that `full_precision` opens: it stays on JAX's name stack through every transformation.
-ISLAND = "policy_full_precision"
 
 
 @overload
@@ -56,13 +53,13 @@ def full_precision(fn: F | None = None) -> F | _Block:
         if scope.policy is None or not scope.boundary_open:
             with _Block():
                 return fn(*args, **kwargs)
-        with jax.named_scope(SCOPE_NAME):
+        with jax.named_scope(BOUNDARY):
             args, kwargs = _cast((args, kwargs), scope.policy.reduction_dtype)
         with _Block():
             outputs = fn(*args, **kwargs)
         if scope.hands_on_float32:  # of a model that is traced in float32
             return outputs
-        with jax.named_scope(SCOPE_NAME):
+        with jax.named_scope(BOUNDARY):
             return _cast(outputs, scope.policy.compute_dtype)
 
     return island  # type: ignore[return-value]

@@ -169,10 +169,11 @@ def assert_params_keep_dtype(
         raise AssertionError("assert_params_keep_dtype found no floating parameter: nothing would be asserted.")
     told = []
     for name, was in before.items():
-        place, now = after.get(name, (None, None))
-        if now is None:
+        if name not in after:
             told.append(f"  {name}: {was} does not come back")
-        elif is_inexact(was) and now not in (accepted or {was}):
+            continue
+        place, now = after[name]
+        if is_inexact(was) and now not in (accepted or {was}):
             should = _listed(accepted) if accepted else was
             told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
     if told:

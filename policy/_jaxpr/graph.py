@@ -9,8 +9,8 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from policy._jaxpr.operations import name_of
-from policy._jaxpr.subprograms import opened, scan_arity
-from policy._jaxpr.walk import Body, Site, bodies_of, entered, site_of
+from policy._jaxpr.subprograms import Subprogram, opened, subprograms
+from policy._jaxpr.walk import Site, entered, site_of
 
 Branch = tuple[tuple[int, int], ...]  # the conditionals around a node, and which branch of each
 
@@ -113,18 +113,18 @@ class Graph:
         return [read(atom) for atom in body.outvars]
 
     def _equation(self, site: Site, inputs: list[Value], branch: Branch) -> list[Value]:
-        bodies = list(bodies_of(site.equation))
-        if not bodies:
-            return self._node(site, site.name, inputs, branch).makes([v.aval for v in site.equation.outvars])
-        if site.name == "scan":
-            return self._scan(site, bodies[0], inputs, branch)
-        if site.name == "while":
-            return self._while(site, bodies, inputs, branch)
-        if site.name == "cond":
-            return self._cond(site, bodies, inputs, branch)
-        if len(bodies) == 1 and _fits(bodies[0], site.equation):
-            return self._call(site, bodies[0], inputs, branch)
-        return self._unknown(site, bodies, inputs, branch)
+        inner = [one for one in subprograms(site.equation) if one.is_run]
+        match inner[0].role if inner else None:
+            case None:
+                outputs = [variable.aval for variable in site.equation.outvars]
+                return self._node(site, site.name, inputs, branch).makes(outputs)
+            case "loop" | "cond":
+                return self._loop(site, inner, inputs, branch)
+            case "branch":
+                return self._branches(site, inner, inputs, branch)
+            case "other":
+                return self._unknown(site, inner, inputs, branch)
+        return self._call(site, inner[0], inputs, branch)
 
     def _node(self, site: Site, name: str, inputs: Sequence[Value], branch: Branch) -> Node:
         node = Node(site, name, inputs, branch)
@@ -133,59 +133,49 @@ class Graph:
             self._effects.append(node)
         return node
 
-    def _call(self, site: Site, body: Body, inputs: Sequence[Value], branch: Branch) -> list[Value]:
-        program, consts = opened(body.jaxpr)
-        known = [Value(v.aval, array=const) for v, const in zip(program.constvars, consts, strict=False)]
-        return self._run(program, (*known, *inputs), entered(site, body), branch)
-
-    def _scan(self, site: Site, body: Body, inputs: list[Value], branch: Branch) -> list[Value]:
-        consts, carried = scan_arity(site.equation)
-        program, _ = opened(body.jaxpr)
-        firsts, rows = inputs[consts : consts + carried], inputs[consts + carried :]
-        variables = program.invars
-        carries = [
-            self._node(site, "carry", [first], branch).makes([variable.aval])[0]
-            for first, variable in zip(firsts, variables[consts : consts + carried], strict=True)
+    def _call(self, site: Site, one: Subprogram, arguments: Sequence[Value], branch: Branch) -> list[Value]:
+        known = [
+            Value(variable.aval, array=const) for variable, const in zip(one.body.constvars, one.consts, strict=False)
         ]
-        slices = [
-            self._node(site, "row", [row], branch).makes([variable.aval])[0]
-            for row, variable in zip(rows, variables[consts + carried :], strict=True)
-        ]
-        results = self._call(site, body, [*inputs[:consts], *carries, *slices], branch)
-        _close(carries, results[:carried])
-        stacked = [
-            self._node(site, "rows", [result], branch).makes([variable.aval])[0]
-            for result, variable in zip(results[carried:], site.equation.outvars[carried:], strict=True)
-        ]
-        return [*results[:carried], *stacked]
+        return self._run(one.body, (*known, *arguments), entered(site, one), branch)
 
-    def _while(self, site: Site, bodies: list[Body], inputs: list[Value], branch: Branch) -> list[Value]:
-        of_cond, of_body = site.equation.params["cond_nconsts"], site.equation.params["body_nconsts"]
-        programs = {body.parameter: body for body in bodies}
-        firsts = inputs[of_cond + of_body :]
-        carries = [self._node(site, "carry", [first], branch).makes([first.aval])[0] for first in firsts]
-        goes_on = self._call(site, programs["cond_jaxpr"], [*inputs[:of_cond], *carries], branch)
-        # how often the loop runs decides what each of its results is
-        self._effects.append(self._node(site, "carry", goes_on, branch))
-        results = self._call(site, programs["body_jaxpr"], [*inputs[of_cond : of_cond + of_body], *carries], branch)
-        _close(carries, results)
-        return results
+    def _loop(self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch) -> list[Value]:
+        loop = next(one for one in inner if one.role == "loop")
+        arguments, variables = loop.given(inputs), loop.body.invars
 
-    def _cond(self, site: Site, bodies: list[Body], inputs: list[Value], branch: Branch) -> list[Value]:
-        each = [self._call(site, body, inputs[1:], (*branch, (id(site.equation), i))) for i, body in enumerate(bodies)]
+        def joints(name: str, values: list[Value], variables: Sequence[Any]) -> list[Value]:
+            pairs = zip(values, variables, strict=True)
+            return [self._node(site, name, [v], branch).makes([x.aval])[0] for v, x in pairs]
+
+        carries = joints("carry", arguments[loop.carry], variables[loop.carry])
+        rows = joints("row", arguments[loop.rows], variables[loop.rows])
+        for cond in (one for one in inner if one.role == "cond"):
+            goes_on = self._call(site, cond, [*cond.given(inputs)[cond.fixed], *carries], branch)
+            # how often the loop runs decides what each of its results is
+            self._effects.append(self._node(site, "carry", goes_on, branch))
+        results = self._call(site, loop, [*arguments[loop.fixed], *carries, *rows], branch)
+        _close(carries, results[: loop.carried])
+        stacked = joints("rows", results[loop.carried :], site.equation.outvars[loop.carried :])
+        return [*results[: loop.carried], *stacked]
+
+    def _branches(self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch) -> list[Value]:
+        each = [
+            self._call(site, one, one.given(inputs), (*branch, (id(site.equation), i))) for i, one in enumerate(inner)
+        ]
         return [
             self._node(site, "branch", [inputs[0], *choices], branch).makes([variable.aval])[0]
             for variable, *choices in zip(site.equation.outvars, *each, strict=True)
         ]
 
-    def _unknown(self, site: Site, bodies: list[Body], inputs: list[Value], branch: Branch) -> list[Value]:
-        """An equation that hands its programs their operands in a way of its own: they are read each by itself."""
-        for body in bodies:
-            program, _ = opened(body.jaxpr)
-            for value in self._call(site, body, [Value(v.aval) for v in program.invars], branch):
+    def _unknown(self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch) -> list[Value]:
+        """Reads programs whose operands only their primitive knows, each by itself."""
+        for one in inner:
+            arguments = [Value(variable.aval) for variable in one.body.invars]
+            for value in self._call(site, one, arguments, branch):
                 if value.maker is not None:
                     self._effects.append(value.maker)
-        return self._node(site, site.name, inputs, branch).makes([v.aval for v in site.equation.outvars])
+        outputs = [variable.aval for variable in site.equation.outvars]
+        return self._node(site, site.name, inputs, branch).makes(outputs)
 
     def _drop_dead_code(self) -> None:
         """Leaves out what no result depends on: XLA does not run it, and JAX's derivatives leave much of it."""
@@ -214,12 +204,6 @@ _JOINTS = frozenset(("carry", "row", "rows", "branch"))
 
 def is_joint(node: Node) -> bool:
     return node.name in _JOINTS
-
-
-def _fits(body: Body, equation: Any) -> bool:
-    """Whether a program takes the operands of the equation that holds it, one for one, and returns its results."""
-    program, _ = opened(body.jaxpr)
-    return len(program.invars) == len(equation.invars) and len(program.outvars) == len(equation.outvars)
 
 
 def _close(carries: Sequence[Value], results: Sequence[Value]) -> None:

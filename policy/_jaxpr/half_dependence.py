@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.control_flow import CONTROL_FLOW, is_for_platforms
-from policy._jaxpr.subprograms import opened, programs_of, scan_arity
+from policy._jaxpr.subprograms import Subprogram, equations_within, programs_of, subprogram, subprograms
 from policy._jaxpr.upcast import HOST, dtype_of, is_half
 
 # They give numbers that were given to them, or the sign of one: exact in any dtype.
@@ -59,7 +59,7 @@ def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -
 
     `apart`: the `id`s of equations that float32 has other constants or other code for.
     """
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     if id(equation) in apart:
         return [True] * len(equation.outvars)
     if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
@@ -70,30 +70,24 @@ def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -
         return [any(given) or rounds(equation)] * len(equation.outvars)
     if is_apart(equation, given, apart):
         return [True] * len(equation.outvars)
-    if name == "scan":
-        consts, carried = scan_arity(equation)
-        return _looped(params["jaxpr"], list(given), consts, carried, apart)
-    if name == "while":
-        n = params["cond_nconsts"]
-        return _looped(params["body_jaxpr"], list(given[n:]), params["body_nconsts"], len(equation.outvars), apart)
-    if name == "cond":
-        branches = [_of_program(branch, given[1:], apart) for branch in params["branches"]]
-        return [any(outputs) for outputs in zip(*branches, strict=True)]
-    return _of_program(next(programs_of(equation)), given, apart)
+    inner = [one for one in subprograms(equation) if one.role != "cond"]
+    each = [_of_program(one, one.given(given), apart) for one in inner]
+    return [any(outputs) for outputs in zip(*each, strict=True)]
 
 
-def _looped(body: Any, given: list[bool], consts: int, carried: int, apart: Collection[int]) -> list[bool]:
+def _of_program(one: Subprogram, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
+    """Returns which results of a program depend on half precision; of a loop's body, after every turn."""
+    arguments = list(arguments)
     while True:
-        outputs = _of_program(body, given, apart)
-        after = [a or b for a, b in zip(given[consts : consts + carried], outputs, strict=False)]
-        if after == given[consts : consts + carried]:
-            return [*after, *outputs[carried:]]
-        given[consts : consts + carried] = after
+        outputs = _of_body(one.body, arguments, apart)
+        carry = [a or b for a, b in zip(arguments[one.carry], outputs, strict=False)]
+        if one.role != "loop" or carry == arguments[one.carry]:
+            return [*carry, *outputs[one.carried :]]
+        arguments[one.carry] = carry
 
 
-def _of_program(program: Any, given: Sequence[bool], apart: Collection[int]) -> list[bool]:
-    body, _ = opened(program)
-    found = dict.fromkeys(body.constvars, False) | dict(zip(body.invars, given, strict=True))
+def _of_body(body: Any, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
+    found = dict.fromkeys(body.constvars, False) | dict(zip(body.invars, arguments, strict=True))
     for equation in body.eqns:
         outputs = depends(equation, [_found(found, atom) for atom in equation.invars], apart)
         found.update(zip(equation.outvars, outputs, strict=True))
@@ -111,13 +105,14 @@ def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) 
         return given[0] or is_for_platforms(equation)
     if name != "while":
         return False
-    n, m = params["cond_nconsts"], params["body_nconsts"]
-    carried = _looped(params["body_jaxpr"], list(given[n:]), m, len(equation.outvars), apart)
-    return _of_program(params["cond_jaxpr"], [*given[:n], *carried], apart)[0]
+    loop, cond = subprogram(equation, "loop"), subprogram(equation, "cond")
+    carry = _of_program(loop, loop.given(given), apart)
+    return _of_body(cond.body, [*cond.given(given)[cond.fixed], *carry], apart)[0]
 
 
 def calls_host(equation: Any) -> bool:
     """Returns whether there is a callback in an equation or in one of its programs."""
     if equation.primitive.name in HOST:
         return True
-    return any(calls_host(inner) for program in programs_of(equation) for inner in program.eqns)
+    programs = programs_of(equation)
+    return any(inner.primitive.name in HOST for one in programs for inner in equations_within(one, once=True))

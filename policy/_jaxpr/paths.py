@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from policy._jaxpr.module_names import is_noted, is_repeated, is_root, module_and_method, noted
+from policy._jaxpr.scope_names import AUTOCAST, REGION
 from policy._jaxpr.subprograms import programs_of
 
 Path = tuple[str, ...]
@@ -27,8 +28,6 @@ _NUMBERED = re.compile(r"[A-Z]\w*_\d+")
 _CLASS = re.compile(r"[A-Z]\w*")
 # Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not what is folded already, `0..29`.
 _NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
-AUTOCAST = "policy_autocast"  # the scope of the casts that autocast puts in
-REGION = "policy_region_"  # how the marks of `policy.autocast.marks` begin
 _MARK = re.compile(rf"{REGION}\w+/?")
 
 

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 from policy._jaxpr.control_flow import mapped_axes
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.paths import Path, path_of
-from policy.boundary import SCOPE_NAME as BOUNDARY
-from policy.islands import ISLAND
+from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
 Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, outermost first

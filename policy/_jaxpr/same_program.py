@@ -13,7 +13,7 @@ import numpy as np
 
 from policy._jaxpr.paths import Path, path_of, spelled
 from policy._jaxpr.source_lines import source_of
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.subprograms import is_jaxpr, opened
 
 # What says where an equation comes from, or what its function is called, and not what it does.
 _NAMES = frozenset(("name", "debug_info", "fun_name", "ctx_mesh"))
@@ -117,9 +117,9 @@ def _equation(a: Any, b: Any, same: dict[Any, Any], above: Path) -> Iterator[Any
 
 def _parameter(primitive: str, name: str, a: Any, b: Any, path: Path) -> Iterator[Any]:
     ours, theirs = (list(value) if isinstance(value, (tuple, list)) else [value] for value in (a, b))
-    if len(ours) == len(theirs) and any(hasattr(value, "eqns") for value in ours):
+    if len(ours) == len(theirs) and any(map(is_jaxpr, ours)):
         for one, two in zip(ours, theirs, strict=True):
-            if hasattr(one, "eqns") and hasattr(two, "eqns"):
+            if is_jaxpr(one) and is_jaxpr(two):
                 yield from _differences(one, two, {}, path)
     elif not _equal(a, b):
         yield f"of {primitive} has {name}={_shortened(a)} and {name}={_shortened(b)}"

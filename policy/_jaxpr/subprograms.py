@@ -6,9 +6,10 @@ each is called, so that interpreters and readers need no names of parameters.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax.extend.core as jex_core
@@ -82,6 +83,14 @@ class Subprogram:
         return opened(self.jaxpr)[1]
 
     @property
+    def is_run(self) -> bool:
+        """Returns whether its equations run as those of the program around it do.
+
+        The function that a reduction applies to two numbers is no such program, and neither is a kernel.
+        """
+        return self.role not in ("combine", "kernel")
+
+    @property
     def devices(self) -> int:
         """Number of devices that run it at once."""
         return math.prod(size for _, size in self.axes)
@@ -101,6 +110,11 @@ class Subprogram:
         """The arguments that are rows of arrays that are scanned over."""
         return slice(self.carry.stop, self.carry.stop + self.scanned)
 
+    @property
+    def operands_carried(self) -> tuple[int, ...]:
+        """The equation's operands that a loop starts its carry with, by index."""
+        return (self.operands or ())[self.carry]
+
     def given(self, values: Sequence[T]) -> list[T]:
         """Returns the values, one for each operand of the equation, that the arguments are made of, in their order.
 
@@ -113,17 +127,25 @@ class Subprogram:
 
 
 def subprograms(equation: Any) -> tuple[Subprogram, ...]:
-    """Returns the programs inside an equation, in the order of its parameters; () of most equations."""
+    """Returns the programs inside an equation, in the order of its parameters; () of most equations.
+
+    The condition of a while comes before its body.
+    """
     found = tuple(_found(equation))
     return _described(equation, found) if found else ()
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Returns whether a parameter's value is a program, open or closed."""
+    return isinstance(value, _JAXPRS)
+
+
 def _found(equation: Any) -> Iterator[tuple[Any, str, int | None]]:
     for parameter, value in equation.params.items():
-        if isinstance(value, _JAXPRS):
+        if is_jaxpr(value):
             yield value, parameter, None
         elif isinstance(value, (tuple, list)):
-            yield from ((one, parameter, i) for i, one in enumerate(value) if isinstance(one, _JAXPRS))
+            yield from ((one, parameter, i) for i, one in enumerate(value) if is_jaxpr(one))
 
 
 def _described(equation: Any, found: Sequence[tuple[Any, str, int | None]]) -> tuple[Subprogram, ...]:
@@ -135,7 +157,8 @@ def _described(equation: Any, found: Sequence[tuple[Any, str, int | None]]) -> t
         rows = count - consts - carried
         return tuple(Subprogram(*one, "loop", tuple(range(count)), carried, rows, runs) for one in found)
     if name == "while":
-        return tuple(_of_while(equation, *one) for one in found)
+        both = [_of_while(equation, *one) for one in found]
+        return tuple(sorted(both, key=lambda one: one.role))  # the condition first
     if name == "cond":
         return tuple(Subprogram(*one, "branch", tuple(range(1, count))) for one in found)
     if name in kernels() or name in _COMBINING:
@@ -234,6 +257,62 @@ def programs_of(equation: Any) -> Iterator[Any]:
     """Yields the open jaxpr of each program inside an equation, in any role."""
     for jaxpr, *_ in _found(equation):
         yield opened(jaxpr)[0]
+
+
+def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
+    """Yields every equation of an open jaxpr and of the programs inside it, in any role and no order.
+
+    Args:
+      jaxpr: an open jaxpr.
+      once: reads a program that several equations hold for the first of them alone.
+    """
+    waiting, seen = [jaxpr], {id(jaxpr)}
+    while waiting:
+        for equation in waiting.pop().eqns:
+            yield equation
+            inner = [one for one in programs_of(equation) if not once or id(one) not in seen]
+            seen.update(map(id, inner))
+            waiting.extend(inner)
+
+
+def combines_by(equation: Any, names: Collection[str]) -> bool:
+    """Returns whether a function that an equation applies to numbers consists of one of these primitives, or has it."""
+    return any(inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns)
+
+
+def maker_of(jaxpr: Any, place: int) -> Any:
+    """Returns the equation that makes an output of a jaxpr, inside the calls that return it; None of an argument."""
+    body, _ = opened(jaxpr)
+    variable = body.outvars[place]
+    for equation in reversed(body.eqns):
+        if variable in equation.outvars:
+            inner = held_program(equation)
+            fits = inner is not None and len(opened(inner)[0].outvars) == len(equation.outvars)
+            return maker_of(inner, equation.outvars.index(variable)) if fits else equation
+    return None
+
+
+def held_program(equation: Any) -> Any:
+    """Returns the one program that an equation runs, closed or open as it holds it; None of loops with a condition,
+    of conditionals, and of equations that run none.
+    """
+    inner = subprograms(equation)
+    is_one = len(inner) == 1 and inner[0].place is None and inner[0].is_run
+    return inner[0].jaxpr if is_one else None
+
+
+def repeated(jaxpr: Any) -> frozenset[int]:
+    """Returns the `id`s of the programs that several equations of a jaxpr hold, those inside its `jit`s counted too."""
+    counts: collections.Counter[int] = collections.Counter()
+    bodies = [jaxpr]
+    while bodies:
+        for equation in bodies.pop().eqns:
+            program = held_program(equation)
+            if program is not None and equation.primitive.name in ("jit", "pjit"):
+                bodies.append(opened(program)[0])
+            elif program is not None:
+                counts[id(program)] += 1
+    return frozenset(identity for identity, count in counts.items() if count > 1)
 
 
 def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:

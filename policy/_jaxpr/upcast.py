@@ -13,7 +13,7 @@ from jax import lax
 
 from policy._jaxpr.control_flow import handler_of
 from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
-from policy._jaxpr.subprograms import bind, opened, programs_of
+from policy._jaxpr.subprograms import bind, is_jaxpr, opened, programs_of
 
 F32 = np.dtype(np.float32)
 # They run on the host, where a call may be seen, or change something.
@@ -117,9 +117,9 @@ def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
     """A parameter with float32 for every half dtype in it, those of programs included."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return wide_dtype(np.dtype(value))
-    if hasattr(value, "eqns"):
+    if is_jaxpr(value):
         return wide_program(value)
-    if isinstance(value, tuple) and any(hasattr(v, "eqns") or isinstance(v, (tuple, np.dtype)) for v in value):
+    if isinstance(value, tuple) and any(is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value):
         items = [_wide_param(item, arrays) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,23 +11,10 @@ from jax.extend import source_info_util
 
 from policy._jaxpr.module_names import noted
 from policy._jaxpr.origins import is_jax_file
-from policy._jaxpr.paths import AUTOCAST, Path, path_of
-from policy._jaxpr.primitives import kernels
+from policy._jaxpr.paths import Path, path_of
+from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY, ISLAND
 from policy._jaxpr.source_lines import layer_of, source_of
-from policy._jaxpr.subprograms import opened
-from policy.boundary import SCOPE_NAME as BOUNDARY
-from policy.islands import ISLAND
-
-# Small programs that say how two numbers are combined: no part of what runs one after the other.
-_COMBINES = frozenset(
-    (
-        *("reduce", "reduce_window", "select_and_scatter", "sort", "custom_lin"),
-        *("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"),
-        *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
-    )
-)
-_CHECKPOINTS = frozenset(("remat2", "checkpoint"))
-_ON_DEVICES = frozenset(("shard_map",))
+from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,23 +71,6 @@ class Site:
         return source_of(self.equation) or ("" if self.around is None else self.around._line)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Body:
-    """A program that an equation runs.
-
-    Attributes:
-      jaxpr: open or closed.
-      parameter: the name of the parameter that holds it.
-      count: how often it runs each time that the equation does.
-      devices: on how many devices at once.
-    """
-
-    jaxpr: Any
-    parameter: str
-    count: int = 1
-    devices: int = 1
-
-
 def walk(jaxpr: Any) -> Iterator[Site]:
     """Every equation of a program, open or closed, those of the programs inside it included, in order.
 
@@ -115,14 +84,15 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
     for equation in jaxpr.eqns:
         site = site_of(equation, around)
         yield site
-        for body in bodies_of(equation):
-            yield from _walk(opened(body.jaxpr)[0], entered(site, body))
+        for one in subprograms(equation):
+            if one.is_run:
+                yield from _walk(one.body, entered(site, one))
 
 
 def site_of(equation: Any, around: Site | None) -> Site:
     """Returns the position of an equation. `around` is the result of `entered` for its body; None at the top."""
     stack = str(equation.source_info.name_stack)
-    if around is not None and around.is_backward and equation.primitive.name in _CHECKPOINTS:
+    if around is not None and around.is_backward and _is_checkpoint(equation):
         stack = _once(stack)
     place = _place(stack, () if around is None else around.path, noted())
     if around is None:
@@ -141,6 +111,10 @@ def site_of(equation: Any, around: Site | None) -> Site:
         around.call,
         around,
     )
+
+
+def _is_checkpoint(equation: Any) -> bool:
+    return any(one.role == "checkpoint" for one in subprograms(equation))
 
 
 def _once(stack: str) -> str:
@@ -165,16 +139,16 @@ def _place(stack: str, above: Path, _noted: int) -> _Place:
     return _Place(path, "transpose(" in stack, marks)
 
 
-def entered(site: Site, body: Body) -> Site:
-    """The place of a body: `site_of` reads where its equations stand from that."""
-    is_of_jax = _is_of_jax(getattr(opened(body.jaxpr)[0], "debug_info", None))
+def entered(site: Site, one: Subprogram) -> Site:
+    """Returns the position of a program inside an equation, for `site_of` of its own equations."""
+    is_of_jax = _is_of_jax(getattr(one.body, "debug_info", None))
     return dataclasses.replace(
         site,
         call=(site.equation if site.call is None else site.call) if is_of_jax else None,
-        count=site.count * body.count,
+        count=site.count * one.count,
         inside=(*site.inside, site.name),
-        devices=site.devices * body.devices,
-        axes=(*site.axes, *_axes(site.equation)) if site.name in _ON_DEVICES else site.axes,
+        devices=site.devices * one.devices,
+        axes=(*site.axes, *one.axes),
     )
 
 
@@ -182,32 +156,6 @@ def _is_of_jax(debug_info: Any) -> bool:
     """Returns whether a program traces a function of JAX's own. `debug_info` reads "name at file:line" there."""
     _, at, place = str(getattr(debug_info, "func_src_info", "")).rpartition(" at ")
     return bool(at) and is_jax_file(place)
-
-
-def bodies_of(equation: Any) -> Iterator[Body]:
-    """The programs that an equation runs, one after the other or one of them."""
-    name = equation.primitive.name
-    if name in _COMBINES or name in kernels():
-        return
-    count = equation.params.get("length", 1) if name == "scan" else 1
-    devices = math.prod(size for _, size in _axes(equation)) if name in _ON_DEVICES else 1
-    for parameter, value in equation.params.items():
-        for program in _programs(value):
-            yield Body(program, parameter, int(count) if isinstance(count, int) else 1, devices)
-
-
-def _programs(value: Any) -> Iterator[Any]:
-    for program in value if isinstance(value, (tuple, list)) else (value,):
-        if hasattr(program, "eqns"):
-            yield program
-
-
-def _axes(equation: Any) -> tuple[tuple[str, int], ...]:
-    """The axes along which a `shard_map` runs its body on each device for itself, and their sizes."""
-    params = equation.params
-    manual = params.get("manual_axes", params.get("axis_names"))
-    sizes = dict(getattr(params.get("mesh"), "shape", {}) or {})
-    return tuple((axis, int(size)) for axis, size in sizes.items() if not manual or axis in manual)
 
 
 def written_at(equation: Any) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import kind_of
-from policy._jaxpr.subprograms import programs_of
+from policy._jaxpr.subprograms import combines_by
 from policy.audit.flow import LAYOUT, is_cast, is_cotangent, reached, users
 
 ADDS = frozenset(("add", "sub", "add_any"))
@@ -249,9 +249,7 @@ def _is_statistic(node: Node) -> bool:
 
 def _applies_addition(node: Node) -> bool:
     """Returns whether a node changes places of an array by a function that adds, as ``x.at[i].apply`` does."""
-    return node.name == "scatter" and any(
-        equation.primitive.name in ADDS for program in programs_of(node.site.equation) for equation in program.eqns
-    )
+    return node.name == "scatter" and combines_by(node.site.equation, ADDS)
 
 
 def _is_sparse(value: Value) -> bool:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.paths import REGION, Path
+from policy._jaxpr.paths import Path
+from policy._jaxpr.scope_names import REGION
 from policy.autocast.values import F32, cast, is_floating
 
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself

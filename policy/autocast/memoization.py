@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.subprograms import held_program
 from policy.autocast.evaluator import Evaluator, Handler
 from policy.autocast.values import Value
 
@@ -42,7 +41,7 @@ def once_for_all_alike(handler: Handler) -> Handler:
     @functools.wraps(handler)
     def shared(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
         values = evaluator.entering(equation, values)
-        if id(_program(equation)) not in evaluator.places.repeated:
+        if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
         key = _key(evaluator, equation, values)
         found = evaluator.places.shared.get(key)
@@ -65,23 +64,6 @@ def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequen
 
     rewritten.__name__ = rewritten.__qualname__ = found.equation.primitive.name
     return jax.jit(rewritten, inline=True)
-
-
-def repeated(jaxpr: Any) -> frozenset[int]:
-    """The identities of the programs that several equations of a jaxpr hold, those inside of its `jit`s counted too."""
-    counts: collections.Counter[int] = collections.Counter()
-    bodies = [jaxpr]
-    while bodies:
-        for equation in bodies.pop().eqns:
-            if equation.primitive.name in ("jit", "pjit"):
-                bodies.append(opened(_program(equation))[0])
-            elif (program := _program(equation)) is not None:
-                counts[id(program)] += 1
-    return frozenset(identity for identity, count in counts.items() if count > 1)
-
-
-def _program(equation: Any) -> Any:
-    return equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
 
 
 def _key(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> Hashable:

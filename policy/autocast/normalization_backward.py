@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policy.autocast.dataflow import ELEMENTWISE, MOVES, Data, Operation
+from policy._jaxpr.frames import ELEMENTWISE, MOVES, Data, Operation
 
 _SUMS = frozenset(("reduce_sum",))
 # Of one operand, or with parameters and numbers for the other.

@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from policy._jaxpr.frames import MOVES, Data, Frame, Graph, Operation, holds
 from policy._jaxpr.primitives import MATMULS
-from policy.autocast.dataflow import MOVES, Data, Frame, Graph, Operation, holds
 from policy.autocast.normalization_backward import backward_of
 from policy.autocast.second_moments import SUMS, Chain, Moment, chain_of, is_stored, meeting, repeats, statistics_of
 

@@ -13,13 +13,12 @@ from policy._jaxpr.costs import flops_of
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.subprograms import opened, repeated
 from policy._jaxpr.trace import is_array
 from policy._jaxpr.walk import Site, walk
 from policy.autocast import calls as calls  # fills the handlers
 from policy.autocast import marks
 from policy.autocast.evaluator import Evaluator
-from policy.autocast.memoization import repeated
 from policy.autocast.settings import Places, Settings
 from policy.autocast.values import F32, Value, cast, float_dtype
 from policy.policy import Policy

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from policy.autocast.dataflow import ELEMENTWISE, MOVES, Data, Operation
+from policy._jaxpr.frames import ELEMENTWISE, MOVES, Data, Operation
 
 SUMS = frozenset(("reduce_sum",))
 # What a second moment may pass through between its sum and its root.

@@ -9,9 +9,9 @@ import numpy as np
 
 from policy._jaxpr.paths import Path, divided, once
 from policy._jaxpr.primitives import MATMULS, category_of
+from policy._jaxpr.scope_names import ISLAND
 from policy.autocast import marks
 from policy.autocast.values import F32
-from policy.islands import ISLAND
 from policy.policy import Policy
 from policy.requested_dtypes import note_obeyed
 from policy.rules import PolicyRules

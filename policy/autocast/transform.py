@@ -14,16 +14,15 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.primitives import known_primitives
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.scope_names import ISLAND
+from policy._jaxpr.subprograms import opened, repeated
 from policy._jaxpr.trace import Arguments, lowered
 from policy.autocast import calls as calls
 from policy.autocast.evaluator import Evaluator
-from policy.autocast.memoization import repeated
 from policy.autocast.report import Report
 from policy.autocast.settings import Places, Settings
 from policy.autocast.values import Value, cast, is_floating
 from policy.callables import require_function
-from policy.islands import ISLAND
 from policy.parameters import Params, parameters, require_params, warn_of_nnx_optimizer, warn_of_optimizer
 from policy.policy import Policy, get_policy
 from policy.precedence import warn_once

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policy._jaxpr.paths import AUTOCAST
+from policy._jaxpr.scope_names import AUTOCAST
 
 F32 = np.dtype(np.float32)
 

@@ -14,13 +14,13 @@ from jax import lax
 from policy._jaxpr.control_flow import CONTROL_FLOW, INLINED
 from policy._jaxpr.half_dependence import depends, is_apart
 from policy._jaxpr.origins import is_by_layers
-from policy._jaxpr.paths import AUTOCAST, Path
+from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
 from policy._jaxpr.primitives import MATMULS, category_of
+from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import bind, scan_arity
 from policy._jaxpr.upcast import F32, Upcast, dtype_of, is_half, widen
-from policy.boundary import SCOPE_NAME as BOUNDARY
 from policy.compare.statistics import is_discrete, is_measurable, largest_alone, measured
 
 _LARGE = 1024  # elements

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from policy._jaxpr.flattened import Known, Operand, Operation, Token
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import Chain, Value
 from policy._jaxpr.upcast import HOST, bound_wide, widen
-from policy.compare.flattened import Known, Operand, Operation, Token
-from policy.compare.pairing import Reference
+from policy.traced.pairing import Reference
 
 
 class _Unavailable(Exception):

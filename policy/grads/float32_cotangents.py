@@ -23,8 +23,8 @@ from policy._jaxpr import control_flow
 from policy._jaxpr.broadcasting import ELEMENTWISE, PRODUCTS, product, repeated, sharding_of
 from policy._jaxpr.control_flow import Body, is_placed
 from policy._jaxpr.interpreter import Interpreter
-from policy._jaxpr.paths import REGION
-from policy._jaxpr.subprograms import bind, opened, programs_of, subprogram
+from policy._jaxpr.scope_names import REGION
+from policy._jaxpr.subprograms import bind, equations_within, opened, programs_of, subprogram
 
 READ = f"{REGION}parameter_read"
 """The name on JAX's stack of a cast that stands for the read of a parameter: its operand is carried on as it is."""
@@ -168,7 +168,7 @@ def is_read(equation: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _has_reads(program: Any) -> bool:
-    return any(is_read(e) or any(map(_has_reads, programs_of(e))) for e in program.eqns)
+    return any(map(is_read, equations_within(program)))
 
 
 def _itemsize(dtype: Any) -> int:

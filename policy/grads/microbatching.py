@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from policy.callables import require_function, shown
 from policy.grads.value_and_grad import ScaledGradients
-from policy.sharding.all_reduce import make_varying, varying_axes
+from policy.mapped_axes import make_varying, varying_axes
 from policy.trees import is_overwritten, map_gradients, path_name, shortened, working_dtype
 
 T = TypeVar("T")

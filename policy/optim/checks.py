@@ -15,10 +15,10 @@ from jax.core import Tracer
 from policy.casting import is_floating
 from policy.grads.known_gradients import are_swapped
 from policy.grads.value_and_grad import ScaledGradients
+from policy.mapped_axes import varying_axes
 from policy.optim.state import MixedPrecisionState
 from policy.policy import Policy
 from policy.precedence import warn_once
-from policy.sharding.all_reduce import varying_axes
 from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policy.sharding.all_reduce import is_typed, varying_axes
+from policy.mapped_axes import is_typed, varying_axes
 
 
 def mapped_axes(tree: Any, axis_name: Sequence[Hashable]) -> list[frozenset[Any]]:

@@ -30,6 +30,7 @@ from policy.grads.loss_scale import (
 )
 from policy.grads.scaled_losses import warn_if_scaled
 from policy.grads.value_and_grad import ScaledGradients
+from policy.mapped_axes import varying_axes
 from policy.optim.branches import Branches, selected
 from policy.optim.checks import (
     check_gradients,
@@ -49,7 +50,6 @@ from policy.optim.state import MixedPrecisionState, states_in, strengthened, str
 from policy.optim.state_checks import InnerLike, check_inner, check_loss_scale, inner_like, require_storage
 from policy.optim.storage import PACKED, MasterWeights, kind_of
 from policy.policy import Policy
-from policy.sharding.all_reduce import varying_axes
 from policy.trees import is_overwritten, working_dtype
 
 

@@ -21,42 +21,12 @@ from jax.typing import DTypeLike
 from policy.casting import require_available
 from policy.grads.float32_cotangents import MOVING_JITS
 from policy.grads.value_and_grad import ScaledGradients
+from policy.mapped_axes import is_typed, make_varying, varying_axes
 from policy.policy import parse_dtype
 from policy.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
 
 T = TypeVar("T")
 Axis: TypeAlias = Hashable | Sequence[Hashable]
-
-
-def varying_axes(x: Any) -> frozenset[Any]:
-    """The mapped axes over which the type of `x` says that devices hold different values. None where nothing is said.
-
-    Types say so inside `jax.shard_map`, unless it was told `check_vma=False`; under `jax.vmap` they don't.
-    """
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
-    return frozenset() if kind is None else kind.varying
-
-
-def is_typed(axis: Hashable) -> bool:
-    """Returns whether the types of arrays say which vary over a mapped axis.
-
-    Raises:
-      ValueError: the axis is not mapped here.
-    """
-    try:
-        index = lax.axis_index(axis)
-    except NameError:
-        raise ValueError(
-            f"axis {axis!r} is not mapped here: call it inside jax.shard_map or jax.vmap over that axis. Under jax.jit "
-            "with sharded arrays name none: XLA reduces over the devices by itself."
-        ) from None
-    return axis in varying_axes(index)
-
-
-def make_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """`x`, of a type that varies over `axes` too, as far as types say such things."""
-    missing = tuple(sorted((a for a in axes - varying_axes(x) if is_typed(a)), key=str))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:

@@ -13,9 +13,9 @@ import numpy as np
 from policy._jaxpr.costs import bytes_of, flops_of
 from policy._jaxpr.paths import Path, divided, once
 from policy._jaxpr.placed_interpreter import Value, lost_prefixes, module_path
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.upcast import dtype_of, is_half, widen
-from policy._jaxpr.walk import bodies_of, walk
+from policy._jaxpr.walk import walk
 from policy.compare.compare import EXACT
 from policy.compare.float32_values import first_array, lane_of
 from policy.suggest.rounding_emulator import Emulated
@@ -151,7 +151,7 @@ def _shares(program: Program, modules: set[str] | None) -> tuple[dict[Path, floa
 def _is_in_half(equation: Any) -> bool:
     """Returns whether an equation that holds no program reads or returns half precision."""
     dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
-    return not any(True for _ in bodies_of(equation)) and any(is_half(d) for d in dtypes if d is not None)
+    return not any(one.is_run for one in subprograms(equation)) and any(is_half(d) for d in dtypes if d is not None)
 
 
 def _reached(path: Path, modules: set[str] | None) -> Path:

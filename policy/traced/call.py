@@ -19,7 +19,6 @@ from policy._jaxpr.upcast import dtype_of, dtypes_of, is_half
 from policy._jaxpr.walk import walk
 from policy.autocast.transform import autocast
 from policy.callables import require_function
-from policy.compare.pairing import Reference, reference_of
 from policy.parameters import Params
 from policy.policy import Policy, get_policy
 from policy.precedence import DtypePolicyWarning
@@ -27,6 +26,7 @@ from policy.rules import PolicyRules
 from policy.scope import RulesLike, require_usable, use_policy
 from policy.traced.float32 import in_float32, wide_arguments
 from policy.traced.gradients import explicit_or_lowered, places_of_parameters
+from policy.traced.pairing import Reference, reference_of
 
 Route = Literal["as written", "scope", "autocast"]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from policy._jaxpr.source_lines import source_of
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.subprograms import maker_of
 from policy._jaxpr.trace import lowered, trace
 
 
@@ -44,15 +44,9 @@ def _placed(shape: Any, places: Any) -> dict[str, tuple[int, str]]:
     return dict(zip(_dtypes(shape), zip(jax.tree.leaves(places), _dtypes(shape).values(), strict=True), strict=True))
 
 
-def origin_of(jaxpr: Any, place: int | None) -> str:
-    """The operation that makes a program's output, and its source line."""
-    body, _ = opened(jaxpr)
-    assert place is not None
-    for equation in reversed(body.eqns):
-        if body.outvars[place] in equation.outvars:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            index = equation.outvars.index(body.outvars[place])
-            if inner is not None and len(opened(inner)[0].outvars) == len(equation.outvars):
-                return origin_of(inner, index)
-            return f"{equation.primitive.name}, {source_of(equation) or 'source line unknown'}"
-    return "an argument"
+def origin_of(jaxpr: Any, place: int) -> str:
+    """Returns the operation that makes a program's output, and its source line."""
+    equation = maker_of(jaxpr, place)
+    if equation is None:
+        return "an argument"
+    return f"{equation.primitive.name}, {source_of(equation) or 'source line unknown'}"

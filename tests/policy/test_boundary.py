@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from policy import get_policy
-from policy.boundary import SCOPE_NAME, cast_inputs, cast_outputs, inside, layer_crosses, module_crosses
+from policy._jaxpr.scope_names import BOUNDARY
+from policy.boundary import cast_inputs, cast_outputs, inside, layer_crosses, module_crosses
 from policy.rules import PolicyRules
 from policy.scope import Scope
 
@@ -69,4 +70,4 @@ def test_the_casts_carry_a_named_scope():
     jaxpr = jax.make_jaxpr(lambda x: cast_outputs(MIXED, cast_inputs(MIXED, (x,), {})[0]))(jnp.ones(2))
     casts = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
     assert len(casts) == 2
-    assert all(SCOPE_NAME in str(eqn.source_info.name_stack) for eqn in casts)
+    assert all(BOUNDARY in str(eqn.source_info.name_stack) for eqn in casts)

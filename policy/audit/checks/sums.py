@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from policy._jaxpr.graph import Node, is_joint
 from policy._jaxpr.operations import kind_of, sums
-from policy._jaxpr.subprograms import programs_of
+from policy._jaxpr.subprograms import combines_by
 from policy.audit.finding_kinds import REDUCTION, finding
 from policy.audit.flow import Flow, is_narrow
 from policy.audit.indices import may_repeat
@@ -70,7 +70,7 @@ def _shards(node: Node) -> str:
 
 def _adds(node: Node) -> bool:
     """Whether the function that a general reduction applies adds or multiplies."""
-    return any(e.primitive.name in _ADDS for program in programs_of(node.site.equation) for e in program.eqns)
+    return combines_by(node.site.equation, _ADDS)
 
 
 def _collisions(node: Node) -> str:

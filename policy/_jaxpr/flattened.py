@@ -13,7 +13,7 @@ import numpy as np
 from policy._jaxpr.control_flow import INLINED, REMAT
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.placed_interpreter import Chain, module_path
-from policy._jaxpr.subprograms import opened, scan_arity
+from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at
 
@@ -21,8 +21,6 @@ from policy._jaxpr.walk import written_at
 Token = tuple[Any, ...]
 # They hand on the numbers that they are given.
 VIEWS = frozenset(("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "stop_gradient"))
-# Where an equation that is inlined holds its program.
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
 class Known:
@@ -168,17 +166,16 @@ class _Builder:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, equation: Any, operands: list[Operand], place: _Around) -> list[Operand]:
-        name, params = equation.primitive.name, equation.params
+        name, inside = equation.primitive.name, subprograms(equation)
         if name in INLINED or name in REMAT or name == "shard_map":
-            program = next(p for key in _PROGRAMS if (p := params.get(key)) is not None)
-            return self.inner(program, operands, place, is_scope=name not in INLINED)
+            return self.inner(inside[0], operands, place, is_scope=name not in INLINED)
         at = place.chain[:-1], id(equation)
         operation = Operation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
         self.made[at] = operation
         if name in ("scan", "while", "cond"):
             self.operations.append(operation)
-            inside = place._replace(loop=operation)
-            return {"scan": self.scan, "while": self.loop, "cond": self.branches}[name](operation, inside)
+            held = self.branches if name == "cond" else self.loop
+            return held(operation, inside, place._replace(loop=operation))
         first = self.first.setdefault(_key(operation), operation)
         if place.is_again and first is not operation and not equation.effects:
             self.made[at] = first
@@ -186,47 +183,36 @@ class _Builder:
         self.operations.append(operation)
         return _results(operation)
 
-    def inner(self, program: Any, operands: Sequence[Operand], around: _Around, is_scope: bool = True) -> list[Operand]:
+    def inner(
+        self, one: Subprogram, arguments: Sequence[Operand], around: _Around, is_scope: bool = True
+    ) -> list[Operand]:
         """Flattens a program inside of an equation, and returns its outputs.
 
         A scope is a body of its own when the program is run again.
         """
-        body, consts = opened(program)
-        self.consts.update({id(const): const for const in consts})
+        self.consts.update({id(const): const for const in one.consts})
         if is_scope:
-            self.inputs[around.chain, id(body)] = [None if o.shapes else o.root for o in operands]
-        return self.run(body, [Operand(("inner", id(const))) for const in consts], operands, around)
+            self.inputs[around.chain, id(one.body)] = [None if o.shapes else o.root for o in arguments]
+        return self.run(one.body, [Operand(("inner", id(const))) for const in one.consts], arguments, around)
 
-    def scan(self, operation: Operation, place: _Around) -> list[Operand]:
-        consts, carried = scan_arity(operation.equation)
-        length, operands = operation.equation.params["length"], operation.operands
-        operation.carried = carried
-        inside = [
-            *operands[:consts],
-            *(Operand(("carry", operation, i)) for i in range(carried)),
-            *(_element(operand, length) for operand in operands[consts + carried :]),
-        ]
-        outputs = self.inner(operation.equation.params["jaxpr"], inside, place)
-        operation.bodies = [outputs[:carried]]
-        operation.operands = operands[consts : consts + carried]
-        operation.stacked = [("stacked", value.root, value.shapes, length) for value in outputs[carried:]]
-        return [*_results(operation)[:carried], *map(Operand, operation.stacked)]
+    def loop(self, operation: Operation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+        loop = next(one for one in inside if one.role == "loop")
+        operands, arguments = operation.operands, loop.given(operation.operands)
+        operation.carried = loop.carried
+        carry = [Operand(("carry", operation, i)) for i in range(loop.carried)]
+        rows = [_element(operand, loop.count) for operand in arguments[loop.rows]]
+        conds = [one for one in inside if one.role == "cond"]
+        goes_on = [self.inner(one, [*one.given(operands)[one.fixed], *carry], place) for one in conds]
+        outputs = self.inner(loop, [*arguments[loop.fixed], *carry, *rows], place)
+        operation.bodies = [outputs[: loop.carried], *goes_on]
+        operation.operands = arguments[loop.carry]
+        stacked = outputs[loop.carried :]
+        operation.stacked = [("stacked", value.root, value.shapes, loop.count) for value in stacked]
+        return [*_results(operation)[: loop.carried], *map(Operand, operation.stacked)]
 
-    def loop(self, operation: Operation, place: _Around) -> list[Operand]:
-        params, operands = operation.equation.params, operation.operands
-        n, m = params["cond_nconsts"], params["body_nconsts"]
-        operation.carried = len(operation.equation.outvars)
-        state = [Operand(("carry", operation, i)) for i in range(operation.carried)]
-        condition = self.inner(params["cond_jaxpr"], [*operands[:n], *state], place)
-        outputs = self.inner(params["body_jaxpr"], [*operands[n : n + m], *state], place)
-        operation.bodies = [outputs, condition]
-        operation.operands = operands[n + m :]
-        return _results(operation)
-
-    def branches(self, operation: Operation, place: _Around) -> list[Operand]:
-        branches, operands = operation.equation.params["branches"], operation.operands
-        operation.bodies = [self.inner(branch, operands[1:], place) for branch in branches]
-        operation.operands = operands[:1]
+    def branches(self, operation: Operation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+        operation.bodies = [self.inner(one, one.given(operation.operands), place) for one in inside]
+        operation.operands = operation.operands[:1]
         return _results(operation)
 
 

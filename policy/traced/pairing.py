@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.flattened import Flattened, Known, Operand, Operation, Token, flattened
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import Chain
 from policy._jaxpr.primitives import MATMULS
-from policy._jaxpr.subprograms import opened, scan_arity
+from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.walk import written_at
-from policy.compare.flattened import Flattened, Known, Operand, Operation, Token, flattened
 
 # What an operation computes in, not what it computes.
 _OF_DTYPES = frozenset(
@@ -283,9 +283,8 @@ def _size(root: Token) -> int | None:
 
 def _place(operation: Operation, k: int) -> int:
     """Returns the place of an operand among those of the equation."""
-    if operation.name == "scan":
-        return k + scan_arity(operation.equation)[0]
-    return k + (len(operation.equation.invars) - len(operation.operands) if operation.name == "while" else 0)
+    loops = [one for one in subprograms(operation.equation) if one.role == "loop"]
+    return loops[0].operands_carried[k] if loops else k
 
 
 def _same_params(one: Operation, other: Operation) -> bool:

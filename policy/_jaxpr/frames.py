@@ -1,4 +1,8 @@
-"""A program as one graph of values, through the programs that its equations hold."""
+"""A program as a graph of values in frames, one for each run of a program inside it: what a rewriter meets.
+
+Unlike `policy._jaxpr.graph`, it has no cycles (a carry is made by nothing: it stands for that of every turn), keeps
+operations that no result depends on, and leaves equations whole that autocast does not rewrite inside.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.subprograms import opened, programs_of, scan_arity
-from policy.autocast.values import is_floating
+from policy._jaxpr.primitives import category_of
+from policy._jaxpr.subprograms import Subprogram, equations_within, subprograms
 
-# Their operands are those of the one program that they hold.
-_INLINED = frozenset(
-    (
-        *("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr", "named_call", "jaxpr_call"),
-        *("remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call", "xla_metadata_call"),
-    )
-)
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # A number that enters a loop's body or a shard's, and one that leaves it.
 ENTER, LEAVE = "enter", "leave"
 # They hand on the numbers of their operand, some of them or several times.
@@ -160,60 +157,34 @@ class Graph:
 
     def _held(self, equation: Any, inputs: list[Data], frame: Frame, backward: bool) -> list[Data] | None:
         """Returns the outputs of an equation whose programs are looked into; None of other equations."""
-        name, params = equation.primitive.name, equation.params
-        if name in _INLINED:
-            held = next(params[key] for key in _PROGRAMS if key in params)
-            return self._inside(equation, held, inputs, frame, backward)
-        if name == "scan":
-            consts, carried = scan_arity(equation)
-            return self._loop(equation, params["jaxpr"], inputs, (0, consts), carried, frame, backward)
-        if name == "while":
-            n, m = params["cond_nconsts"], params["body_nconsts"]
-            carried = len(inputs) - n - m
-            self._loop(
-                equation, params["cond_jaxpr"], [*inputs[:n], *inputs[n + m :]], (0, n), carried, frame, backward
-            )
-            return self._loop(equation, params["body_jaxpr"], inputs[n:], (0, m), carried, frame, backward)
-        if name == "cond":
-            branches = [self._inside(equation, b, inputs[1:], frame, backward) for b in params["branches"]]
-            return self._left(list(zip(*branches, strict=True)), equation.outvars, frame, backward)
-        if name == "shard_map":
-            body, _ = opened(params["jaxpr"])
-            entered = self._entered(inputs, body.invars, frame, backward)
-            outputs = self._inside(equation, params["jaxpr"], entered, frame, backward)
-            return self._left([(output,) for output in outputs], equation.outvars, frame, backward)
-        return None
+        if category_of(equation.primitive.name) != "control":
+            return None
+        inner = [self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)]
+        outputs = [found for found in inner if found is not None]
+        is_run_once = all(one.role in ("call", "checkpoint") for one in subprograms(equation))
+        return outputs[0] if is_run_once else self._left(zip(*outputs, strict=True), equation.outvars, frame, backward)
 
-    def _inside(self, equation: Any, held: Any, inputs: Sequence[Data], frame: Frame, backward: bool) -> list[Data]:
-        body, _ = opened(held)
-        inner = frame.programs.setdefault((id(equation), id(body)), Frame())
-        return self._run(body, inputs, inner, backward)
-
-    def _loop(
-        self,
-        equation: Any,
-        held: Any,
-        inputs: Sequence[Data],
-        consts: tuple[int, int],
-        carried: int,
-        frame: Frame,
-        backward: bool,
-    ) -> list[Data]:
-        body, _ = opened(held)
-        first, after = consts[1], consts[1] + carried
-        carry = [_data(v.aval, False, False) for v in body.invars[first:after]]  # of every turn, not of the first
-        rows = self._entered(inputs[after:], body.invars[after:], frame, backward)
-        outputs = self._inside(equation, held, [*inputs[:first], *carry, *rows], frame, backward)
-        if len(outputs) != len(equation.outvars):  # the condition of a while
-            return outputs
-        return self._left([(output,) for output in outputs], equation.outvars, frame, backward)
+    def _inside(
+        self, equation: Any, one: Subprogram, inputs: Sequence[Data], frame: Frame, backward: bool
+    ) -> list[Data] | None:
+        """Returns the results of an equation that one of its programs returns; None of a loop's condition."""
+        given, variables = one.given(inputs), one.body.invars
+        if one.role == "shard":
+            given = self._entered(given, variables, frame, backward)
+        elif one.role in ("loop", "cond"):
+            carry = [_data(v.aval, False, False) for v in variables[one.carry]]  # of every turn, not of the first
+            rows = self._entered(given[one.rows], variables[one.rows], frame, backward)
+            given = [*given[one.fixed], *carry, *rows]
+        inner = frame.programs.setdefault((id(equation), id(one.body)), Frame())
+        outputs = self._run(one.body, given, inner, backward)
+        return None if one.role == "cond" else outputs
 
     def _entered(self, inputs: Sequence[Data], variables: Sequence[Any], frame: Frame, backward: bool) -> list[Data]:
         pairs = zip(inputs, variables, strict=True)
         return [self._made(ENTER, None, [data], [variable], frame, backward)[0] for data, variable in pairs]
 
     def _left(
-        self, outputs: Sequence[Sequence[Data]], variables: Sequence[Any], frame: Frame, backward: bool
+        self, outputs: Iterable[Sequence[Data]], variables: Sequence[Any], frame: Frame, backward: bool
     ) -> list[Data]:
         pairs = zip(outputs, variables, strict=True)
         return [self._made(LEAVE, None, data, [variable], frame, backward)[0] for data, variable in pairs]
@@ -221,7 +192,7 @@ class Graph:
 
 def _data(aval: Any, yields: bool, given: bool) -> Data:
     dtype = getattr(aval, "dtype", None)
-    is_float = dtype is not None and is_floating(dtype)
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     return Data(tuple(getattr(aval, "shape", ())), is_float, yields, given)
 
 
@@ -231,13 +202,6 @@ def _literal(atom: Any) -> Data:
     return data
 
 
-def holds(jaxpr: Any, names: frozenset[str], known: dict[int, bool] | None = None) -> bool:
+def holds(jaxpr: Any, names: frozenset[str]) -> bool:
     """Returns whether an open jaxpr, or a program in it, has an equation of one of these primitives."""
-    known = {} if known is None else known
-    if id(jaxpr) not in known:
-        known[id(jaxpr)] = False
-        known[id(jaxpr)] = any(
-            equation.primitive.name in names or any(holds(program, names, known) for program in programs_of(equation))
-            for equation in jaxpr.eqns
-        )
-    return known[id(jaxpr)]
+    return any(equation.primitive.name in names for equation in equations_within(jaxpr, once=True))
