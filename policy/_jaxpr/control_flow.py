@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec
 
 from policy._jaxpr.interpreter import Handler, Interpreter, Notes, V
 from policy._jaxpr.subprograms import (
+    Role,
     Subprogram,
     bind,
+    opened,
     subprogram,
     subprograms,
     with_consts_as_arguments,
@@ -29,19 +31,36 @@ class Body(Generic[V]):
     """
 
     def __init__(
-        self, run: Interpreter[V], program: Subprogram, inputs: Sequence[V], like: Sequence[V | None] = ()
+        self,
+        run: Interpreter[V],
+        jaxpr: Any,
+        inputs: Sequence[V],
+        like: Sequence[V | None] = (),
+        role: Role = "call",
     ):
         """Outputs settle on the kinds of `like`, where that has a value for them."""
-        self.interpreter, self.program, self.inputs, self.like = run, program, list(inputs), list(like)
+        self.interpreter, self.inputs, self.like, self.role = run, list(inputs), list(like), role
+        self.jaxpr, self.consts = opened(jaxpr)
         self.outputs: list[V] = []
 
+    @classmethod
+    def of(
+        cls, run: Interpreter[V], program: Subprogram, inputs: Sequence[V], like: Sequence[V | None] = ()
+    ) -> Body[V]:
+        """Returns the body that is a subprogram of an equation."""
+        return cls(run, program.jaxpr, inputs, like, program.role)
+
     def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
-        inner = self.interpreter.tracing(self, self.program.role)
-        consts = [inner.constant(const) for const in self.program.consts]
-        outputs = inner.body(self.program.body, consts, inner.refilled(self.inputs, arrays))
+        inner = self.interpreter.tracing(self, self.role)
+        consts = [inner.constant(const) for const in self.consts]
+        outputs = inner.body(self.jaxpr, consts, inner.refilled(self.inputs, arrays))
         outputs[: len(self.like)] = settled(inner, outputs, self.like)
         self.outputs = [inner.filled(value, list(map(jax.typeof, inner.arrays(value)))) for value in outputs]
         return inner.flat(outputs), inner.notes
+
+    def arrays(self, *arrays: Any) -> list[Any]:
+        """Returns the outputs of a body without notes."""
+        return self(*arrays)[0]
 
 
 def settled(run: Interpreter[V], values: Sequence[V], like: Sequence[V | None]) -> list[V]:
@@ -88,7 +107,7 @@ def jit(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     Each value should be one array of the shape that the operand was traced with.
     """
     program = subprogram(equation, "call")
-    body = Body(run.inside(equation), program, values, run.merge(equation, values))
+    body = Body.of(run.inside(equation), program, values, run.merge(equation, values))
     return _bound(run, equation, body, values, lambda closed: (closed, []))
 
 
@@ -98,7 +117,7 @@ def remat(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     So it keeps its policy, and whether it was differentiated already, and its recomputations stay apart from those
     before.
     """
-    body = Body(run.inside(equation), subprogram(equation, "checkpoint"), values, run.merge(equation, values))
+    body = Body.of(run.inside(equation), subprogram(equation, "checkpoint"), values, run.merge(equation, values))
     return _bound(run, equation, body, values, with_consts_as_arguments)
 
 
@@ -107,11 +126,11 @@ def _bound(
     equation: Any,
     body: Body[V],
     values: Sequence[V],
-    opened: Callable[[Any], tuple[Any, list[Any]]],
+    as_bound: Callable[[Any], tuple[Any, list[Any]]],
 ) -> list[V]:
     arrays = run.flat(values)
     closed, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
-    jaxpr, consts = opened(closed)
+    jaxpr, consts = as_bound(closed)
     results = bind(equation, [*consts, *arrays], with_subprograms(equation, [jaxpr]))
     outputs, notes = jax.tree.unflatten(jax.tree.structure(shapes), results)
     run.notes.update(notes)
@@ -125,7 +144,7 @@ def scan(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     fixed, xs = given[program.fixed], given[program.rows]
     like = run.merge(equation, values)
     init = settled(run, given[program.carry], like[: program.carried])
-    body = Body(inner, program, [*fixed, *inner.entering([*init, *xs])], like)
+    body = Body.of(inner, program, [*fixed, *inner.entering([*init, *xs])], like)
     width, rows = len(run.flat(init)), run.flat(xs)
     scanned = [array for array in rows if array.ndim]  # a number that stands beside an array has no rows
 
@@ -149,8 +168,8 @@ def while_loop(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     like, fixed = run.merge(equation, values), given[program.fixed]
     init = settled(run, given[program.carry], like)
     entering = inner.entering(init)
-    cond = Body(inner, test, [*tested, *entering])
-    body = _Staged(Body(inner, program, [*fixed, *entering], like), [*run.flat(fixed), *run.flat(init)])
+    cond = Body.of(inner, test, [*tested, *entering])
+    body = _Staged(Body.of(inner, program, [*fixed, *entering], like), [*run.flat(fixed), *run.flat(init)])
     zeros = {key: jax.numpy.zeros(shape.shape, shape.dtype) for key, shape in body.notes.items()}
 
     def step(state: tuple[list[Any], Notes]) -> tuple[list[Any], Notes]:
@@ -168,7 +187,7 @@ def while_loop(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
 def cond(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     """Rebuilds a conditional. Notes of a branch that was not taken are zero."""
     inner, operands = run.inside(equation), values[1:]
-    branches = [_Staged(Body(inner, one, operands), run.flat(operands)) for one in subprograms(equation)]
+    branches = [_Staged(Body.of(inner, one, operands), run.flat(operands)) for one in subprograms(equation)]
     like = run.merge(equation, values, branches)
     shapes = {key: shape for branch in branches for key, shape in branch.notes.items()}
 
@@ -189,7 +208,7 @@ def shard_map(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     """Rebuilds a `shard_map`. Notes should be the same on every device."""
     params = equation.params
     like = run.merge(equation, values)
-    body = Body(run.inside(equation), subprogram(equation, "shard"), values, like)
+    body = Body.of(run.inside(equation), subprogram(equation, "shard"), values, like)
     in_specs = [
         spec if array.ndim else PartitionSpec()
         for value, spec in zip(values, params["in_specs"], strict=True)
@@ -220,6 +239,12 @@ def is_placed(equation: Any) -> bool:
     """Returns whether a jit gives shardings for its operands or results."""
     shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
+
+
+def has_options(equation: Any) -> bool:
+    """Returns whether a jit gives shardings, donates operands, or sets options of the compiler."""
+    params = equation.params
+    return is_placed(equation) or any(params.get("donated_invars", ())) or bool(params.get("compiler_options_kvs"))
 
 
 def is_for_platforms(equation: Any) -> bool:

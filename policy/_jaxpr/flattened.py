@@ -59,7 +59,7 @@ class Operation:
       path: of the module that it stands in.
       is_backward: whether it belongs to the backward pass.
       is_again: whether it is what a checkpoint computes again.
-      at: where it stands, and its own `id`: see `Rerun.chain`.
+      at: where it stands, and its own `id`: see `PlacedInterpreter.chain`.
       around: the loop or conditional that it stands in.
       bodies: of a loop or a conditional, what its programs return.
       carried: how many values a loop carries; they are `("carry", operation, i)` inside of it.

@@ -100,7 +100,7 @@ def _found(found: dict[Any, bool], atom: Any) -> bool:
 
 def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
     """Returns whether float32 may take another way through an equation's programs: another branch, or more steps."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     if name == "cond":
         return given[0] or is_for_platforms(equation)
     if name != "while":

@@ -149,5 +149,23 @@ def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
     return found
 
 
+def readers_of(jaxpr: Any) -> dict[Any, set[str]]:
+    """Returns the primitives that read each variable of a program; "" stands for the program's caller."""
+    readers: dict[Any, set[str]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, jex_core.Literal):
+                readers.setdefault(atom, set()).add(equation.primitive.name)
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, jex_core.Literal):
+            readers.setdefault(atom, set()).add("")
+    return readers
+
+
+def equations_of(jaxpr: Any) -> Sequence[Any]:
+    """Returns the equations of an open jaxpr itself."""
+    return jaxpr.eqns
+
+
 Handler = Callable[[Any, Any, list[Any]], list[Any]]
 """Evaluates an equation that holds programs: from an interpreter, the equation and its operands."""

@@ -35,12 +35,12 @@ def once_for_all_alike(handler: Handler) -> Handler:
     """A handler whose result is traced, and differentiated, once for all equations that are alike.
 
     Such are the normalisations of a model: their equations hold the very same program. The handler gets its operands
-    as `Evaluator.entering` narrows them; what it returns is new, and refers to none of them.
+    as `Evaluator.saved` narrows them; what it returns is new, and refers to none of them.
     """
 
     @functools.wraps(handler)
     def shared(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-        values = evaluator.entering(equation, values)
+        values = evaluator.saved(equation, values)
         if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
         key = _key(evaluator, equation, values)

@@ -24,7 +24,7 @@ from policy._jaxpr.broadcasting import ELEMENTWISE, PRODUCTS, product, repeated,
 from policy._jaxpr.control_flow import Body, is_placed
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.scope_names import REGION
-from policy._jaxpr.subprograms import bind, equations_within, opened, programs_of, subprogram
+from policy._jaxpr.subprograms import Subprogram, bind, equations_within, opened, programs_of, subprogram
 
 READ = f"{REGION}parameter_read"
 """The name on JAX's stack of a cast that stands for the read of a parameter: its operand is carried on as it is."""
@@ -179,13 +179,13 @@ def _itemsize(dtype: Any) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _jitted(jaxpr: Any, kinds: tuple[tuple[Any, bool] | None, ...], name: str) -> tuple[Any, Body[Any]]:
+def _jitted(program: Subprogram, kinds: tuple[tuple[Any, bool] | None, ...], name: str) -> tuple[Any, Body[Any]]:
     """Returns one jitted function for each traced body, so that a call outside of any jit compiles it once."""
     inputs = [None if kind is None else Wide(None, *kind) for kind in kinds]
-    body = Body(Float32Cotangents(), jaxpr, inputs)
+    body = Body.of(Float32Cotangents(), program, inputs)
 
     def call(*arrays: Any) -> list[Any]:
-        return body(*arrays)[0]
+        return body.arrays(*arrays)
 
     call.__name__ = name
     return jax.jit(call), body

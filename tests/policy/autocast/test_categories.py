@@ -12,9 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import policy.autocast.transform  # noqa: F401  (registers the handlers)
 from policy._jaxpr.primitives import _TABLE, CATEGORIES, CATEGORY_OF, category_of
-from policy.autocast.evaluator import HANDLERS
+from policy.autocast.calls import HANDLERS
 from tests.policy.autocast.models import SQUARE, normal
 
 W, X = SQUARE, normal(4, 8)
@@ -76,7 +75,7 @@ def test_a_category_is(name, category):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The parameters that `policy.autocast.calls` reads
+# The parameters that `policy._jaxpr.control_flow` and `policy.autocast` read
 # ---------------------------------------------------------------------------------------------------------------------
 
 
