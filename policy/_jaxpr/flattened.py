@@ -10,9 +10,9 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.interpreter import Chain, module_path
 from policy._jaxpr.paths import Path, path_of
-from policy._jaxpr.primitives import CONTROL_FLOW, INLINED, REMATS, VIEWS
+from policy._jaxpr.placed_interpreter import Chain, module_path
+from policy._jaxpr.primitives import INLINED, LOOPS_AND_BRANCHES, REMATS, VIEWS
 from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at
@@ -170,7 +170,7 @@ class _Builder:
         at = place.chain[:-1], id(equation)
         operation = FlatOperation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
         self.made[at] = operation
-        if name in CONTROL_FLOW:
+        if name in LOOPS_AND_BRANCHES:
             self.operations.append(operation)
             held = self.branches if name == "cond" else self.loop
             return held(operation, inside, place._replace(loop=operation))

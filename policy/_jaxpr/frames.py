@@ -143,7 +143,7 @@ class FrameGraph:
             return None
         inner = [self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)]
         outputs = [found for found in inner if found is not None]
-        is_run_once = all(one.role in ("call", "checkpoint") for one in subprograms(equation))
+        is_run_once = all(one.role in ("call", "remat") for one in subprograms(equation))
         return outputs[0] if is_run_once else self._left(zip(*outputs, strict=True), equation.outvars, frame, backward)
 
     def _inside(

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.control_flow import CONTROL_FLOW, is_for_platforms
 from policy._jaxpr.equations import equations_within
-from policy._jaxpr.interpreter import HANDLERS
 from policy._jaxpr.primitives import EXACT, HOST, STATES_BITS
 from policy._jaxpr.subprograms import Subprogram, programs_of, subprogram, subprograms
 from policy._jaxpr.upcast import dtype_of, is_half
@@ -56,7 +56,7 @@ def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -
         return [True] * len(equation.outvars)  # a value stored later may depend on it
     if name in HOST or (calls_host(equation) and is_apart(equation, given, apart)):
         return [False] * len(equation.outvars)
-    if name not in HANDLERS:
+    if name not in CONTROL_FLOW:
         return [any(given) or rounds(equation)] * len(equation.outvars)
     if is_apart(equation, given, apart):
         return [True] * len(equation.outvars)
@@ -96,9 +96,9 @@ def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) 
 
     That is another branch, or more steps.
     """
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     if name == "cond":
-        return given[0] or params.get("branches_platforms") is not None
+        return given[0] or is_for_platforms(equation)
     if name != "while":
         return False
     loop, cond = subprogram(equation, "loop"), subprogram(equation, "cond")

@@ -1,222 +1,145 @@
-"""Runs a program again, equation by equation, with values of another kind than the ones it was traced with."""
+"""Interpreter of jaxprs: evaluates a program again, equation by equation, on values of another kind than arrays."""
 
 from __future__ import annotations
 
 import abc
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
-from policy._jaxpr.paths import Path, path_of
-from policy._jaxpr.scope_names import BOUNDARY, ISLAND
-
-_SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
-Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, outermost first
-Notes = dict[int, Any]  # what a run reports of its values, beside its outputs
+V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True)
+Notes = dict[int, Any]
 
 
-class Place(NamedTuple):
-    """A module path, and the pass that an equation of it belongs to: what a checkpoint computes again is "again"."""
-
-    path: Path = ()
-    direction: Literal["forward", "backward", "again"] = "forward"
-
-
-class Value:
-    """One value of the traced program, as it is run.
+class Traced(Protocol[V_co]):
+    """A subprogram that was traced: `policy._jaxpr.control_flow.Body`.
 
     Attributes:
-      arrays: its numbers, once for each lane that computes its own; a lane without one reads the first's.
-      origin: where it was computed; what that means is the run's affair.
+      outputs: a value like each of its outputs, with abstract values for arrays.
     """
 
-    __slots__ = ("arrays", "origin")
-
-    def __init__(self, arrays: Sequence[Any], origin: Any = None):
-        self.arrays, self.origin = tuple(arrays), origin
+    @property
+    def outputs(self) -> Sequence[V_co]: ...
 
 
-class Lane(Protocol):
-    """The float32 values of what is not the widened program: see `policy.compare.float32_values`."""
+class Interpreter(abc.ABC, Generic[V]):
+    """Evaluates jaxprs on values of type `V`, which hold arrays, and remember more about them.
 
-    def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None: ...
-    def given(self, chain: Chain, equation: Any) -> Iterable[tuple[int, Any]]: ...
-    def made(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
-    def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None: ...
-    def outputs(self, values: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
-    def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
-
-
-class Rerun(abc.ABC):
-    """One run of a program, which may hold programs. A subclass says what happens to an equation that holds none.
+    A subclass says how values hold arrays (`constant`, `arrays`, `filled`), how an equation is evaluated (`equation`),
+    and on which kinds of values loops and branches settle (`merge`, `settled`). Equations that hold programs are
+    rebuilt by the functions of `policy._jaxpr.control_flow`.
 
     Attributes:
-      place: that of the equation whose body is being run.
-      bodies: the programs inside equations that this one stands in, outermost first.
-      axes: the mesh axes that each device runs by itself over.
-      notes: what was noted so far in the program that is being traced.
-      chain: the equations that this program stands in.
-      lane: what float32 computes instead, where that is another program; None where it is this one, widened.
+      notes: arrays that are reported beside the outputs of the program that is being traced, by a key of their own.
     """
 
     def __init__(self) -> None:
-        self.place = Place()
-        self.axes: tuple[str, ...] = ()
-        self.bodies: tuple[object, ...] = ()
         self.notes: Notes = {}
-        self.chain: Chain = ()
-        self.lane: Lane | None = None
 
-    # What a subclass says ---------------------------------------------------------------------------------------------
+    # Values -----------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
-        """The outputs of an equation."""
+    def constant(self, array: Any) -> V:
+        """Returns a constant of a jaxpr as a value."""
 
     @abc.abstractmethod
-    def copied(self) -> Rerun:
-        """Another run of the same kind, in the same place."""
+    def arrays(self, value: V) -> Sequence[Any]:
+        """Returns the arrays of a value, always as many for values of one kind."""
 
-    def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
-        """The values that a loop starts with, of as many arrays as they have after every step.
+    @abc.abstractmethod
+    def filled(self, value: V, arrays: Sequence[Any]) -> V:
+        """Returns a value like this one with other arrays."""
 
-        `values` are all that the loop's body reads, `places` say which of them are carried.
+    def literal(self, literal: jex_core.Literal) -> V:
+        """Returns a literal of a jaxpr as a value, in the dtype that it was traced with."""
+        dtype = getattr(literal.aval, "dtype", None)
+        return self.constant(literal.val if dtype is None else np.asarray(literal.val, dtype))
+
+    def flat(self, values: Sequence[V]) -> list[Any]:
+        """Returns all arrays of some values."""
+        return [array for value in values for array in self.arrays(value)]
+
+    def refilled(self, values: Sequence[V], arrays: Sequence[Any]) -> list[V]:
+        """Returns values like these with the arrays that `flat` returned of others."""
+        rest = iter(arrays)
+        return [self.filled(value, [next(rest) for _ in self.arrays(value)]) for value in values]
+
+    # Equations --------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def equation(self, equation: Any, values: list[V]) -> list[V]:
+        """Returns the outputs of an equation on some operands."""
+
+    def merge(self, equation: Any, values: Sequence[V], branches: Sequence[Traced[V]] = ()) -> Sequence[V | None]:
+        """Returns a value like each output of an equation that holds programs; None leaves it to the program.
+
+        A loop carries values of these kinds from the start, and all branches of a conditional return them. Of a
+        conditional, `branches` were traced; of other equations nothing was yet.
         """
-        return [values[place] for place in places]
+        return [None for _ in equation.outvars]
 
-    def entering(self, values: Sequence[Value]) -> list[Value]:
-        """New values in a loop's body: what is carried there, and what is scanned over."""
-        return [Value(value.arrays) for value in values]
-
-    def settled(self, value: Value, like: Value) -> Value:
-        """`value`, of as many arrays as `like` has."""
+    def settled(self, value: V, like: V) -> V:
+        """Returns `value` as one of the kind of `like`."""
         return value
 
-    def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """Values of as many arrays as the outputs of an equation are to have."""
-        return [Value([None]) for _ in equation.outvars]
-
-    def into(self, values: Sequence[Value]) -> list[Value]:
-        """The same values, as a body of its own reads them."""
+    def entering(self, values: Sequence[V]) -> list[V]:
+        """Returns values like those of a loop's carry and rows, as they are inside of it."""
         return list(values)
 
-    def replaced(self, place: Place, value: Value, array: Any) -> Value:
-        """A value that is computed or read at a place, and that is `array` in float32."""
-        return value
+    def inside(self, equation: Any) -> Self:
+        """Returns the interpreter of the programs inside an equation, part of the program that is being traced."""
+        return self
 
-    def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
-        """Told of what a body of its own hands back."""
-        return  # most have nothing to note
+    def tracing(self, program: Traced[V], role: str) -> Self:
+        """Returns the interpreter of a program that is traced by itself, with notes of its own."""
+        inner = copy.copy(self)
+        inner.notes = {}
+        return inner
+
+    def body(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+        """Returns the outputs of a program that is traced by itself."""
+        return self.run(jaxpr, consts, args)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
-    def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        """The outputs of an open jaxpr."""
-        if self.lane is not None:
-            self.lane.enter(self.chain, jaxpr, args)
-        values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    def run(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+        """Returns the outputs of an open jaxpr."""
+        values: dict[Any, V] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-        def read(atom: Any) -> Value:
-            if not isinstance(atom, jex_core.Literal):
-                return values[atom]
-            dtype = getattr(atom.aval, "dtype", None)
-            return Value([atom.val if dtype is None else np.asarray(atom.val, dtype)])
+        def read(atom: Any) -> V:
+            return self.literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]
 
         last = _last_reads(jaxpr)
         for i, equation in enumerate(jaxpr.eqns):
-            info = equation.source_info
-            name_stack = source_info_util.current_name_stack() + info.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
-                given = self.given(equation, [read(atom) for atom in equation.invars])
-                outputs = self._made(equation, self.equation(equation, given))
+            with context_of(equation):
+                outputs = self.step(equation, [read(atom) for atom in equation.invars])
             values.update(zip(equation.outvars, outputs, strict=True))
             for variable in last.get(i, ()):
                 values.pop(variable, None)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def place_of(self, equation: Any) -> Place:
-        """Returns the position of an equation."""
-        name_stack = str(equation.source_info.name_stack)
-        is_again = "rematted_computation" in name_stack
-        is_backward = "transpose(" in name_stack or self.place.direction == "backward"
-        path = module_path(path_of(name_stack, self.place.path), is_backward)
-        return Place(path, "again" if is_again else "backward" if is_backward else self.place.direction)
-
-    def inside(self, equation: Any) -> Rerun:
-        """The run of an equation's body, which is part of the program that is being traced."""
-        inner = self.copied().standing_in(self)
-        inner.place, inner.chain, inner.notes = self.place_of(equation), (*self.chain, id(equation)), self.notes
-        return inner
-
-    def standing_in(self, outer: Rerun) -> Rerun:
-        """This run, in the place of another."""
-        self.place, self.axes, self.bodies = outer.place, outer.axes, outer.bodies
-        self.chain, self.lane = outer.chain, outer.lane
-        return self
-
-    # What float32 computes in another way -----------------------------------------------------------------------------
-
-    def given(self, equation: Any, values: list[Value]) -> list[Value]:
-        for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
-            values[k] = self.replaced(self.place_of(equation), values[k], array)
-        return values
-
-    def _made(self, equation: Any, outputs: list[Value]) -> list[Value]:
-        if self.lane is None:
-            return outputs
-        for i, array in self.lane.made(self.chain, equation, outputs):
-            outputs[i] = self.replaced(self.place_of(equation), outputs[i], array)
-        self.lane.keep(self.chain, equation, outputs)
-        return outputs
-
-    def ended(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the outputs of the whole program, with float32's own values."""
-        values = list(values)
-        for k, array in () if self.lane is None else self.lane.outputs(values):
-            values[k] = self.replaced(self.place, values[k], array)
-        return values
+    def step(self, equation: Any, values: list[V]) -> list[V]:
+        """Evaluates one equation of a program; a subclass may do something before and after."""
+        return self.equation(equation, values)
 
 
-def module_path(path: Path, is_backward: bool) -> Path:
-    """A path without scopes that are no modules.
-
-    The transposition of checkpoints and derivative rules writes part of the path of their equations twice: Net/Net for
-    Net, layers/norm/layers/norm for layers/norm.
-    """
-    path = tuple(name for name in path if name not in _SCOPES)
-    return _once(path) if is_backward else path
-
-
-@functools.lru_cache(maxsize=4096)
-def _once(path: Path) -> Path:
-    for length in range(len(path) // 2, 0, -1):
-        for start in range(len(path) - 2 * length + 1):
-            middle, end = start + length, start + 2 * length
-            if path[start:middle] == path[middle:end] and not all(map(str.isdigit, path[start:middle])):
-                return _once((*path[:middle], *path[end:]))
-    return path
-
-
-def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
-    """The paths whose beginning was lost, and what they are.
-
-    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it by the path within
-    the body alone: such a path is the end of one other.
-    """
-    every = set(paths)
-    ends: dict[Path, list[Path]] = {}
-    for path in every:
-        for start in range(1, len(path)):
-            ends.setdefault(path[start:], []).append(path)
-    return {end: found[0] for end, found in ends.items() if end in every and len(found) == 1}
+@contextlib.contextmanager
+def context_of(equation: Any) -> Iterator[None]:
+    """Gives new equations the place in the source, the name stack and the settings that an equation was traced with."""
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+        yield
 
 
 def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
-    """The variables that no equation after this one reads: XLA frees what we don't hold, where nothing is jitted."""
+    """Returns the variables that no later equation reads, by equation: outside of jit, arrays not held are freed."""
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
     last: dict[Any, int] = {}
     for i, equation in enumerate(jaxpr.eqns):
@@ -228,22 +151,23 @@ def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
     return found
 
 
-def flat(values: Sequence[Value]) -> list[Any]:
-    """All arrays of some values."""
-    return [array for value in values for array in value.arrays]
+def readers_of(jaxpr: Any) -> dict[Any, set[str]]:
+    """Returns the primitives that read each variable of a program; "" stands for the program's caller."""
+    readers: dict[Any, set[str]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, jex_core.Literal):
+                readers.setdefault(atom, set()).add(equation.primitive.name)
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, jex_core.Literal):
+            readers.setdefault(atom, set()).add("")
+    return readers
 
 
-def filled(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-    """The same values with other arrays."""
-    rest = iter(arrays)
-    return [Value([next(rest) for _ in value.arrays], value.origin) for value in values]
+def equations_of(jaxpr: Any) -> Sequence[Any]:
+    """Returns the equations of an open jaxpr itself."""
+    return jaxpr.eqns
 
 
-Handler = Callable[[Rerun, Any, list[Value]], list[Value]]
-HANDLERS: dict[str, Handler] = {}
-
-
-def handler_of(equation: Any) -> Handler | None:
-    """Returns the runner of an equation's programs; None where it holds none, or some for other platforms."""
-    is_for_platforms = equation.params.get("branches_platforms") is not None
-    return None if is_for_platforms else HANDLERS.get(equation.primitive.name)
+Handler = Callable[[Any, Any, list[Any]], list[Any]]
+"""Evaluates an equation that holds programs: from an interpreter, the equation and its operands."""

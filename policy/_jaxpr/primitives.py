@@ -499,8 +499,11 @@ CALLS = _kinds("call")
 REMATS = _kinds("remat")
 """Checkpoints: run their program, and again in the backward pass."""
 
-CONTROL_FLOW = frozenset(("cond", "scan", "while"))
+LOOPS_AND_BRANCHES = frozenset(("cond", "scan", "while"))
 """Loops and conditionals: run programs several times, or one of several."""
+
+REBUILT = frozenset(("jit", "while"))
+"""Return the dtypes that they were traced with, where autocast rebuilds them."""
 
 HOST = _kinds("host")
 """Callbacks: run on the host, where a call may be seen, or change something."""

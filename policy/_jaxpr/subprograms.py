@@ -15,11 +15,11 @@ import jax.extend.core as jex_core
 
 from policy._jaxpr.primitives import COMBINES, KERNELS, REMATS
 
-Role = Literal["call", "checkpoint", "shard", "branch", "loop", "cond", "combine", "kernel", "other"]
+Role = Literal["call", "remat", "shard", "branch", "loop", "cond", "combine", "kernel", "other"]
 """The part that a program plays in its equation.
 
 - "call": runs once, on the equation's operands.
-- "checkpoint": the same, and may be computed again in the backward pass.
+- "remat": the same, and may be computed again in the backward pass.
 - "shard": runs once on each device of some mesh axes, on its shard of the operands.
 - "branch": one of those that a conditional chooses from by its first operand.
 - "loop": the body of a scan or a while.
@@ -159,7 +159,7 @@ def _described(equation: Any, found: Sequence[tuple[Any, str, int | None]]) -> t
         return tuple(Subprogram(*one, role) for one in found)
     if len(found) > 1 or not _fits(found[0][0], equation):
         return tuple(Subprogram(*one, "other") for one in found)
-    role = "shard" if name == "shard_map" else "checkpoint" if name in REMATS else "call"
+    role = "shard" if name == "shard_map" else "remat" if name in REMATS else "call"
     axes = _axes(equation) if name == "shard_map" else ()
     return (Subprogram(*found[0], role, tuple(range(count)), axes=axes),)
 

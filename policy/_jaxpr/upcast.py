@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policy._jaxpr import control_flow as control_flow
-from policy._jaxpr.interpreter import Place, Rerun, Value, handler_of
+from policy._jaxpr.control_flow import handler_of
+from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
 from policy._jaxpr.primitives import HOST, MATMULS, READS_BITS
 from policy._jaxpr.subprograms import bind, is_jaxpr, opened, programs_of
 
@@ -48,11 +48,8 @@ def narrowed(array: Any, dtype: Any) -> Any:
     return lax.convert_element_type(array, dtype)
 
 
-class Wide(Rerun):
+class Upcast(PlacedInterpreter):
     """Runs a program with its half values in float32. Each value is one array."""
-
-    def copied(self) -> Rerun:
-        return type(self)()
 
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
         if (handler := handler_of(equation)) is not None:
@@ -135,7 +132,7 @@ def wide_program(program: Any) -> Any:
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype)) for v in body.invars]
 
     def run(*arrays: Any) -> list[Any]:
-        outputs = Wide().run(body, [Value([widen(const)]) for const in consts], [Value([array]) for array in arrays])
+        outputs = Upcast().run(body, [Value([widen(const)]) for const in consts], [Value([array]) for array in arrays])
         return [widen(output.arrays[0]) for output in outputs]
 
     closed = jax.make_jaxpr(run)(*inputs)

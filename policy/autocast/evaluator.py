@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
 
 from policy._jaxpr.broadcasting import repeated, sharding_of
+from policy._jaxpr.interpreter import Interpreter, Traced, equations_of, readers_of
 from policy._jaxpr.paths import Path, path_of
-from policy._jaxpr.primitives import FORWARD_ADDITIONS, KEEPS_CONSTANTS, MATMULS, NARY, PRODUCTS, READS_LOGITS
+from policy._jaxpr.primitives import FORWARD_ADDITIONS, KEEPS_CONSTANTS, MATMULS, NARY, PRODUCTS, READS_LOGITS, REBUILT
 from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
 from policy.autocast import marks
 from policy.autocast.broadcasting import REPEATS, is_repeated, product
 from policy.autocast.normalizations import NOWHERE, Regions, normalizations
 from policy.autocast.report import OPAQUE_MATMUL, Report
+from policy.autocast.scanned_layers import handed_on
 from policy.autocast.settings import Place, Places, Settings
 from policy.autocast.values import (
     F32,
@@ -36,10 +39,9 @@ from policy.autocast.values import (
 )
 
 Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
-HANDLERS: dict[str, Handler] = {}  # of the primitives that hold programs; filled by `policy.autocast.calls`
 
 
-class Evaluator:
+class Evaluator(Interpreter[Value]):
     """Runs the equations of a jaxpr on values that are half where the trace has float32.
 
     Attributes:
@@ -51,25 +53,74 @@ class Evaluator:
         those are rules for derivatives, whose regions are looked for when they are run.
       is_whole: whether the equation around belongs to a normalisation with all that it holds.
       regions: the normalisations of the program that is being run.
+      readers: the primitives that read each of its variables; "" stands for the program's caller.
+      widened: the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the same numbers.
+      handlers: the functions that rebuild equations that hold programs, by primitive.
     """
 
     def __init__(
         self,
         settings: Settings,
         places: Places,
-        path: Path = (),
+        handlers: Mapping[str, Handler],
         report: Report | None = None,
-        held: dict[int, Regions] | None = None,
-        is_whole: bool = False,
-        regions: Regions = NOWHERE,
     ):
-        self.settings, self.places, self.path, self.report = settings, places, path, report
-        self.held, self.is_whole, self.regions = held, is_whole, regions
+        super().__init__()
+        self.settings, self.places, self.handlers, self.report = settings, places, handlers, report
+        self.path: Path = ()
+        self.held: dict[int, Regions] | None = None
+        self.is_whole = False
+        self.regions = NOWHERE
+        self.readers: dict[Any, set[str]] = {}
+        self.widened: set[Any] = set()
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def constant(self, array: Any) -> Value:
+        return Value(array)
+
+    def literal(self, literal: jex_core.Literal) -> Value:
+        dtype = getattr(literal.aval, "dtype", None)
+        number = literal.val if dtype is None else np.asarray(literal.val, dtype)
+        is_number = isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
+        return Value(number, yields=True, constant=number[()] if is_number else None)
+
+    def arrays(self, value: Value) -> tuple[Any]:
+        return (value.array,)
+
+    def filled(self, value: Value, arrays: Sequence[Any]) -> Value:
+        (array,) = arrays
+        return Value(array, value.yields, value.constant, value.narrows)
+
+    # Programs inside equations ----------------------------------------------------------------------------------------
+
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Traced[Value]] = ()
+    ) -> Sequence[Value | None]:
+        """Returns the dtypes that the outputs of a loop, of branches, or of a jit with shardings settle on.
+
+        They keep their traced dtypes, but for scanned layers, whose carry is half where a rule has a half output_dtype,
+        and for what every branch of a conditional makes half.
+        """
+        name = equation.primitive.name
+        if name == "scan":
+            carried = handed_on(self, equation, values)
+            return [*carried, *([None] * (len(equation.outvars) - len(carried)))]
+        if name == "cond":
+            outputs = zip(equation.outvars, *(branch.outputs for branch in branches), strict=True)
+            return [_merged(variable, found) for variable, *found in outputs]
+        return list(map(traced_kind, equation.outvars)) if name in REBUILT else super().merge(equation, values)
+
+    def settled(self, value: Value, like: Value) -> Value:
+        dtype = float_dtype(like.array)
+        return Value(value.array if dtype is None else cast(value.array, dtype), narrows=like.narrows)
 
     def inside(self, equation: Any, *, reports: bool = True) -> Evaluator:
-        """The evaluator for the body of `equation`."""
-        report, held = self.report if reports else None, self.held_by(equation)
-        return Evaluator(self.settings, self.places, self.path_of(equation), report, held, self._is_whole(held))
+        inner = copy.copy(self)
+        inner.path, inner.held = self.path_of(equation), self.held_by(equation)
+        inner.is_whole, inner.regions = self._is_whole(inner.held), NOWHERE
+        inner.report = self.report if reports else None
+        return inner
 
     def held_by(self, equation: Any) -> dict[int, Regions]:
         """The regions of the programs that an equation holds, by the identity of each."""
@@ -89,56 +140,39 @@ class Evaluator:
             region = "measures"
         return place.within(region)
 
-    def entering(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """The operands of an equation that saves them for its derivative: half, where its body would narrow them."""
+    def saved(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+        """Returns the operands of an equation that saves them for its derivative: half, where its body would narrow them."""
         place = self.place_of(equation)
         return list(values) if place.region else [self._narrowed(value, "control", place) for value in values]
 
+    # The run ----------------------------------------------------------------------------------------------------------
+
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        """The outputs of an open jaxpr."""
         regions = None if self.held is None else self.held.get(id(jaxpr))
         if regions is None:
             is_param = [value.yields for value in args]
             regions = normalizations(jaxpr, is_param) if self.settings.narrows else NOWHERE
-        inside = Evaluator(self.settings, self.places, self.path, self.report, self.held, self.is_whole, regions)
-        return inside._run(jaxpr, consts, args)
+        inner = copy.copy(self)
+        inner.regions, inner.readers = regions, readers_of(jaxpr)
+        inner.widened = {
+            atom
+            for equation in equations_of(jaxpr)
+            if equation.primitive.name in FORWARD_ADDITIONS and inner._category(equation) == "fp32"
+            for atom in equation.invars
+            if not isinstance(atom, jex_core.Literal)
+        }
+        return super(Evaluator, inner).run(jaxpr, consts, args)
 
-    def _run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        variables = (*jaxpr.constvars, *jaxpr.invars)
-        values: dict[Any, Value] = dict(zip(variables, (*consts, *args), strict=True))
-
-        def read(atom: Any) -> Value:
-            if isinstance(atom, jex_core.Literal):
-                dtype = getattr(atom.aval, "dtype", None)
-                number = atom.val if dtype is None else np.asarray(atom.val, dtype)
-                is_number = isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
-                return Value(number, yields=True, constant=number[()] if is_number else None)
-            return values[atom]
-
-        readers = _readers(jaxpr)
-        widened = self._widened(jaxpr, readers)
-        for equation in jaxpr.eqns:
-            info = equation.source_info
-            name_stack = source_info_util.current_name_stack() + info.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
-                category = self._category(equation, readers)
-                if category == "passthrough" and equation.primitive.name == "reduce_max":
-                    category = "fp32" if equation.invars[0] in widened else category
-                outputs = self._equation(equation, category, [read(atom) for atom in equation.invars])
-            values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _widened(self, jaxpr: Any, readers: dict[Any, set[str]]) -> set[Any]:
-        """Returns the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the same numbers."""
-        differences = (
-            e for e in jaxpr.eqns if e.primitive.name in FORWARD_ADDITIONS and self._category(e, readers) == "fp32"
-        )
-        return {atom for equation in differences for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        category = self._category(equation)
+        if category == "passthrough" and equation.primitive.name == "reduce_max":
+            category = "fp32" if equation.invars[0] in self.widened else category
+        return self._equation(equation, category, values)
 
     def path_of(self, equation: Any) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)
 
-    def _category(self, equation: Any, readers: dict[Any, set[str]]) -> str:
+    def _category(self, equation: Any) -> str:
         """Returns the category of an equation; a sum or difference that only float32 operations read runs in float32.
 
         Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x` itself. It has no
@@ -148,7 +182,7 @@ class Evaluator:
         category = self.settings.category(name)
         if category != "promote" or name not in FORWARD_ADDITIONS:
             return category
-        names = readers.get(equation.outvars[0], set())
+        names = self.readers.get(equation.outvars[0], set())
         reads_wide = {reader for reader in names if reader and self.settings.category(reader) == "fp32"}
         # The second is a log_softmax, whose difference of the shifted logits is in float32 as its logarithm is.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
@@ -157,8 +191,8 @@ class Evaluator:
         name, place = equation.primitive.name, self.place_of(equation)
         if place.is_layer:
             return _of_layer(equation, values)
-        if category == "control" and name in HANDLERS:
-            return HANDLERS[name](self, equation, values)
+        if category == "control" and name in self.handlers:
+            return self.handlers[name](self, equation, values)
         if not place.region and name != "add_any":
             values = [self._narrowed(value, category, place) for value in values]
         traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
@@ -263,17 +297,19 @@ def _extent(equation: Any) -> tuple[Any, ...] | None:
     return None if operand.size == result.size else result.shape
 
 
-def _readers(jaxpr: Any) -> dict[Any, set[str]]:
-    """The primitives that read each variable of a program; "" stands for the program's caller."""
-    readers: dict[Any, set[str]] = {}
-    for equation in jaxpr.eqns:
-        for atom in equation.invars:
-            if not isinstance(atom, jex_core.Literal):
-                readers.setdefault(atom, set()).add(equation.primitive.name)
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, jex_core.Literal):
-            readers.setdefault(atom, set()).add("")
-    return readers
+def traced_kind(variable: Any) -> Value:
+    """Returns a value like a variable as it was traced."""
+    return Value(variable.aval)
+
+
+def _merged(variable: Any, outputs: Sequence[Value]) -> Value:
+    """Returns a value like an output of a conditional: half where every branch makes it half, else as traced."""
+    dtype, found = float_dtype(variable.aval), {output.dtype for output in outputs}
+    narrows = any(output.narrows for output in outputs)
+    if dtype is None:
+        return Value(variable.aval, narrows=narrows)
+    dtype = next(iter(found)) if len(found) == 1 else dtype
+    return Value(jax.ShapeDtypeStruct(variable.aval.shape, dtype), narrows=narrows)
 
 
 def _fits(value: Value, dtype: Any) -> bool:

@@ -36,13 +36,13 @@ def once_for_all_alike(handler: Handler) -> Handler:
     """Returns a handler that is traced and differentiated once for all equations that are alike.
 
     Such are the normalisations of a model: their equations hold the very same program. The handler
-    gets its operands as `Evaluator.entering` narrows them; its results are new, and refer to none
+    gets its operands as `Evaluator.saved` narrows them; its results are new, and refer to none
     of them.
     """
 
     @functools.wraps(handler)
     def shared(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-        values = evaluator.entering(equation, values)
+        values = evaluator.saved(equation, values)
         if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
         key = _key(evaluator, equation, values)

@@ -17,8 +17,8 @@ from policy._jaxpr.pure_calls import PureCall, UnreturnableError
 from policy._jaxpr.subprograms import opened
 from policy._jaxpr.trace import is_array
 from policy._jaxpr.walk import Site, walk
-from policy.autocast import calls as calls  # fills the handlers
 from policy.autocast import marks
+from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.settings import Places, Settings
 from policy.autocast.values import F32, Value, cast, float_dtype
@@ -77,7 +77,7 @@ class Ported:
         places = Places(settings, repeated_programs(body))
         arrays = self.call.arrays
         values = [Value(_narrow(a, v), p) for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)]
-        outputs = Evaluator(settings, places).run(body, [Value(const) for const in consts], values)
+        outputs = Evaluator(settings, places, HANDLERS).run(body, [Value(const) for const in consts], values)
         dtypes = [float_dtype(atom.aval) for atom in body.outvars]
         results = [
             operand if operand is not None else output.array if dtype is None else cast(output.array, dtype)

@@ -18,7 +18,7 @@ from policy._jaxpr.primitives import known_primitives
 from policy._jaxpr.scope_names import ISLAND
 from policy._jaxpr.subprograms import opened
 from policy._jaxpr.trace import Arguments, lowered
-from policy.autocast import calls as calls
+from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.report import Report
 from policy.autocast.settings import Places, Settings
@@ -293,7 +293,7 @@ class _Autocast:
             # it.
             shares = report is None and settings.rules is None and settings.normalises is None
             places = Places(settings, repeated_programs(body) if shares else frozenset())
-            outputs = Evaluator(settings, places, report=report).run(body, [Value(c) for c in consts], values)
+            outputs = Evaluator(settings, places, HANDLERS, report).run(body, [Value(c) for c in consts], values)
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code
             places.check(settings.normalises)

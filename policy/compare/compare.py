@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.interpreter import Value
+from policy._jaxpr.placed_interpreter import Value
 from policy._jaxpr.subprograms import opened
 from policy.compare.comparison import Comparison
 from policy.compare.dual_interpreter import Log, Paired, reference

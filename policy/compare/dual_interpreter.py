@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policy._jaxpr.control_flow import CONTROL_FLOW
 from policy._jaxpr.half_dependence import depends, is_apart
-from policy._jaxpr.interpreter import HANDLERS, Place, Rerun, Value
 from policy._jaxpr.origins import is_by_layers
 from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
 from policy._jaxpr.primitives import INLINED, MATMULS, category_of
 from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import bind, scan_arity
-from policy._jaxpr.upcast import F32, Wide, dtype_of, is_half, widen
+from policy._jaxpr.upcast import F32, Upcast, dtype_of, is_half, widen
 from policy.compare.statistics import is_discrete, is_measurable, largest_alone, measured
 
 _LARGE = 1024  # elements
@@ -81,7 +82,7 @@ class Log:
     unpaired: dict[Path, None] = dataclasses.field(default_factory=dict)
 
 
-class Paired(Rerun):
+class Paired(PlacedInterpreter):
     """Each value is one array where half precision has no part in it, else two: the program's own, and float32's."""
 
     def __init__(self, log: Log, has_gradients: bool = False, apart: Collection[int] = ()):
@@ -90,19 +91,14 @@ class Paired(Rerun):
         self.again: dict[int, tuple[Value, Any]] = {}
         self._line_around = ""  # the user's, of the equation that this program stands in
 
-    def copied(self) -> Paired:
-        return Paired(self.log, self.has_gradients, self.apart)
-
-    def standing_in(self, outer: Rerun) -> Paired:
-        super().standing_in(outer)
-        self._line_around = outer._line_around if isinstance(outer, Paired) else ""
-        return self
-
-    def inside(self, equation: Any) -> Paired:
+    def inside(self, equation: Any) -> Self:
         inner = super().inside(equation)
-        assert isinstance(inner, Paired)
-        inner.again = self.again
         inner._line_around = source_of(equation) or self._line_around
+        return inner
+
+    def tracing(self, program: Any, role: str) -> Self:
+        inner = super().tracing(program, role)
+        inner.again = {}
         return inner
 
     # Equations --------------------------------------------------------------------------------------------------------
@@ -118,8 +114,8 @@ class Paired(Rerun):
             if place.direction == "backward":
                 values = [self._saved(value) for value in values]
         name, pairs = equation.primitive.name, [len(value.arrays) > 1 for value in values]
-        if name in HANDLERS and not is_apart(equation, pairs, self.apart):
-            return HANDLERS[name](self, equation, values)
+        if name in CONTROL_FLOW and not is_apart(equation, pairs, self.apart):
+            return CONTROL_FLOW[name](self, equation, values)
         arrays = [value.arrays[0] for value in values]
         if name == "convert_element_type" and values[0].origin is None and arrays[0].size >= _LARGE:
             arrays = [self._after(arrays[0])]
@@ -127,7 +123,7 @@ class Paired(Rerun):
         if not any(depends(equation, pairs)):
             lanes = [[output] for output in outputs]
         else:
-            wide = Wide().standing_in(self)
+            wide = Upcast().standing_in(self)
             references = wide.equation(equation, [Value([reference(value)]) for value in values])
             lanes = [[output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)]
         name, source = self._made_by(equation, place, values)
@@ -243,7 +239,7 @@ class Paired(Rerun):
 
     # Bodies -----------------------------------------------------------------------------------------------------------
 
-    def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+    def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
         place = self.place_of(equation)
         origin = Origin(place, *self._made_by(equation, place, values))
@@ -256,10 +252,6 @@ class Paired(Rerun):
                 kind.origin.coded = dtype
         return kinds
 
-    def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
-        like = self.kinds(equation, values)
-        return [self.settled(values[place], kind) for place, kind in zip(places, like, strict=False)]
-
     def entering(self, values: Sequence[Value]) -> list[Value]:
         places = [value.origin.place if value.origin else self.place for value in values]
         return [
@@ -269,13 +261,13 @@ class Paired(Rerun):
             for value, place in zip(values, places, strict=True)
         ]
 
-    def into(self, values: Sequence[Value]) -> list[Value]:
+    def body(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """Enters a body, whose measurements are known there alone."""
-        return [Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in values]
-
-    def finished(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
-        for value, atom in zip(map(_decoded, values), atoms, strict=True):
+        args = [Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in args]
+        outputs = super().body(jaxpr, consts, args)
+        for value, atom in zip(map(_decoded, outputs), jaxpr.outvars, strict=True):
             self._read(value, self.place, dtype_of(atom))
+        return outputs
 
     def settled(self, value: Value, like: Value) -> Value:
         value = _decoded(value)
@@ -289,7 +281,7 @@ def _is_cheap(equation: Any) -> bool:
     name = equation.primitive.name
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
     category = category_of(name)
-    return not (name in HANDLERS or is_half_dot or equation.effects or category in (None, "opaque", "control"))
+    return not (name in CONTROL_FLOW or is_half_dot or equation.effects or category in (None, "opaque", "control"))
 
 
 def _coded(array: Any, wide: Any) -> Any:

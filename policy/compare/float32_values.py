@@ -10,8 +10,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from policy._jaxpr.flattened import FlatOperation, Known, Operand, Token
-from policy._jaxpr.interpreter import Chain, Value
 from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Chain, Value
 from policy._jaxpr.primitives import HOST
 from policy._jaxpr.upcast import bound_wide, widen
 from policy.traced.pairing import Reference

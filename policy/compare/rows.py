@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.interpreter import Place, lost_prefixes
 from policy._jaxpr.paths import naming, spelled
+from policy._jaxpr.placed_interpreter import Place, lost_prefixes
 from policy._jaxpr.subprograms import opened
 from policy._jaxpr.upcast import dtypes_of, is_half
 from policy.compare.comparison import Comparison, Kind, Row

@@ -12,19 +12,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
-from jax.extend import source_info_util
 from jax.extend.core import Literal, Var
 
+from policy._jaxpr import control_flow
 from policy._jaxpr.broadcasting import product, repeated, sharding_of
-from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS
+from policy._jaxpr.control_flow import Body, is_placed
+from policy._jaxpr.equations import equations_within
+from policy._jaxpr.interpreter import Interpreter
+from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS, REMATS
 from policy._jaxpr.scope_names import REGION
-from policy._jaxpr.subprograms import programs_of
+from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
 
 READ = f"{REGION}parameter_read"
 """The name on JAX's stack of a cast that stands for the read of a parameter: its operand is carried on as it is."""
@@ -61,44 +63,64 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
       jaxpr: an open or closed jaxpr.
       inputs: arrays, or `Wide` ones where the jaxpr has half ones.
     """
-    consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
-    # jax 0.12 made one class of open and closed jaxprs: the constants are its leading inputs
-    variables = getattr(jaxpr, "all_invars", None) or [*jaxpr.constvars, *jaxpr.invars]
-    values: dict[Any, Any] = dict(zip(variables, [*consts, *inputs], strict=True))
-    for equation in jaxpr.eqns:
-        operands = [_value(x, values) for x in equation.invars]
-        names = source_info_util.current_name_stack() + equation.source_info.name_stack
-        with source_info_util.user_context(equation.source_info.traceback, name_stack=names), equation.ctx.manager:
-            results = _apply(equation, operands)
-        values.update(zip(equation.outvars, results, strict=True))
-    return [_value(x, values) for x in jaxpr.outvars]
+    body, consts = opened(jaxpr)
+    return Float32Cotangents().run(body, consts, inputs)
 
 
-def _value(atom: Any, values: dict[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, Literal) else values[atom]
+class Float32Cotangents(Interpreter[Any]):
+    """Evaluates jaxprs on values that are arrays, or `Wide` ones."""
+
+    def constant(self, array: Any) -> Any:
+        return array
+
+    def literal(self, literal: Literal) -> Any:
+        return literal.val
+
+    def arrays(self, value: Any) -> tuple[Any]:
+        return (value.value if isinstance(value, Wide) else value,)
+
+    def filled(self, value: Any, arrays: Sequence[Any]) -> Any:
+        (array,) = arrays
+        return dataclasses.replace(value, value=array) if isinstance(value, Wide) else array
+
+    def equation(self, equation: Any, values: list[Any]) -> list[Any]:
+        moved = _moved(equation, values)
+        if moved is not None:
+            return moved
+        is_wide = any(isinstance(x, Wide) for x in values)
+        if is_wide or any(map(_has_reads, programs_of(equation))):
+            handler = _HANDLERS.get(equation.primitive.name)
+            results = None if handler is None else handler(self, equation, values)
+            if results is not None:
+                return results
+        return bind(equation, [read(x) for x in values])
+
+    def merge(self, equation: Any, values: Sequence[Any], branches: Sequence[Any] = ()) -> list[Any]:
+        """Returns arrays: a carry is new each turn, and what branches or checkpoints return is computed there."""
+        return [variable.aval for variable in equation.outvars]
+
+    def settled(self, value: Any, like: Any) -> Any:
+        return read(value)
 
 
-def _apply(equation: Any, operands: list[Any]) -> list[Any]:
+def _moved(equation: Any, operands: list[Any]) -> list[Any] | None:
+    """Returns the results of an equation that takes wide operands as they are, or reads a parameter; else None."""
     name, is_wide = equation.primitive.name, [isinstance(x, Wide) for x in operands]
-    if any(is_wide):
-        first = operands[0]
-        if name in MOVES_COTANGENTS and is_wide[0] and not any(is_wide[1:]):
-            moved = _bind(equation, [first.value, *operands[1:]])
-            return [dataclasses.replace(first, value=x) for x in moved]
-        if name == "concatenate" and all(is_wide) and len({x.dtype for x in operands}) == 1:
-            is_exact = all(x.is_exact for x in operands)
-            return [Wide(x, first.dtype, is_exact) for x in _bind(equation, [x.value for x in operands])]
-        if name in NARY and _repeats_wide(equation, is_wide):
-            return [_repeating(equation, operands, is_wide)]
-        if name == "convert_element_type" and first.is_exact and _itemsize(equation.params["new_dtype"]) >= 4:
-            return _bind(equation, [first.value])
-    elif is_read(equation):
-        return [Wide(operands[0], equation.params["new_dtype"], is_exact=False)]
-    if name in _RECURSED and (any(is_wide) or any(map(_has_reads, programs_of(equation)))):
-        results = _RECURSED[name](equation, operands)
-        if results is not None:
-            return results
-    return _bind(equation, [read(x) for x in operands])
+    if not any(is_wide):
+        dtype = equation.params["new_dtype"] if is_read(equation) else None
+        return None if dtype is None else [Wide(operands[0], dtype, is_exact=False)]
+    first = operands[0]
+    if name in MOVES_COTANGENTS and is_wide[0] and not any(is_wide[1:]):
+        moved = bind(equation, [first.value, *operands[1:]])
+        return [dataclasses.replace(first, value=x) for x in moved]
+    if name == "concatenate" and all(is_wide) and len({x.dtype for x in operands}) == 1:
+        is_exact = all(x.is_exact for x in operands)
+        return [Wide(x, first.dtype, is_exact) for x in bind(equation, [x.value for x in operands])]
+    if name in NARY and _repeats_wide(equation, is_wide):
+        return [_repeating(equation, operands, is_wide)]
+    if name == "convert_element_type" and first.is_exact and _itemsize(equation.params["new_dtype"]) >= 4:
+        return bind(equation, [first.value])
+    return None
 
 
 def _is_repeated(atom: Any, is_wide: bool, result: Any) -> bool:
@@ -126,7 +148,7 @@ def _repeating(equation: Any, operands: list[Any], is_wide: list[bool]) -> Any:
         else read(x)
         for atom, wide, x in zip(equation.invars, is_wide, operands, strict=True)
     ]
-    (output,) = _bind(equation, arrays)
+    (output,) = bind(equation, arrays)
     return output
 
 
@@ -140,115 +162,55 @@ def is_read(equation: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _has_reads(program: Any) -> bool:
-    return any(is_read(e) or any(map(_has_reads, programs_of(e))) for e in program.eqns)
+    return any(map(is_read, equations_within(program)))
 
 
 def _itemsize(dtype: Any) -> int:
     return np.dtype(dtype).itemsize
 
 
-def _bind(equation: Any, operands: list[Any]) -> list[Any]:
-    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
-    return list(results) if equation.primitive.multiple_results else [results]
-
-
-Kind = tuple[Any, bool] | None
-"""The dtype that a wide value stands for, and whether it is exact; None of other values."""
-
-
-def _split(operands: Sequence[Any]) -> tuple[list[Any], tuple[Kind, ...]]:
-    """Returns operands as arrays, and the kind of each."""
-    arrays = [x.value if isinstance(x, Wide) else x for x in operands]
-    return arrays, tuple((x.dtype, x.is_exact) if isinstance(x, Wide) else None for x in operands)
-
-
-def _join(arrays: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
-    return [x if kind is None else Wide(x, *kind) for x, kind in zip(arrays, kinds, strict=True)]
-
-
-# Each of the following evaluates the body of one kind of equation, or returns None: then the equation runs as it is.
+# Each of the following rebuilds one kind of equation, or returns None: then the equation runs as it is.
 
 
 @functools.lru_cache(maxsize=1024)
-def _jitted(jaxpr: Any, kinds: tuple[Kind, ...], name: str) -> tuple[Callable[..., Any], list[Any]]:
-    """One jitted function for each traced body, so that a call outside of any jit compiles it once."""
-    returned: list[Any] = []
+def _jitted(program: Subprogram, kinds: tuple[tuple[Any, bool] | None, ...], name: str) -> tuple[Any, Body[Any]]:
+    """Returns one jitted function for each traced body, so that a call outside of any jit compiles it once."""
+    inputs = [None if kind is None else Wide(None, *kind) for kind in kinds]
+    body = Body.of(Float32Cotangents(), program, inputs)
 
-    def body(*arrays: Any) -> list[Any]:
-        results, returned[:] = _split(evaluate(jaxpr, _join(arrays, kinds)))
-        return results
+    def call(*arrays: Any) -> list[Any]:
+        return body.arrays(*arrays)
 
-    body.__name__ = name
-    return jax.jit(body), returned
+    call.__name__ = name
+    return jax.jit(call), body
 
 
-def _jit(equation: Any, operands: list[Any]) -> list[Any] | None:
-    move = MOVING_JITS.get(equation.params["name"])
+def _jit(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any] | None:
+    """Donates no operand: a wide one may be a parameter that is read elsewhere."""
+    name = equation.params["name"]
+    move = MOVING_JITS.get(name)
     if move is not None and isinstance(operands[0], Wide):
         return [dataclasses.replace(operands[0], value=move(operands[0].value))]
-    shardings = (*equation.params["in_shardings"], *equation.params["out_shardings"])
-    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
-        return None  # a jit made anew would lose them
-    arrays, kinds = _split(operands)
-    body, returned = _jitted(equation.params["jaxpr"], kinds, equation.params["name"])
-    results = body(*arrays)
-    return _join(results, returned)
+    if is_placed(equation):
+        return None  # a jit made anew would lose its shardings
+    kinds = tuple((x.dtype, x.is_exact) if isinstance(x, Wide) else None for x in operands)
+    call, body = _jitted(subprogram(equation, "call"), kinds, name)
+    results = call(*run.flat(operands))
+    return run.refilled(body.outputs, results)
 
 
-def _checkpoint(equation: Any, operands: list[Any]) -> list[Any] | None:
-    params = equation.params
-    if params["differentiated"]:
-        return None
-    arrays, kinds = _split(operands)
-
-    def body(*arrays: Any) -> list[Any]:
-        return [read(x) for x in evaluate(params["jaxpr"], _join(arrays, kinds))]
-
-    return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*arrays)
+def _checkpoint(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any] | None:
+    is_differentiated = equation.params["differentiated"]
+    return None if is_differentiated else control_flow.remat(run, equation, operands)
 
 
-def _scan(equation: Any, operands: list[Any]) -> list[Any]:
-    params, jaxpr = equation.params, equation.params["jaxpr"]
-    # Counted by rank: what is scanned over has one axis more outside; the parameters that say so differ in jax 0.12.
-    scanned_count = sum(x.aval.ndim > inner.ndim for x, inner in zip(equation.invars, jaxpr.in_avals, strict=True))
-    carries = sum(x.aval.ndim == inner.ndim for x, inner in zip(equation.outvars, jaxpr.out_avals, strict=True))
-    consts = len(operands) - carries - scanned_count
-    start = [read(x) for x in operands[consts : consts + carries]]  # a carry is new each turn: it keeps its dtype
-    constants, constant_kinds = _split(operands[:consts])
-    scanned, scanned_kinds = _split(operands[consts + carries :])
-
-    def body(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
-        inputs = [*_join(constants, constant_kinds), *carry, *_join(sliced, scanned_kinds)]
-        results = [read(x) for x in evaluate(jaxpr, inputs)]
-        return results[:carries], results[carries:]
-
-    end, stacked = lax.scan(
-        body,
-        start,
-        scanned,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        _split_transpose=params.get("_split_transpose", False),
-    )
-    return [*end, *stacked]
+def _cond(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any] | None:
+    return None if control_flow.is_for_platforms(equation) else control_flow.cond(run, equation, operands)
 
 
-def _cond(equation: Any, operands: list[Any]) -> list[Any] | None:
-    if equation.params.get("branches_platforms") is not None:
-        return None  # one branch for each platform, chosen when lowered
-    arrays, kinds = _split(operands[1:])
-
-    def branch(jaxpr: Any) -> Callable[..., list[Any]]:
-        return lambda *arrays: [read(x) for x in evaluate(jaxpr, _join(arrays, kinds))]
-
-    return lax.switch(operands[0], [branch(jaxpr) for jaxpr in equation.params["branches"]], *arrays)
-
-
-_RECURSED: dict[str, Callable[[Any, list[Any]], list[Any] | None]] = {
+_HANDLERS: Mapping[str, Callable[[Float32Cotangents, Any, list[Any]], list[Any] | None]] = {
     "jit": _jit,
-    "checkpoint": _checkpoint,
-    "remat2": _checkpoint,
-    "scan": _scan,
+    **dict.fromkeys(REMATS, _checkpoint),
+    "scan": control_flow.scan,
     "cond": _cond,
 }

@@ -12,8 +12,8 @@ from jax.tree_util import KeyPath
 
 from policy.grads.known_gradients import are_swapped
 from policy.grads.value_and_grad import ScaledGradients
-from policy.optim.state import MixedPrecisionState
 from policy.mapped_axes import varying_axes
+from policy.optim.state import MixedPrecisionState
 from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from policy._jaxpr.interpreter import Place, Rerun, Value, handler_of
+from policy._jaxpr.control_flow import handler_of
 from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
 from policy._jaxpr.primitives import ACCUMULATES, EXACT, HOST, MATMULS, category_of
 from policy._jaxpr.subprograms import bind
-from policy._jaxpr.upcast import Wide, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
+from policy._jaxpr.upcast import Upcast, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
 
 
-class Emulated(Wide):
+class Emulated(Upcast):
     """A value is an array in float32; and where it may be one in the program, too, whether it is.
 
     Attributes:
@@ -31,9 +32,6 @@ class Emulated(Wide):
     def __init__(self, flags: Any, candidates: Mapping[Path, int]):
         super().__init__()
         self.flags, self.candidates = flags, candidates
-
-    def copied(self) -> Emulated:
-        return Emulated(self.flags, self.candidates)
 
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
         if (handler := handler_of(equation)) is not None:
@@ -94,16 +92,9 @@ class Emulated(Wide):
 
     # Loops and branches hand on what their variables hold ------------------------------------------------------------
 
-    def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+    def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
         flag = self.flag(self.place_of(equation))
         return [Value([None], (dtype_of(variable), flag)) for variable in equation.outvars]
-
-    def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
-        kinds = self.kinds(equation, values)
-        return [self.settled(values[place], kind) for place, kind in zip(places, kinds, strict=False)]
-
-    def entering(self, values: Sequence[Value]) -> list[Value]:
-        return [Value(value.arrays) for value in values]
 
     def settled(self, value: Value, like: Value) -> Value:
         dtype, flag = like.origin
@@ -135,7 +126,7 @@ def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:
     return 0
 
 
-class Ruled(Rerun):
+class Ruled(PlacedInterpreter):
     """The program with some paths in float32, and all others in the dtypes they were written in. One array a value."""
 
     def __init__(self, wide: frozenset[Path], candidates: Mapping[Path, int]):
@@ -150,9 +141,6 @@ class Ruled(Rerun):
     def replaced(self, place: Place, value: Value, array: Any) -> Value:
         return Value([array]) if self.is_wide(place) else value
 
-    def copied(self) -> Ruled:
-        return Ruled(self.wide, self.candidates)
-
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
@@ -162,12 +150,8 @@ class Ruled(Rerun):
         operands = [narrowed(a, dtype_of(atom)) for a, atom in zip(arrays, equation.invars, strict=True)]
         return [Value([output]) for output in bind(equation, operands)]
 
-    def kinds(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+    def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
         return [Value([None], dtype_of(variable)) for variable in equation.outvars]
-
-    def carried(self, equation: Any, values: Sequence[Value], places: Sequence[int]) -> list[Value]:
-        kinds = self.kinds(equation, values)
-        return [self.settled(values[place], kind) for place, kind in zip(places, kinds, strict=False)]
 
     def settled(self, value: Value, like: Value) -> Value:
         return Value([narrowed(value.arrays[0], like.origin)])

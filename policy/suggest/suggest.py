@@ -10,8 +10,8 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy._jaxpr.interpreter import Value
 from policy._jaxpr.paths import naming, spelled
+from policy._jaxpr.placed_interpreter import Value
 from policy._jaxpr.subprograms import opened
 from policy.compare.float32_values import first_array, lane_of
 from policy.parameters import Params

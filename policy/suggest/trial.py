@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.costs import bytes_of, flops_of
-from policy._jaxpr.interpreter import Value, lost_prefixes, module_path
 from policy._jaxpr.paths import Path, divided, once
+from policy._jaxpr.placed_interpreter import Value, lost_prefixes, module_path
 from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.upcast import dtype_of, is_half, widen
 from policy._jaxpr.walk import walk

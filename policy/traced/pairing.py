@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.flattened import FlatOperation, Flattened, Known, Operand, Token, flattened
-from policy._jaxpr.interpreter import Chain
 from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Chain
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.walk import written_at

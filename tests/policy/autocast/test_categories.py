@@ -10,9 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import policy.autocast.transform  # noqa: F401  (registers the handlers)
 from policy._jaxpr.primitives import CATEGORY_OF
-from policy.autocast.evaluator import HANDLERS
+from policy.autocast.calls import HANDLERS
 from tests.policy.autocast.models import SQUARE, normal
 
 W, X = SQUARE, normal(4, 8)
@@ -26,7 +25,7 @@ def test_what_holds_programs_has_a_handler():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The parameters that `policy.autocast.calls` reads
+# The parameters that `policy._jaxpr.control_flow` and `policy.autocast` read
 # ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy.autocast.transform import autocast, calls
+from policy._jaxpr import control_flow
+from policy.autocast.transform import autocast
 from tests.programs import operations
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -85,7 +86,7 @@ def test_nested_branches_are_traced_once_each(monkeypatch):
         return lax.cond(x[0, 0] > 0, lambda x: nested(depth - 1, x, w), lambda x: x * 2.0, x)
 
     calls_of: list[int] = []
-    original = calls.Body.__call__
-    monkeypatch.setattr(calls.Body, "__call__", lambda self, *a: (calls_of.append(1), original(self, *a))[1])
+    original = control_flow.Body.__call__
+    monkeypatch.setattr(control_flow.Body, "__call__", lambda self, *a: (calls_of.append(1), original(self, *a))[1])
     jax.make_jaxpr(autocast(lambda w, x: nested(4, x, w["a"]), "mixed_bfloat16", params=0))({"a": W}, X)
     assert len(calls_of) == 2 * 4

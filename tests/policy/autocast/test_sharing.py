@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from mpmodules.linen import apply_policy
+from policy._jaxpr import control_flow
 from policy._jaxpr.paths import path_of
-from policy.autocast.transform import autocast, calls
+from policy.autocast.transform import autocast
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 
@@ -28,8 +29,8 @@ rematerialised = jax.jit(jax.checkpoint(lambda x, scale: jnp.tanh(x) * scale), i
 def bodies(monkeypatch):
     """The programs rewritten as functions, in order."""
     seen = []
-    init = calls.Body.__init__
-    monkeypatch.setattr(calls.Body, "__init__", lambda self, *args: seen.append(args[1]) or init(self, *args))
+    init = control_flow.Body.__init__
+    monkeypatch.setattr(control_flow.Body, "__init__", lambda self, *args: seen.append(args[1]) or init(self, *args))
     return seen
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import policy
 from mpmodules import linen as nn
-from policy._jaxpr.interpreter import Place, Value
+from policy._jaxpr.placed_interpreter import Place, Value
 from policy.compare import statistics
 from policy.compare.compare import compare
 from policy.compare.dual_interpreter import Origin, _coded, _decoded
