@@ -1,4 +1,4 @@
-"""Mapped axes of `jax.shard_map` and `jax.vmap`, as far as the types of arrays tell which vary over them."""
+"""Mapped axes of `jax.shard_map` and `jax.vmap`, and arrays whose types vary over them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from jax import lax
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mapped axes over which the type of `x` says that devices hold different values. None where nothing is said.
+    """Returns the mapped axes over which, by the type of `x`, devices hold different values.
 
-    Types say so inside `jax.shard_map`, unless it was told `check_vma=False`; under `jax.vmap` they don't.
+    Types say so inside `jax.shard_map`, unless it was told `check_vma=False`; under `jax.vmap` they
+    don't.
     """
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
@@ -35,6 +36,6 @@ def is_typed(axis: Hashable) -> bool:
 
 
 def make_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """`x`, of a type that varies over `axes` too, as far as types say such things."""
+    """Returns `x` with a type that varies over `axes` too, where types tell."""
     missing = tuple(sorted((a for a in axes - varying_axes(x) if is_typed(a)), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x

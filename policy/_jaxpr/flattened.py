@@ -1,4 +1,4 @@
-"""A program as one list of operations on values, without its casts: the form in which two of them are paired."""
+"""A program as one list of operations without casts, the form in which two programs are paired."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at
 
-# What made a value, and which of its results it is.
+# The maker of a value, and the index among its results.
 Token = tuple[Any, ...]
 # They hand on the numbers that they are given.
 VIEWS = frozenset(("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "stop_gradient"))
@@ -37,7 +37,7 @@ class Known:
 
 
 class Operand(NamedTuple):
-    """A value that is read: what it was made as, and the casts and views between."""
+    """A value that is read: its root, and the casts and views between."""
 
     root: Any
     views: tuple[Any, ...] = ()
@@ -50,7 +50,7 @@ class Operand(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # its text would hold the whole program
-class Operation:
+class FlatOperation:
     """An equation that computes something.
 
     Attributes:
@@ -58,12 +58,12 @@ class Operation:
       operands: the values that it reads.
       path: of the module that it stands in.
       is_backward: whether it belongs to the backward pass.
-      is_again: whether it is what a checkpoint computes again.
-      at: where it stands, and its own `id`: see `PlacedInterpreter.chain`.
+      is_again: whether a checkpoint computes it again.
+      at: the `id`s of the equations around it, and its own.
       around: the loop or conditional that it stands in.
-      bodies: of a loop or a conditional, what its programs return.
+      bodies: of a loop or a conditional, the results of its programs.
       carried: how many values a loop carries; they are `("carry", operation, i)` inside of it.
-      stacked: what else a scan returns.
+      stacked: the rows that a scan returns.
     """
 
     equation: Any
@@ -72,7 +72,7 @@ class Operation:
     is_backward: bool
     is_again: bool
     at: tuple[Chain, int]
-    around: Operation | None = None
+    around: FlatOperation | None = None
     bodies: list[list[Operand]] = dataclasses.field(default_factory=list)
     carried: int = 0
     stacked: list[Token] = dataclasses.field(default_factory=list)
@@ -92,25 +92,25 @@ class Operation:
 
 @dataclasses.dataclass
 class Flattened:
-    """A program's operations in order, those that nothing depends on left out.
+    """A program's operations in order, without those that nothing depends on.
 
     Attributes:
       operations: the operations.
-      outputs: what the program returns.
-      made: the operation of each equation, by `Operation.at`: what a checkpoint computes again is the first.
-      inputs: what the arguments of each body are, by where it stands.
+      outputs: the program's results.
+      made: the operation of each equation, by `FlatOperation.at`; of a recomputation, the first.
+      inputs: the roots of the arguments of each body, by its position.
       consts: the arrays that programs inside of this one hold, by their `id`.
     """
 
-    operations: list[Operation]
+    operations: list[FlatOperation]
     outputs: list[Operand]
-    made: dict[tuple[Chain, int], Operation]
+    made: dict[tuple[Chain, int], FlatOperation]
     inputs: dict[tuple[Chain, int], list[Any]]
     consts: dict[int, Any]
 
 
 def flattened(program: Any) -> Flattened:
-    """The operations of a jaxpr, and of the programs inside it."""
+    """Returns the operations of a jaxpr and of the programs inside it."""
     body, _ = opened(program)
     builder = _Builder()
     consts = [Operand(("const", i)) for i in range(len(body.constvars))]
@@ -122,13 +122,13 @@ def flattened(program: Any) -> Flattened:
 
 
 class _Around(NamedTuple):
-    """The position of a program: the place of its equation, and that equation and those around it."""
+    """The position of a program: the place of its equation, and the equations around it."""
 
     path: Path = ()
     is_backward: bool = False
     is_again: bool = False
     chain: Chain = ()
-    loop: Operation | None = None
+    loop: FlatOperation | None = None
 
     def place_of(self, equation: Any) -> _Around:
         """Returns the position of a program inside of an equation."""
@@ -141,9 +141,9 @@ class _Around(NamedTuple):
 
 class _Builder:
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
-        self.first: dict[Token, Operation] = {}
-        self.made: dict[tuple[Chain, int], Operation] = {}
+        self.operations: list[FlatOperation] = []
+        self.first: dict[Token, FlatOperation] = {}
+        self.made: dict[tuple[Chain, int], FlatOperation] = {}
         self.inputs: dict[tuple[Chain, int], list[Any]] = {}
         self.consts: dict[int, Any] = {}
 
@@ -158,7 +158,7 @@ class _Builder:
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            if is_cast(equation) or equation.primitive.name in VIEWS:
+            if is_float_cast(equation) or equation.primitive.name in VIEWS:
                 found = [Operand(operands[0].root, (*operands[0].views, equation))]
             else:
                 found = self.equation(equation, operands, around.place_of(equation))
@@ -170,7 +170,7 @@ class _Builder:
         if name in INLINED or name in REMAT or name == "shard_map":
             return self.inner(inside[0], operands, place, is_scope=name not in INLINED)
         at = place.chain[:-1], id(equation)
-        operation = Operation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
+        operation = FlatOperation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
         self.made[at] = operation
         if name in ("scan", "while", "cond"):
             self.operations.append(operation)
@@ -195,7 +195,7 @@ class _Builder:
             self.inputs[around.chain, id(one.body)] = [None if o.shapes else o.root for o in arguments]
         return self.run(one.body, [Operand(("inner", id(const))) for const in one.consts], arguments, around)
 
-    def loop(self, operation: Operation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+    def loop(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
         loop = next(one for one in inside if one.role == "loop")
         operands, arguments = operation.operands, loop.given(operation.operands)
         operation.carried = loop.carried
@@ -210,39 +210,42 @@ class _Builder:
         operation.stacked = [("stacked", value.root, value.shapes, loop.count) for value in stacked]
         return [*_results(operation)[: loop.carried], *map(Operand, operation.stacked)]
 
-    def branches(self, operation: Operation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+    def branches(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
         operation.bodies = [self.inner(one, one.given(operation.operands), place) for one in inside]
         operation.operands = operation.operands[:1]
         return _results(operation)
 
 
-def is_cast(equation: Any) -> bool:
+def is_float_cast(equation: Any) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     source, target = dtype_of(equation.invars[0]), equation.params["new_dtype"]
     return source == target or all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target))
 
 
-def _results(operation: Operation) -> list[Operand]:
+def _results(operation: FlatOperation) -> list[Operand]:
     return [Operand(("result", operation, i)) for i in range(len(operation.equation.outvars))]
 
 
 def _element(operand: Operand, length: int) -> Operand:
-    """One step's part of an array that is scanned over: where another scan stacked it, what it stacked."""
+    """Returns one row of an array that is scanned over.
+
+    Where another scan stacked the array, that is the value which it stacked.
+    """
     root = operand.root
     if isinstance(root, tuple) and root[0] == "stacked" and (root[2], root[3], operand.shapes) == ((), length, ()):
         return Operand(root[1])
     return Operand(("element", root, operand.shapes, length))
 
 
-def _key(operation: Operation) -> Token:
+def _key(operation: FlatOperation) -> Token:
     operands = tuple((o.root.key if isinstance(o.root, Known) else o.root, o.shapes) for o in operation.operands)
     equation = operation.equation
     params = tuple((name, str(value)) for name, value in sorted(equation.params.items()) if not callable(value))
     return equation.primitive.name, operands, params, written_at(equation)
 
 
-def _live(operations: Sequence[Operation], outputs: Iterable[Operand]) -> list[Operation]:
+def _live(operations: Sequence[FlatOperation], outputs: Iterable[Operand]) -> list[FlatOperation]:
     live: set[int] = set()
     waiting = [operand.root for operand in outputs]
     waiting += [("result", o, 0) for o in operations if o.equation.effects]
@@ -258,7 +261,7 @@ def _live(operations: Sequence[Operation], outputs: Iterable[Operand]) -> list[O
     return [operation for operation in operations if id(operation) in live]
 
 
-def _read_by(operation: Operation) -> Iterator[Operand]:
+def _read_by(operation: FlatOperation) -> Iterator[Operand]:
     yield from operation.operands
     for body in operation.bodies:
         yield from body

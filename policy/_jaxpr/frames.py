@@ -1,7 +1,7 @@
-"""A program as a graph of values in frames, one for each run of a program inside it: what a rewriter meets.
+"""A program as a graph of values in frames, one for each run of a program, as rewriters meet them.
 
-Unlike `policy._jaxpr.graph`, it has no cycles (a carry is made by nothing: it stands for that of every turn), keeps
-operations that no result depends on, and leaves equations whole that autocast does not rewrite inside.
+Unlike `policy._jaxpr.graph`, it has no cycles (a carry has no maker: it stands for that of every
+turn), keeps dead code, and keeps equations whole that autocast does not rewrite inside.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.equations import equations_within
 from policy._jaxpr.primitives import category_of
-from policy._jaxpr.subprograms import Subprogram, equations_within, subprograms
+from policy._jaxpr.subprograms import Subprogram, subprograms
 
 # A number that enters a loop's body or a shard's, and one that leaves it.
 ENTER, LEAVE = "enter", "leave"
@@ -55,7 +56,8 @@ class Data:
       shape: its shape.
       is_float: whether it has a floating dtype.
       yields: whether it is made of parameters and literals alone.
-      given: whether it is made of arguments and constants by elementwise operations and changes of shape alone.
+      given: whether it is made of arguments and constants by elementwise operations and changes of
+        shape alone.
       number: the literal that it is, or None.
       made_by: the operation that returned it, or None.
       readers: the operations that read it.
@@ -67,13 +69,13 @@ class Data:
     yields: bool = False
     given: bool = False
     number: Any = None
-    made_by: Operation | None = None
-    readers: list[Operation] = dataclasses.field(default_factory=list)
+    made_by: FrameOperation | None = None
+    readers: list[FrameOperation] = dataclasses.field(default_factory=list)
     is_returned: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
-class Operation:
+class FrameOperation:
     """An equation, each time that its program is run.
 
     Attributes:
@@ -98,15 +100,16 @@ class Frame:
 
     Attributes:
       operations: its own, in order.
-      programs: the runs of those that its equations hold, by the identities of the equation and of the program.
+      programs: the runs of those that its equations hold, by the identities of the equation and of
+        the program.
     """
 
-    operations: list[Operation] = dataclasses.field(default_factory=list)
+    operations: list[FrameOperation] = dataclasses.field(default_factory=list)
     programs: dict[tuple[int, int], Frame] = dataclasses.field(default_factory=dict)
 
 
-class Graph:
-    """The operations of a program in order, those of the programs in it included.
+class FrameGraph:
+    """The operations of a program and of the programs inside it, in order.
 
     Attributes:
       operations: the operations.
@@ -114,8 +117,8 @@ class Graph:
     """
 
     def __init__(self, jaxpr: Any, yields: Sequence[bool]):
-        """`jaxpr` is open; `yields` says for each of its arguments whether it is a parameter."""
-        self.operations: list[Operation] = []
+        """Reads an open jaxpr; `yields` tells which of its arguments are parameters."""
+        self.operations: list[FrameOperation] = []
         self.top = Frame()
         arguments = [_data(v.aval, is_param, True) for v, is_param in zip(jaxpr.invars, yields, strict=True)]
         for output in self._run(jaxpr, arguments, self.top, False):
@@ -130,7 +133,7 @@ class Graph:
 
         for equation in jaxpr.eqns:
             inputs = read(equation.invars)
-            stack = str(equation.source_info.name_stack)  # JAX's own marks in it; what a checkpoint repeats is forward
+            stack = str(equation.source_info.name_stack)  # a recomputation counts as forward
             backward = (is_backward or "transpose(" in stack) and "rematted_computation" not in stack
             outputs = self._held(equation, inputs, frame, backward)
             if outputs is None:
@@ -146,7 +149,7 @@ class Graph:
         yields = bool(floats) and all(data.yields for data in floats) and name != "gather"
         given = all(data.given for data in inputs) and (name in MOVES or name in ELEMENTWISE)
         outputs = [_data(v.aval, yields, given) for v in variables]
-        operation = Operation(name, equation, inputs, outputs, frame, backward)
+        operation = FrameOperation(name, equation, inputs, outputs, frame, backward)
         for output in outputs:
             output.made_by = operation
         for data in inputs:
@@ -156,7 +159,10 @@ class Graph:
         return outputs
 
     def _held(self, equation: Any, inputs: list[Data], frame: Frame, backward: bool) -> list[Data] | None:
-        """Returns the outputs of an equation whose programs are looked into; None of other equations."""
+        """Returns the outputs of an equation whose programs are read; None of other equations.
+
+        Autocast rewrites these programs.
+        """
         if category_of(equation.primitive.name) != "control":
             return None
         inner = [self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)]
@@ -167,7 +173,10 @@ class Graph:
     def _inside(
         self, equation: Any, one: Subprogram, inputs: Sequence[Data], frame: Frame, backward: bool
     ) -> list[Data] | None:
-        """Returns the results of an equation that one of its programs returns; None of a loop's condition."""
+        """Returns the results of an equation that one of its programs returns.
+
+        The condition of a loop returns none of them: it gives None.
+        """
         given, variables = one.given(inputs), one.body.invars
         if one.role == "shard":
             given = self._entered(given, variables, frame, backward)
@@ -203,5 +212,5 @@ def _literal(atom: Any) -> Data:
 
 
 def holds(jaxpr: Any, names: frozenset[str]) -> bool:
-    """Returns whether an open jaxpr, or a program in it, has an equation of one of these primitives."""
+    """Returns whether an open jaxpr, or one inside it, has one of these primitives."""
     return any(equation.primitive.name in names for equation in equations_within(jaxpr, once=True))

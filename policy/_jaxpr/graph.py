@@ -1,4 +1,4 @@
-"""A program as one graph of values: what each is made of and who reads it, across the programs inside it."""
+"""A program as one graph of values with makers and readers, across the programs inside it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Value:
 
     Attributes:
       aval: its abstract value.
-      dtype: the name of its dtype; "" for what has none.
+      dtype: the name of its dtype; "" of a token.
       maker: the node that makes it; None for arguments and constants.
       readers: the nodes that read it, one for each time.
-      array: what it is, for literals and for constants of the program.
+      array: its numbers, for literals and for constants of the program.
       is_output: whether the program returns it.
     """
 
@@ -46,13 +46,14 @@ class Value:
 class Node:
     """An equation that holds no program, or one of four joints of the programs that others hold.
 
-    The joints: "carry" makes what a loop hands on (of its first value, and of what the body returns), "row" one row of
-    what a scan runs over, "rows" those that it returns, "branch" what one or the other branch of a conditional returns.
+    The joints: "carry" makes the carry of a loop (of its first value and the one that the body
+    returns), "row" one row of an array that is scanned over, "rows" the stacked rows that a scan
+    returns, "branch" the result of one or the other branch of a conditional.
 
     Attributes:
-      site: the equation, and where it stands; of a joint, the loop or conditional.
+      site: the equation and its position; of a joint, the loop or conditional.
       name: the primitive's, or the joint's.
-      inputs, outputs: what it reads and makes.
+      inputs, outputs: the values that it reads and makes.
       branch: the branches of conditionals that it stands in.
     """
 
@@ -79,11 +80,11 @@ class Node:
 
 
 class Graph:
-    """The whole of a program, in the order in which it runs.
+    """The nodes of a program, in the order in which they run.
 
     Attributes:
-      nodes: everything that what it returns depends on, and what has effects.
-      traced: these, and what no result depends on, which is not run.
+      nodes: those that have effects, or that a result depends on.
+      traced: the same, and those that no result depends on, which XLA does not run.
       arguments, outputs: of the program.
     """
 
@@ -151,7 +152,7 @@ class Graph:
         rows = joints("row", arguments[loop.rows], variables[loop.rows])
         for cond in (one for one in inner if one.role == "cond"):
             goes_on = self._call(site, cond, [*cond.given(inputs)[cond.fixed], *carries], branch)
-            # how often the loop runs decides what each of its results is
+            # how often the loop runs decides its results
             self._effects.append(self._node(site, "carry", goes_on, branch))
         results = self._call(site, loop, [*arguments[loop.fixed], *carries, *rows], branch)
         _close(carries, results[: loop.carried])
@@ -178,7 +179,7 @@ class Graph:
         return self._node(site, site.name, inputs, branch).makes(outputs)
 
     def _drop_dead_code(self) -> None:
-        """Leaves out what no result depends on: XLA does not run it, and JAX's derivatives leave much of it."""
+        """Leaves out nodes that no result depends on: JAX's derivatives leave many of them."""
         waiting = [*self._effects, *(value.maker for value in self.outputs if value.maker is not None)]
         while waiting:
             node = waiting.pop()
@@ -191,7 +192,7 @@ class Graph:
             value.readers = [node for node in value.readers if node.is_live]
 
     def values(self) -> Iterator[Value]:
-        """Every value that is read or returned, once."""
+        """Yields every value that is read or returned, once."""
         seen: set[int] = set()
         for value in (*self.arguments, *(value for node in self.nodes for value in (*node.inputs, *node.outputs))):
             if id(value) not in seen:
@@ -207,7 +208,7 @@ def is_joint(node: Node) -> bool:
 
 
 def _close(carries: Sequence[Value], results: Sequence[Value]) -> None:
-    """Lets each carry be made of what the body returns for it, too."""
+    """Makes each carry of the body's result for it, too."""
     for carry, result in zip(carries, results, strict=True):
         assert carry.maker is not None
         carry.maker.inputs.append(result)

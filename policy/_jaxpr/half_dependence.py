@@ -1,4 +1,4 @@
-"""The values of a program that depend on half precision: all others are the same in float32, and computed once."""
+"""Dependence on half precision: values of a program without it are the same in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.control_flow import CONTROL_FLOW, is_for_platforms
-from policy._jaxpr.subprograms import Subprogram, equations_within, programs_of, subprogram, subprograms
+from policy._jaxpr.equations import equations_within
+from policy._jaxpr.subprograms import Subprogram, programs_of, subprogram, subprograms
 from policy._jaxpr.upcast import HOST, dtype_of, is_half
 
 # They give numbers that were given to them, or the sign of one: exact in any dtype.
@@ -26,7 +27,7 @@ EXACT = frozenset(
 
 
 def rounds(equation: Any) -> bool:
-    """Returns whether an equation without inner programs gives another result in float32 from the same numbers."""
+    """Returns whether an equation without programs gives another result in float32."""
     dtypes = [dtype for dtype in map(dtype_of, (*equation.invars, *equation.outvars)) if dtype is not None]
     if not any(map(is_half, dtypes)):
         return _names_half(equation.params)
@@ -63,7 +64,7 @@ def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -
     if id(equation) in apart:
         return [True] * len(equation.outvars)
     if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
-        return [True] * len(equation.outvars)  # what is stored later may depend on it
+        return [True] * len(equation.outvars)  # a value stored later may depend on it
     if name in HOST or (calls_host(equation) and is_apart(equation, given, apart)):
         return [False] * len(equation.outvars)
     if name not in CONTROL_FLOW:
@@ -76,7 +77,10 @@ def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -
 
 
 def _of_program(one: Subprogram, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
-    """Returns which results of a program depend on half precision; of a loop's body, after every turn."""
+    """Returns which results of a program depend on half precision.
+
+    A loop's body is followed until its carry depends on no more.
+    """
     arguments = list(arguments)
     while True:
         outputs = _of_body(one.body, arguments, apart)
@@ -99,7 +103,10 @@ def _found(found: dict[Any, bool], atom: Any) -> bool:
 
 
 def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
-    """Returns whether float32 may take another way through an equation's programs: another branch, or more steps."""
+    """Returns whether float32 may take another way through an equation's programs.
+
+    That is another branch, or more steps.
+    """
     name = equation.primitive.name
     if name == "cond":
         return given[0] or is_for_platforms(equation)

@@ -26,19 +26,20 @@ _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 _NUMBERED = re.compile(r"[A-Z]\w*_\d+")
 # A class, as a model's name on the stack is one. Modules inside of a model that are named after classes are numbered.
 _CLASS = re.compile(r"[A-Z]\w*")
-# Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not what is folded already, `0..29`.
+# Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not folded ones, `0..29`.
 _NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
 _MARK = re.compile(rf"{REGION}\w+/?")
 
 
 def path_of(name_stack: str, above: Path = (), *, marks: bool = False) -> Path:
-    """The module path in a name stack, as flax.linen and `jax.named_scope` write it: names, and places in lists.
+    """Returns the module path in a name stack, as flax.linen and `jax.named_scope` write it.
 
     A name may hold any characters; a slash in one divides it as it divides names.
 
     Args:
       name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
-      above: the path of the equation whose body this one stands in: name stacks inside of it are relative to it.
+      above: the path of the equation whose body this one stands in: name stacks inside of it are
+        relative to it.
       marks: whether the marks of `policy.autocast.marks` are in the path.
     """
     if REGION in name_stack and not marks:
@@ -72,10 +73,11 @@ def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
 
 
 def divided(path: Path) -> tuple[str, Path] | None:
-    """Returns the name of the model that a path leads into, and the path below it; None outside of any model.
+    """Returns the name of a path's model, and the path below it; None outside of any model.
 
-    A path begins with its model's name: that of its class, or the one that a linen model was given. Scopes that were
-    opened around the call of a model stand before it, and are no part of the model.
+    A path begins with its model's name: that of its class, or the one that a linen model was given.
+    Scopes that were opened around the call of a model stand before it, and are no part of the
+    model.
     """
     if path and _CLASS.fullmatch(path[0]) and not _NUMBERED.fullmatch(path[0]):
         return path[0], path[1:]
@@ -90,7 +92,7 @@ _names_models: contextvars.ContextVar[bool] = contextvars.ContextVar("names_mode
 
 @contextlib.contextmanager
 def naming(paths: Iterable[Path]) -> Iterator[None]:
-    """Lets `spelled` name the model of each module in a block, where `paths` lead into more than one model."""
+    """Lets `spelled` name models in a block, where `paths` lead into more than one."""
     models = {found[0] for path in set(paths) if (found := divided(path)) is not None}
     token = _names_models.set(len(models) > 1)
     try:
@@ -100,10 +102,10 @@ def naming(paths: Iterable[Path]) -> Iterator[None]:
 
 
 def spelled(path: Path) -> str:
-    """Returns a path as reports print it and rules take it: ``encoder/layer_0``; "" outside of any module.
+    """Returns a path as reports print it and rules take it: ``encoder/layer_0``.
 
-    A model itself is its name and a colon, ``Net:``. In a program of several models, see `naming`, so is what its
-    modules' paths begin with, ``Net:encoder/layer_0``.
+    It is "" outside of any module. A model itself is its name and a colon, ``Net:``. In a program
+    of several models, see `naming`, its modules' paths begin with that, ``Net:encoder/layer_0``.
     """
     found = divided(path)
     if found is None:
@@ -113,9 +115,10 @@ def spelled(path: Path) -> str:
 
 
 def once(below: Path) -> Path:
-    """Returns a path below a model with a name that stands twice in a row once: a module whose call calls its base's.
+    """Returns a path with a name that stands twice in a row once: a module calls its base class's.
 
-    Places in lists stay, and so does the name of a module that was noted to be called what the one around it is.
+    Places in lists stay, and so does the name of a module that was noted to share that of the one
+    around it.
     """
     return tuple(
         name for i, name in enumerate(below) if not i or name != below[i - 1] or name.isdigit() or is_repeated(name)
@@ -123,7 +126,7 @@ def once(below: Path) -> Path:
 
 
 def parts_of(text: str) -> list[str]:
-    """Returns the names in a path as `spelled` writes it, from the outermost in: ``["Net:", "encoder", "layer_0"]``."""
+    """Returns the names in a path as `spelled` writes it: ``["Net:", "encoder", "layer_0"]``."""
     model, colon, below = text.partition(":")
     if not colon or not (_CLASS.fullmatch(model) or is_root(model)):
         return list(filter(None, text.split("/")))
@@ -131,7 +134,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def scanned_path(body: Any, above: Path) -> Path:
-    """The path of the module that a loop's body is: what the paths of its equations have in common.
+    """Returns the path of a loop's body as a module: the common part of its equations' paths.
 
     Args:
       body: an open jaxpr.
@@ -145,7 +148,7 @@ def scanned_path(body: Any, above: Path) -> Path:
 
 
 def _paths(body: Any, above: Path) -> Iterator[Path]:
-    """Of the equations that stand below a path."""
+    """Yields the paths of equations that stand below a path."""
     for equation in body.eqns:
         path = path_of(str(equation.source_info.name_stack), above)
         if len(path) > len(above):
@@ -156,9 +159,10 @@ def _paths(body: Any, above: Path) -> Iterator[Path]:
 
 
 def folded(paths: Iterable[str]) -> list[str]:
-    """Paths, with three or more that differ in one number alone written as one: ``layers/0..29/norm``.
+    """Returns paths, those that differ in one number alone as one: ``layers/0..29/norm``.
 
-    Numbers are places in lists and the counters at the ends of names; those that are not consecutive stay apart.
+    Numbers are places in lists and the counters at the ends of names; those that are not
+    consecutive stay apart.
     """
     texts = list(dict.fromkeys(paths))
     for place in reversed(range(max((len(_NUMBERS.findall(text)) for text in texts), default=0))):
@@ -182,7 +186,7 @@ def _members(before: str, after: str, numbers: list[int]) -> list[str]:
 
 
 def _parts(name_stack: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The components of a name stack: the wrappers around each, outermost first, and the names inside of them."""
+    """Yields the parts of a name stack: wrappers, outermost first, and the names inside them."""
     start = 0
     while start < len(name_stack):
         slash = name_stack.find("/", start)

@@ -15,7 +15,7 @@ from policy._jaxpr.paths import Path, path_of, spelled
 from policy._jaxpr.source_lines import source_of
 from policy._jaxpr.subprograms import is_jaxpr, opened
 
-# What says where an equation comes from, or what its function is called, and not what it does.
+# Parameters that name an equation's origin or function, and change nothing that it computes.
 _NAMES = frozenset(("name", "debug_info", "fun_name", "ctx_mesh"))
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -25,9 +25,9 @@ class Difference:
     """The first difference of two programs.
 
     Attributes:
-      what: what differs, in a sentence.
-      path: the module path, in the first program, or where it has ended, in the second.
-      sources: the lines of the user's code, of the one and of the other; "" where there is none.
+      what: the difference, in a sentence.
+      path: the module path in the first program, or in the second where the first has ended.
+      sources: the lines of the user's code in both; "" where there is none.
     """
 
     what: str
@@ -42,12 +42,12 @@ class Difference:
 
 
 def first_difference(first: Any, second: Any) -> Difference | None:
-    """The first difference of two jaxprs, closed or open; None where they are the same program.
+    """Returns the first difference of two jaxprs, closed or open, or None.
 
-    They are the same where they take arrays of the same shapes and dtypes, run the same operations with the same
-    parameters on the same values in the same order, and return the same ones. Names, source lines and the names of
-    jitted functions don't count; constants count by their values. Of a custom derivative, what runs is compared, and
-    not the rule.
+    They are the same program where they take arrays of the same shapes and dtypes, run the same
+    operations with the same parameters on the same values in the same order, and return the same
+    ones. Names, source lines and the names of jitted functions don't count; constants count by
+    their values. Of a custom derivative, the function is compared, and not the rule.
     """
     return next(_differences(first, second, {}, ()), None)
 

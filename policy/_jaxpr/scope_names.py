@@ -1,4 +1,4 @@
-"""Names that this library puts on JAX's name stack, by which reports and rewriters tell its own casts and marks."""
+"""Names that this library puts on JAX's name stack, to tell its own casts and marks."""
 
 BOUNDARY = "policy_boundary"
 """The scope of the casts where a call crosses from one policy to another."""

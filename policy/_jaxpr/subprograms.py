@@ -1,15 +1,14 @@
 """Programs inside equations, described as data: role, operands, carry, number of runs and devices.
 
-A jaxpr holds others in the parameters of its equations. They are found by type, and `subprograms` alone decides how
-each is called, so that interpreters and readers need no names of parameters.
+A jaxpr holds others in the parameters of its equations. They are found by type, and `subprograms`
+alone decides how each is called, so that interpreters and readers need no names of parameters.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax.extend.core as jex_core
@@ -46,16 +45,17 @@ _COMBINING = frozenset(
 class Subprogram:
     """A program inside an equation.
 
-    Its arguments are constants, then the carry, then the rows of arrays that are scanned over. It returns the results
-    of the equation one for one; a loop returns its carry first, and a condition whether the loop goes on.
+    Its arguments are constants, then the carry, then the rows of arrays that are scanned over. It
+    returns the results of the equation one for one; a loop returns its carry first, and a condition
+    whether the loop goes on.
 
     Attributes:
       jaxpr: the program, open or closed, as the equation holds it.
       parameter: the name of the parameter that holds it.
       place: its index in that parameter; None where the parameter is the program itself.
       role: see `Role`.
-      operands: the equation's operand that each of its arguments is, or is a row or a shard of, by index; None in the
-        roles "combine", "kernel" and "other".
+      operands: the operand of the equation that each of its arguments is, or is a row or shard of,
+        by index; None in the roles "combine", "kernel" and "other".
       carried: number of its arguments that a loop carries.
       scanned: number of its arguments that are rows.
       count: number of runs for each run of the equation. A loop that is no scan counts as one.
@@ -86,7 +86,8 @@ class Subprogram:
     def is_run(self) -> bool:
         """Returns whether its equations run as those of the program around it do.
 
-        The function that a reduction applies to two numbers is no such program, and neither is a kernel.
+        The function that a reduction applies to two numbers is no such program, and neither is a
+        kernel.
         """
         return self.role not in ("combine", "kernel")
 
@@ -116,7 +117,7 @@ class Subprogram:
         return (self.operands or ())[self.carry]
 
     def given(self, values: Sequence[T]) -> list[T]:
-        """Returns the values, one for each operand of the equation, that the arguments are made of, in their order.
+        """Returns those of the equation's operands that the arguments are made of, in their order.
 
         Raises:
           ValueError: only the primitive knows which values these are.
@@ -127,9 +128,9 @@ class Subprogram:
 
 
 def subprograms(equation: Any) -> tuple[Subprogram, ...]:
-    """Returns the programs inside an equation, in the order of its parameters; () of most equations.
+    """Returns the programs inside an equation, in the order of its parameters.
 
-    The condition of a while comes before its body.
+    The condition of a while comes before its body. Most equations hold none.
     """
     found = tuple(_found(equation))
     return _described(equation, found) if found else ()
@@ -182,7 +183,7 @@ def _of_while(equation: Any, jaxpr: Any, parameter: str, place: int | None) -> S
 
 
 def _fits(jaxpr: Any, equation: Any) -> bool:
-    """Returns whether a program takes the operands of its equation and returns its results, one for one."""
+    """Returns whether a program takes its equation's operands and returns its results."""
     body, _ = opened(jaxpr)
     return len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
 
@@ -207,7 +208,7 @@ def subprogram(equation: Any, role: Role) -> Subprogram:
 
 
 def with_subprograms(equation: Any, jaxprs: Sequence[Any]) -> dict[str, Any]:
-    """Returns the parameters of an equation with `jaxprs` in place of its subprograms, in the same order."""
+    """Returns the parameters of an equation with `jaxprs` in place of its subprograms, in order."""
     params = dict(equation.params)
     for one, jaxpr in zip(subprograms(equation), jaxprs, strict=True):
         if one.place is None:
@@ -220,13 +221,16 @@ def with_subprograms(equation: Any, jaxprs: Sequence[Any]) -> dict[str, Any]:
 
 
 def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """Returns a jaxpr, closed or not, as an open one and its constants: jax 0.12 has one class for both."""
+    """Returns a jaxpr, open or closed, as an open one and its constants.
+
+    Since jax 0.12, one class is both.
+    """
     consts = list(getattr(jaxpr, "consts", ()))
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
 def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """Returns an open jaxpr that takes the constants of a closed one as its first arguments, and the constants."""
+    """Returns a jaxpr as an open one whose first arguments are its constants, and these."""
     body, consts = opened(jaxpr)
     if not consts:
         return body, []
@@ -238,8 +242,8 @@ def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
 def scan_arity(equation: Any) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a scan.
 
-    Read from shapes: the parameters that say so were renamed and made private in jax 0.11. An array that is scanned
-    over, or stacked, has one axis more outside than in the body.
+    Read from shapes: the parameters that say so were renamed and made private in jax 0.11. An array
+    that is scanned over, or stacked, has one axis more outside than in the body.
     """
     body = next(opened(jaxpr)[0] for jaxpr, *_ in _found(equation))
     carried = [
@@ -259,64 +263,8 @@ def programs_of(equation: Any) -> Iterator[Any]:
         yield opened(jaxpr)[0]
 
 
-def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
-    """Yields every equation of an open jaxpr and of the programs inside it, in any role and no order.
-
-    Args:
-      jaxpr: an open jaxpr.
-      once: reads a program that several equations hold for the first of them alone.
-    """
-    waiting, seen = [jaxpr], {id(jaxpr)}
-    while waiting:
-        for equation in waiting.pop().eqns:
-            yield equation
-            inner = [one for one in programs_of(equation) if not once or id(one) not in seen]
-            seen.update(map(id, inner))
-            waiting.extend(inner)
-
-
-def combines_by(equation: Any, names: Collection[str]) -> bool:
-    """Returns whether a function that an equation applies to numbers consists of one of these primitives, or has it."""
-    return any(inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns)
-
-
-def maker_of(jaxpr: Any, place: int) -> Any:
-    """Returns the equation that makes an output of a jaxpr, inside the calls that return it; None of an argument."""
-    body, _ = opened(jaxpr)
-    variable = body.outvars[place]
-    for equation in reversed(body.eqns):
-        if variable in equation.outvars:
-            inner = held_program(equation)
-            fits = inner is not None and len(opened(inner)[0].outvars) == len(equation.outvars)
-            return maker_of(inner, equation.outvars.index(variable)) if fits else equation
-    return None
-
-
-def held_program(equation: Any) -> Any:
-    """Returns the one program that an equation runs, closed or open as it holds it; None of loops with a condition,
-    of conditionals, and of equations that run none.
-    """
-    inner = subprograms(equation)
-    is_one = len(inner) == 1 and inner[0].place is None and inner[0].is_run
-    return inner[0].jaxpr if is_one else None
-
-
-def repeated(jaxpr: Any) -> frozenset[int]:
-    """Returns the `id`s of the programs that several equations of a jaxpr hold, those inside its `jit`s counted too."""
-    counts: collections.Counter[int] = collections.Counter()
-    bodies = [jaxpr]
-    while bodies:
-        for equation in bodies.pop().eqns:
-            program = held_program(equation)
-            if program is not None and equation.primitive.name in ("jit", "pjit"):
-                bodies.append(opened(program)[0])
-            elif program is not None:
-                counts[id(program)] += 1
-    return frozenset(identity for identity, count in counts.items() if count > 1)
-
-
 def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Returns the outputs of an equation's primitive on other operands; `params` replace its parameters."""
+    """Returns the outputs of an equation's primitive on other operands, or with other `params`."""
     given = equation.primitive.get_bind_params(equation.params if params is None else params)
     outputs = equation.primitive.bind(*arrays, **given)
     return list(outputs) if equation.primitive.multiple_results else [outputs]

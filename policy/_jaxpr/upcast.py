@@ -1,4 +1,4 @@
-"""The same program with every half float widened to float32: what a program in half precision is measured against."""
+"""Programs with every half float widened to float32: references for programs in half precision."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def is_half(dtype: Any) -> bool:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """float32 for a half float; any other dtype as it is."""
+    """Returns float32 for a half float; any other dtype as it is."""
     return F32 if is_half(dtype) else dtype
 
 
 def dtype_of(atom: Any) -> Any:
-    """The dtype that a variable was traced with, or None."""
+    """Returns the dtype that a variable was traced with, or None."""
     return getattr(atom.aval, "dtype", None)
 
 
@@ -67,7 +67,7 @@ class Upcast(PlacedInterpreter):
 
 
 def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation on widened operands, widened; as it was traced where it takes none."""
+    """Returns the outputs of an equation on widened operands; as traced where it takes none."""
     name = equation.primitive.name
     half = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.invars)]
     if name == "convert_element_type" and is_half(equation.params["new_dtype"]):
@@ -98,7 +98,10 @@ def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _keeps(equation: Any) -> bool:
-    """Returns whether a `reduce_precision` keeps every number of its operand's dtype: then it rounds nothing."""
+    """Returns whether a `reduce_precision` keeps every number of its operand's dtype.
+
+    Such a one rounds nothing.
+    """
     info, params = jnp.finfo(dtype_of(equation.invars[0])), equation.params
     return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
 
@@ -141,7 +144,7 @@ def wide_program(program: Any) -> Any:
 
 
 def dtypes_of(jaxpr: Any) -> list[Any]:
-    """The dtypes in an open jaxpr, and in the programs inside it."""
+    """Returns the dtypes in an open jaxpr and in the programs inside it."""
     variables = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.outvars)]
     own = [dtype for dtype in map(dtype_of, variables) if dtype is not None]
     return own + [dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)]

@@ -19,22 +19,24 @@ from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """One equation, and where it stands.
+    """An equation and its position.
 
     Attributes:
       equation: the equation of the jaxpr.
       path: the module path: names as rules use them; () outside of any module.
       is_backward: whether it is of the backward pass of a derivative.
-      count: how often it runs, lengths of the scans around it multiplied. What is in the body of a `while` counts once,
-        and so does what is in either branch of a `cond`.
+      count: how often it runs, lengths of the scans around it multiplied. Equations in the body of
+        a `while` and in either branch of a `cond` count once.
       inside: the names of the primitives whose programs it stands in, outermost first.
       devices: on how many devices it runs as it stands: those of the `shard_map`s around it.
       axes: the sizes of the mesh axes that the `shard_map`s around it name.
-      is_recomputed: whether it repeats, in the backward pass, what a checkpoint did not save.
+      is_recomputed: whether it repeats, in the backward pass, values that a checkpoint did not
+        save.
       is_placed: whether this library put it there: a cast at a boundary, or one of autocast's.
-      in_island: whether it stands in what `full_precision` keeps in float32.
-      call: the equation that called the function of JAX's own that it stands in; None where it stands in none. JAX
-        traces such a function once, and its equations point to the line of the first call.
+      in_island: whether it stands in a part that `full_precision` keeps in float32.
+      call: the equation that called the function of JAX's own that it stands in; None where it
+        stands in none. JAX traces such a function once, and its equations point to the line of the
+        first call.
       around: the place of the equation whose program it stands in; None at the top.
     """
 
@@ -53,14 +55,15 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The primitive's."""
+        """The primitive's name."""
         return self.equation.primitive.name
 
     @property
     def source(self) -> str:
         """The line of the user's code, as ``model.py:12 (Net.__call__)``.
 
-        Where no code of a user's called the module, its path and class, ``encoder/out (Dense)``; or "".
+        Where no code of a user's called the module, its path and class, ``encoder/out (Dense)``; or
+        "".
         """
         return self._line or layer_of(self.equation, self.path)
 
@@ -72,10 +75,14 @@ class Site:
 
 
 def walk(jaxpr: Any) -> Iterator[Site]:
-    """Every equation of a program, open or closed, those of the programs inside it included, in order.
+    """Yields every equation of a program and of the programs inside it, in order, as a `Site`.
 
-    An equation that holds a program comes before what it holds. The function that a sort, a scatter or a general
-    reduction applies to two numbers is none of it, and what a kernel (`pallas_call`) holds neither.
+    An equation that holds a program comes before that program's equations. The function that a
+    scatter or a general reduction applies to two numbers is left out, and so are kernels
+    (`pallas_call`).
+
+    Args:
+      jaxpr: open or closed.
     """
     return _walk(opened(jaxpr)[0], None)
 
@@ -90,7 +97,10 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
 
 
 def site_of(equation: Any, around: Site | None) -> Site:
-    """Returns the position of an equation. `around` is the result of `entered` for its body; None at the top."""
+    """Returns the position of an equation. `around` is the result of `entered`.
+
+    At the top, `around` is None.
+    """
     stack = str(equation.source_info.name_stack)
     if around is not None and around.is_backward and _is_checkpoint(equation):
         stack = _once(stack)
@@ -118,7 +128,7 @@ def _is_checkpoint(equation: Any) -> bool:
 
 
 def _once(stack: str) -> str:
-    """A name stack that JAX wrote twice over: that of a checkpoint in the backward pass of a scan."""
+    """Returns once a name stack that JAX wrote twice: of a checkpoint in a scan's backward pass."""
     names = stack.split("/")
     half = len(names) // 2
     return "/".join(names[:half]) if half and names[:half] == names[half:] else stack
@@ -153,11 +163,14 @@ def entered(site: Site, one: Subprogram) -> Site:
 
 
 def _is_of_jax(debug_info: Any) -> bool:
-    """Returns whether a program traces a function of JAX's own. `debug_info` reads "name at file:line" there."""
+    """Returns whether a program traces a function of JAX's own.
+
+    `debug_info` reads "name at file:line" there.
+    """
     _, at, place = str(getattr(debug_info, "func_src_info", "")).rpartition(" at ")
     return bool(at) and is_jax_file(place)
 
 
 def written_at(equation: Any) -> str:
-    """The innermost line outside of JAX that an equation comes from: tells apart the operations of a layer."""
+    """Returns the innermost line outside of JAX that an equation comes from."""
     return source_info_util.summarize(equation.source_info)

@@ -1,4 +1,4 @@
-"""Shares of a carried value in its next one: finds what a loop, or a step from call to call, adds up."""
+"""Shares of a carried value in its next one: finds sums over the turns of a loop, or over calls."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import enum
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from policy._jaxpr.equations import combines_by
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import kind_of
-from policy._jaxpr.subprograms import combines_by
 from policy.audit.flow import LAYOUT, is_cast, is_cotangent, reached, users
 
 ADDS = frozenset(("add", "sub", "add_any"))
 _SCALES = frozenset(("mul", "div"))
-_ZEROS = frozenset(("dynamic_update_slice", "pad", "scatter"))  # what is written into zeros adds to few places
+_ZEROS = frozenset(("dynamic_update_slice", "pad", "scatter"))  # values written into zeros add to few places
 _UPDATES = {"dynamic_update_slice": 1, "scatter": 2}  # which operand is written into the first
 _EXTREMES = frozenset(("reduce_max", "reduce_min", "argmax", "argmin"))
 _DEEP = 100  # sums of sums that are followed
@@ -23,7 +23,8 @@ class Share(NamedTuple):
     """The part of a value that is a carry's.
 
     Attributes:
-      factor: times the carry. Of a number that the program computes, only the sign is taken: it counts as positive.
+      factor: times the carry. Of a number that the program computes, only the sign is taken: it
+        counts as positive.
       is_exact: whether the factor is known.
       added: whether anything was added to the carry.
       scaled: whether it was multiplied by anything.
@@ -39,7 +40,7 @@ _NOTHING = Share(0.0)
 
 
 class _Below(enum.Enum):
-    """Operations between a value and the carry's next one: none, a factor, or a sum of two values with shares."""
+    """Operations between a value and the next carry: none, a factor, or a sum of two shares."""
 
     NOTHING = enum.auto()
     SCALE = enum.auto()
@@ -50,15 +51,17 @@ class Shares:
     """The shares of one carry in the values of one turn.
 
     Args:
-      carry: what is handed in.
+      carry: the carry at the start of a turn.
       gates: ids of values on which no factor of a sum depends: a factor that does is a gate.
       scales: whether the carry may be multiplied.
       gradients: whether a gradient by the carry counts as independent of it.
-      statistics: whether the carry's norm or mean, as a factor of what is added, counts as independent of it.
+      statistics: whether the carry's norm or mean, as a factor of what is added, counts as
+        independent of it.
       counts: whether the operands beside the carry in an addition count as something that is added.
 
     Attributes:
-      sums: the additions that were found between the carry and what `of` was asked about, the last one first.
+      sums: the additions that were found between the carry and the value in question, the last one
+        first.
     """
 
     def __init__(
@@ -81,16 +84,17 @@ class Shares:
         self.sums: list[Node] = []
 
     def of(self, value: Value) -> Share | None:
-        """Returns the share of the carry in a value; None where the value is no sum of it and of other terms.
+        """Returns the share of the carry in a value, or None.
 
-        The terms of such a sum do not depend on the carry. Adding zeros but for a few places is no addition.
+        It is None where the value is no sum of the carry and of other terms. The terms of the sum
+        do not depend on the carry. Adding zeros but for a few places is no addition.
         """
         return self._of(value, _Below.NOTHING, depth=0)
 
     def _of(self, value: Value, below: _Below, depth: int) -> Share | None:
         key = id(value), below
         if key not in self._known:
-            self._known[key] = None  # of what is made of itself, nothing is known
+            self._known[key] = None  # of a value made of itself, nothing is known
             self._known[key] = self._follow(value, below, depth)
         return self._known[key]
 
@@ -117,7 +121,7 @@ class Shares:
         return found
 
     def _step(self, node: Node, mine: list[Value], below: _Below) -> Share | None:
-        """Returns what one operation with a single operand of the carry's makes of it."""
+        """Returns the share after one operation of which one operand has a share."""
         others = [v for v in node.inputs if not any(v is one for one in mine)]
         if node.name in ADDS:
             if any(_is_sparse(v) for v in others) or (below is _Below.SCALE and any(map(self._others, others))):
@@ -162,9 +166,9 @@ class Shares:
         return Share(factor, is_exact, first.added or second.added, scaled=True)
 
     def is_compensated(self) -> bool:
-        """Returns whether what the additions lose is computed and kept, as Kahan's sum keeps it.
+        """Returns whether the rounding errors of the additions are kept, as Kahan's sum keeps them.
 
-        That is a difference of two of these: the carry, the sums, and what casts make of them.
+        That is a difference of two of these: the carry, the sums, and casts of them.
         """
         ends = {id(self.carry), *(id(out) for node in self.sums for out in node.outputs)}
         for value in (out for node in self.sums for out in node.outputs):
@@ -203,7 +207,10 @@ class Dependence:
 
 
 def _cases(node: Node, mine: list[Value]) -> list[Value]:
-    """The values of which a node returns one or the other, or a part of each; none where it does something else."""
+    """Returns the values of which a node returns one or the other, or a part of each.
+
+    Nodes that do something else have none.
+    """
     if node.name in ("select_n", "branch"):
         return node.inputs[1:]
     place = _UPDATES.get(node.name)
@@ -219,14 +226,17 @@ def _times(one: Share, other: Share) -> Share:
 
 
 def _counterpart(node: Node, value: Value) -> Value:
-    """The operand that an operation which moves numbers returns as a value."""
+    """Returns the operand that an operation which moves numbers returns as a value."""
     if len(node.outputs) == len(node.inputs):
         return node.inputs[[out is value for out in node.outputs].index(True)]
     return node.inputs[0]
 
 
 def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
-    """Returns a factor, and whether it is known: of what is computed the sign alone, as far as it is written down."""
+    """Returns a factor, and whether it is known.
+
+    Of a computed one, the sign alone is read, as far as it is written down.
+    """
     if value.is_literal:
         return float(value.array.real), True
     maker = value.maker
@@ -248,7 +258,7 @@ def _is_statistic(node: Node) -> bool:
 
 
 def _applies_addition(node: Node) -> bool:
-    """Returns whether a node changes places of an array by a function that adds, as ``x.at[i].apply`` does."""
+    """Returns whether a node applies a function that adds to places, as ``x.at[i].apply`` does."""
     return node.name == "scatter" and combines_by(node.site.equation, ADDS)
 
 
@@ -267,7 +277,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _goes_on(value: Value) -> bool:
-    """Returns whether a value is handed on or returned, be it added to, cast or selected from before."""
+    """Returns whether a value is handed on or returned, be it through sums, casts or selections."""
     passes = lambda node: node.name in ADDS or node.name in ("select_n", "branch") or _is_view(node)  # noqa: E731
     return any(
         each.is_output or any(node.name == "carry" for node in each.readers) for each in reached([value], passes)

@@ -1,4 +1,4 @@
-"""Equations that are alike are rewritten once: layers that share a trace share what autocast makes of it."""
+"""Equations that are alike are rewritten once: layers that share a trace share its rewriting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from policy._jaxpr.subprograms import held_program
+from policy._jaxpr.equations import held_program
 from policy.autocast.evaluator import Evaluator, Handler
 from policy.autocast.values import Value
 
@@ -21,9 +21,10 @@ class _Shared:
     """The rewritten program of an equation.
 
     Attributes:
-      equation: the first of those that are alike; its parameters, whose identities are part of the key, live as long.
+      equation: the first of those that are alike; its parameters, whose identities are part of the
+        key, live as long.
       call: the program, as a function of arrays.
-      known: what is known of each output, once it was traced.
+      known: the facts about each output, once it was traced.
     """
 
     equation: Any
@@ -32,10 +33,11 @@ class _Shared:
 
 
 def once_for_all_alike(handler: Handler) -> Handler:
-    """A handler whose result is traced, and differentiated, once for all equations that are alike.
+    """Returns a handler that is traced and differentiated once for all equations that are alike.
 
-    Such are the normalisations of a model: their equations hold the very same program. The handler gets its operands
-    as `Evaluator.saved` narrows them; what it returns is new, and refers to none of them.
+    Such are the normalisations of a model: their equations hold the very same program. The handler
+    gets its operands as `Evaluator.saved` narrows them; its results are new, and refer to none of
+    them.
     """
 
     @functools.wraps(handler)
@@ -69,8 +71,8 @@ def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequen
 def _key(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> Hashable:
     """Equal where the same rewritten program will do.
 
-    Without rules an equation's place decides for those inside of it, whose names are the same wherever it stands, but
-    for those that start again at the root.
+    Without rules an equation's place decides for those inside of it, whose names are the same
+    wherever it stands, but for those that start again at the root.
     """
     path = evaluator.path_of(equation)
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policy._jaxpr.frames import ELEMENTWISE, MOVES, Data, Operation
+from policy._jaxpr.frames import ELEMENTWISE, MOVES, Data, FrameOperation
 
 _SUMS = frozenset(("reduce_sum",))
 # Of one operand, or with parameters and numbers for the other.
@@ -12,7 +12,9 @@ _LINEAR = frozenset(("mul", "neg", "div", "add_any"))
 _FOLLOWED = MOVES | ELEMENTWISE | _SUMS
 
 
-def backward_of(operations: Sequence[Operation], measures: set[Operation], applies: set[Operation]) -> None:
+def backward_of(
+    operations: Sequence[FrameOperation], measures: set[FrameOperation], applies: set[FrameOperation]
+) -> None:
     """Adds the backward passes of normalisations to their operations.
 
     These are the products of cotangents with statistics and with the centred input, the sums of those, and what goes
@@ -33,7 +35,7 @@ def backward_of(operations: Sequence[Operation], measures: set[Operation], appli
                 (measures if region == "measures" else applies).add(operation)
 
 
-def _inside(measures: set[Operation], applies: set[Operation]) -> set[Data]:
+def _inside(measures: set[FrameOperation], applies: set[FrameOperation]) -> set[Data]:
     """Returns statistics, and the values that only normalisations read."""
     marked = measures | applies
     inside = {data for operation in measures for data in operation.outputs if data.is_float}
@@ -60,7 +62,7 @@ class _Cotangents:
         self.sums: set[Data] = set()
         self.spread: set[Data] = set()
 
-    def region_of(self, operation: Operation, floats: Sequence[Data]) -> str | None:
+    def region_of(self, operation: FrameOperation, floats: Sequence[Data]) -> str | None:
         """Returns the region that an operation of the backward pass belongs to, or None; notes what it returns."""
         kind = self._kind_of(operation, floats)
         if kind is None:
@@ -68,7 +70,7 @@ class _Cotangents:
         kind.add(operation.outputs[0])
         return "measures" if kind is self.sums else "applies"
 
-    def _kind_of(self, operation: Operation, floats: Sequence[Data]) -> set[Data] | None:
+    def _kind_of(self, operation: FrameOperation, floats: Sequence[Data]) -> set[Data] | None:
         if operation.name in _SUMS:
             return self.sums if floats[0] in self.products else self._of_sums(floats)
         if self._of_sums(floats) is not None:

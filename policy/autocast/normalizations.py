@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from policy._jaxpr.frames import MOVES, Data, Frame, Graph, Operation, holds
+from policy._jaxpr.frames import MOVES, Data, Frame, FrameGraph, FrameOperation, holds
 from policy._jaxpr.primitives import MATMULS
 from policy.autocast.normalization_backward import backward_of
 from policy.autocast.second_moments import SUMS, Chain, Moment, chain_of, is_stored, meeting, repeats, statistics_of
@@ -63,7 +63,7 @@ def normalizations(jaxpr: Any, is_param: Sequence[bool]) -> Regions:
     """
     if not holds(jaxpr, _ROOTS):
         return NOWHERE
-    graph = Graph(jaxpr, is_param)
+    graph = FrameGraph(jaxpr, is_param)
     found = _Found()
     for operation in graph.operations:
         if operation.name in _ROOTS and operation.equation is not None:
@@ -76,8 +76,8 @@ def normalizations(jaxpr: Any, is_param: Sequence[bool]) -> Regions:
 
 @dataclasses.dataclass
 class _Found:
-    measures: set[Operation] = dataclasses.field(default_factory=set)
-    applies: set[Operation] = dataclasses.field(default_factory=set)
+    measures: set[FrameOperation] = dataclasses.field(default_factory=set)
+    applies: set[FrameOperation] = dataclasses.field(default_factory=set)
 
 
 def _regions(frame: Frame, found: _Found) -> Regions:
@@ -92,7 +92,7 @@ def _regions(frame: Frame, found: _Found) -> Regions:
     return Regions(measures, applies, kept, is_whole)
 
 
-def _look_at(root: Operation, found: _Found) -> None:
+def _look_at(root: FrameOperation, found: _Found) -> None:
     """Adds the normalisations that divide by a root, if there are any."""
     is_inverse = _is_inverse(root)
     if is_inverse is None:
@@ -123,7 +123,7 @@ def _look_at(root: Operation, found: _Found) -> None:
     found.measures -= found.applies
 
 
-def _is_inverse(root: Operation) -> bool | None:
+def _is_inverse(root: FrameOperation) -> bool | None:
     """Returns whether an operation is one divided by a square root, or a square root; None for neither."""
     if root.name != "pow":
         return root.name == "rsqrt"
@@ -134,7 +134,7 @@ def _is_inverse(root: Operation) -> bool | None:
     return {0.5: False, -0.5: True}.get(number) if number is not None else None
 
 
-def _is_centred(numerator: Chain, affine: Sequence[Operation], of_root: set[Operation]) -> bool:
+def _is_centred(numerator: Chain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]) -> bool:
     """Returns whether a stored mean is subtracted: before the division, or after it, divided by the root itself."""
     if numerator.data[0].yields:
         return False
@@ -143,7 +143,7 @@ def _is_centred(numerator: Chain, affine: Sequence[Operation], of_root: set[Oper
     return any(True for _ in before) or any(True for _ in after)
 
 
-def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[Operation]:
+def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[FrameOperation]:
     """Returns the operations of a numerator up to the last that subtracts a mean."""
     squares = {data for moment in moments for data in chain_of(moment.of).data}
     shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
@@ -154,7 +154,7 @@ def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[Operation]:
     return numerator.operations[:last]
 
 
-def _is_mean(subtraction: Operation, of: set[Data]) -> bool:
+def _is_mean(subtraction: FrameOperation, of: set[Data]) -> bool:
     """Returns whether what is subtracted is a sum of what it is subtracted from, divided; or is stored."""
     mean, shape = subtraction.inputs[1], subtraction.outputs[0].shape
     if mean.given and mean.number is None and repeats(mean, shape):
@@ -170,7 +170,7 @@ def _is_mean(subtraction: Operation, of: set[Data]) -> bool:
 
 @dataclasses.dataclass
 class _Quotient:
-    operation: Operation
+    operation: FrameOperation
     numerator: Data
     is_scaled: bool
 
@@ -185,10 +185,10 @@ class _Quotients:
     """
 
     operations: list[_Quotient] = dataclasses.field(default_factory=list)
-    made: set[Operation] = dataclasses.field(default_factory=set)
+    made: set[FrameOperation] = dataclasses.field(default_factory=set)
 
 
-def _quotients(root: Operation, is_inverse: bool) -> _Quotients:
+def _quotients(root: FrameOperation, is_inverse: bool) -> _Quotients:
     found, left = _Quotients(), [(root.outputs[0], is_inverse, False)]
     while left:
         data, is_inverse, is_scaled = left.pop()
@@ -205,7 +205,7 @@ def _quotients(root: Operation, is_inverse: bool) -> _Quotients:
 
 
 def _read(
-    operation: Operation, data: Data, is_inverse: bool, is_scaled: bool
+    operation: FrameOperation, data: Data, is_inverse: bool, is_scaled: bool
 ) -> tuple[_Quotient | None, tuple[bool, bool] | None]:
     """Returns the quotient that an operation on a root is; or whether its result is inverse and scaled; or neither."""
     name, others = operation.name, [other for other in operation.inputs if other is not data]
@@ -227,9 +227,9 @@ def _read(
     return None, None
 
 
-def _affine(data: Data, is_scaled: bool, is_shifted: bool, of_root: set[Operation]) -> list[Operation]:
+def _affine(data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOperation]) -> list[FrameOperation]:
     """Returns the operations that scale a quotient by stored values and then shift it, and what stands between."""
-    found: list[Operation] = []
+    found: list[FrameOperation] = []
     readers = [operation for operation in data.readers if not operation.is_backward]
     for operation in readers:
         others = [other for other in operation.inputs if other is not data]
@@ -255,7 +255,7 @@ def _feeds_a_matmul(data: Data) -> bool:
     )
 
 
-def _affects(operation: Operation, data: Data, other: Data, of_root: set[Operation]) -> bool:
+def _affects(operation: FrameOperation, data: Data, other: Data, of_root: set[FrameOperation]) -> bool:
     """Returns whether an operation scales or shifts `data` by what is stored, or was made of that and of the root."""
     if operation.name == "div" and operation.inputs[0] is not data:
         return False

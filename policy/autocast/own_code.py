@@ -10,10 +10,11 @@ from typing import Any
 import jax
 
 from policy._jaxpr.costs import flops_of
+from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
-from policy._jaxpr.subprograms import opened, repeated
+from policy._jaxpr.subprograms import opened
 from policy._jaxpr.trace import is_array
 from policy._jaxpr.walk import Site, walk
 from policy.autocast import marks
@@ -79,7 +80,7 @@ class Ported:
         """Runs the call, its own code under autocast."""
         body, consts = opened(self.jaxpr)
         settings = Settings(policy, narrows_scans=True)
-        places = Places(settings, repeated(body))
+        places = Places(settings, repeated_programs(body))
         arrays = self.call.arrays
         values = [Value(_narrow(a, v), p) for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)]
         outputs = Evaluator(settings, places, HANDLERS).run(body, [Value(const) for const in consts], values)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from policy._jaxpr.frames import ELEMENTWISE, MOVES, Data, Operation
+from policy._jaxpr.frames import ELEMENTWISE, MOVES, Data, FrameOperation
 
 SUMS = frozenset(("reduce_sum",))
 # What a second moment may pass through between its sum and its root.
@@ -31,13 +31,13 @@ class Moment:
 
     of: Data
     is_mean: bool
-    operations: list[Operation]
+    operations: list[FrameOperation]
 
 
 @dataclasses.dataclass
 class Statistics:
     moments: list[Moment] = dataclasses.field(default_factory=list)
-    operations: list[Operation] = dataclasses.field(default_factory=list)
+    operations: list[FrameOperation] = dataclasses.field(default_factory=list)
     has_sums: bool = False
 
 
@@ -61,7 +61,7 @@ def statistics_of(data: Data) -> Statistics:
     return found
 
 
-def _divides(operation: Operation, i: int) -> bool:
+def _divides(operation: FrameOperation, i: int) -> bool:
     """Returns whether an operation divides its operand `i`, or multiplies it by a number, as a mean does its sum."""
     others = [data for j, data in enumerate(operation.inputs) if j != i]
     if operation.name == "div":
@@ -69,7 +69,7 @@ def _divides(operation: Operation, i: int) -> bool:
     return operation.name == "mul" and any(data.number is not None for data in others)
 
 
-def _moment(sum_: Operation, is_mean: bool) -> Iterator[Moment]:
+def _moment(sum_: FrameOperation, is_mean: bool) -> Iterator[Moment]:
     data, operations = sum_.inputs[0], []
     while (operation := data.made_by) is not None:
         operations.append(operation)
@@ -87,7 +87,7 @@ def _moment(sum_: Operation, is_mean: bool) -> Iterator[Moment]:
         data = following
 
 
-def _squared(operation: Operation) -> Data | None:
+def _squared(operation: FrameOperation) -> Data | None:
     """Returns what an operation squares, or None."""
     if operation.name == "square" or (operation.name == "integer_pow" and operation.equation.params["y"] == 2):
         return operation.inputs[0]
@@ -112,7 +112,7 @@ class Chain:
     """
 
     data: list[Data]
-    operations: list[Operation]
+    operations: list[FrameOperation]
 
 
 def chain_of(data: Data) -> Chain:
@@ -127,7 +127,7 @@ def chain_of(data: Data) -> Chain:
     return chain
 
 
-def _through(operation: Operation) -> Data | None:
+def _through(operation: FrameOperation) -> Data | None:
     """Returns the operand whose numbers an operation moves, scales, shifts or masks; None where it does more."""
     name, inputs = operation.name, operation.inputs
     if name in MOVES and inputs:

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p
 
+from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.primitives import known_primitives
 from policy._jaxpr.scope_names import ISLAND
-from policy._jaxpr.subprograms import opened, repeated
+from policy._jaxpr.subprograms import opened
 from policy._jaxpr.trace import Arguments, lowered
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
@@ -271,8 +272,9 @@ class _Autocast:
             body, consts = opened(jaxpr)
             # A report notes each equation where it stands, and rules may tell apart what stands inside of it.
             shares = report is None and settings.rules is None and settings.normalises is None
-            places = Places(settings, repeated(body) if shares else frozenset())
-            outputs = Evaluator(settings, places, HANDLERS, report).run(body, [Value(c) for c in consts], values)
+            places = Places(settings, repeated_programs(body) if shares else frozenset())
+            evaluator = Evaluator(settings, places, HANDLERS, report)
+            outputs = evaluator.run(body, [Value(c) for c in consts], values)
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code
             places.check(settings.normalises)

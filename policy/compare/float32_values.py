@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from policy._jaxpr.flattened import Known, Operand, Operation, Token
+from policy._jaxpr.flattened import FlatOperation, Known, Operand, Token
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import Chain, Value
 from policy._jaxpr.upcast import HOST, bound_wide, widen
@@ -148,7 +148,7 @@ class ReferenceLane:
             return widen(self.reference.consts[root[0] == "inner"][root[1]])
         if root[0] != "result":
             raise _Unavailable
-        operation: Operation = root[1]
+        operation: FlatOperation = root[1]
         if operation.bodies or operation.stacked or operation.equation.effects or operation.name in HOST:
             raise _Unavailable
         results = _bound(operation.equation, [self._read(operand) for operand in operation.operands])

@@ -22,9 +22,10 @@ from jax.extend.core import Literal, Var
 from policy._jaxpr import control_flow
 from policy._jaxpr.broadcasting import ELEMENTWISE, PRODUCTS, product, repeated, sharding_of
 from policy._jaxpr.control_flow import Body, is_placed
+from policy._jaxpr.equations import equations_within
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.scope_names import REGION
-from policy._jaxpr.subprograms import Subprogram, bind, equations_within, opened, programs_of, subprogram
+from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
 
 READ = f"{REGION}parameter_read"
 """The name on JAX's stack of a cast that stands for the read of a parameter: its operand is carried on as it is."""

@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from policy._jaxpr.equations import maker_of
 from policy._jaxpr.source_lines import source_of
-from policy._jaxpr.subprograms import maker_of
 from policy._jaxpr.trace import lowered, trace
 
 
 def parameters_of(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: int, returned: int, keeps: bool
 ) -> tuple[dict[str, str], dict[str, tuple[int, str]], Any]:
-    """The dtypes of parameters that go in, by name; the places and dtypes of what comes out; and the program.
+    """Returns the dtypes of parameters by name, those of the returned ones, and the program.
 
-    Where nothing is to be kept, what comes out is also what went in.
+    Where nothing is to be kept, the dtypes returned stand for both.
     """
     call = lowered(fn, args, kwargs)
     traced = trace(fn, *args, **kwargs)
@@ -35,7 +35,7 @@ def parameters_of(
 
 
 def _dtypes(tree: Any) -> dict[str, str]:
-    """The dtype of each leaf, by its place in the tree."""
+    """Returns the dtype of each leaf, by its place in the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path) or "the parameter": str(jnp.result_type(leaf)) for path, leaf in leaves}
 

@@ -1,4 +1,4 @@
-"""Pairs a program in half precision with the float32 trace of the same code: what float32's value of each value is."""
+"""Pairs a program in half precision with the float32 trace of the same code, value by value."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.flattened import Flattened, Known, Operand, Operation, Token, flattened
+from policy._jaxpr.flattened import FlatOperation, Flattened, Known, Operand, Token, flattened
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import Chain
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.walk import written_at
 
-# What an operation computes in, not what it computes.
+# Parameters that say which dtypes an operation computes in.
 _OF_DTYPES = frozenset(
     (
         *("precision", "preferred_element_type", "new_dtype", "dtype", "name", "weak_type", "sharding", "out_sharding"),
@@ -34,18 +34,19 @@ class Reference:
     """The float32 trace of a function, beside a program of it in half precision.
 
     Attributes:
-      made: the operation of each equation of the program, by where it stands.
-      inputs: what its bodies are given.
-      same: what each of its values is in float32.
+      made: the operation of each equation of the program, by its position.
+      inputs: the arguments of its bodies.
+      same: the float32 counterpart of each of its values.
       joined: those of `same` that float32 computes in another way.
-      given: operands that float32 reads instead of the program's own: constants before rounding, for most.
-      outputs: the same of what the program returns.
+      given: operands that float32 reads instead of the program's own: constants before rounding,
+        for most.
+      outputs: the same of the program's results.
       consts: the constants of the float32 trace, and of the programs inside of it by their `id`.
       touched: the equations, by `id`, where float32's value is not the widened equation's.
       unpaired: the paths whose values have no counterpart.
     """
 
-    made: dict[At, Operation]
+    made: dict[At, FlatOperation]
     inputs: dict[At, list[Any]]
     same: dict[Token, Any] = dataclasses.field(default_factory=dict)
     joined: set[Token] = dataclasses.field(default_factory=set)
@@ -68,10 +69,12 @@ class Reference:
 def reference_of(half: Any, wide: Any) -> Reference:
     """Pairs two jaxprs of one function: the program that rounds, and the one traced in float32.
 
-    Their operations are aligned by name, module and shape, in the order of the programs, and then followed: two are
-    one where they read values that are one. Where one of them computes something in another way, as a normalisation
-    that is exact for half inputs, the values that leave that part are joined: by the operation that reads both, or by
-    the module that they leave. Casts are no operations, and what a checkpoint computes again is the first time.
+    Their operations are aligned by name, module and shape, in the order of the programs, and then
+    followed: two are one where they read values that are one. Where one of them computes something
+      in another way, as
+    a normalisation that is exact for half inputs, the values that leave that part are joined: by
+    the operation that reads both, or by the module that they leave. Casts are no operations, and a
+    recomputation is the operation that it repeats.
     """
     return _Pairs(half, wide).found()
 
@@ -82,7 +85,7 @@ class _Pairs:
         self.consts = opened(half)[1], opened(wide)[1]
         self.inner = self.ours.consts | self.theirs.consts
         self.reference = Reference(self.ours.made, self.ours.inputs, consts=(self.consts[1], self.inner))
-        self.partner: dict[int, Operation] = {}  # of an operation of ours, by its id
+        self.partner: dict[int, FlatOperation] = {}  # of an operation of ours, by its id
         self.taken: set[Token] = set()  # values of theirs that are one of ours
 
     def found(self) -> Reference:
@@ -100,15 +103,15 @@ class _Pairs:
         }
         return self.reference
 
-    def is_joined(self, operation: Operation) -> bool:
+    def is_joined(self, operation: FlatOperation) -> bool:
         results = range(len(operation.equation.outvars))
         return any(("result", operation, i) in self.reference.joined for i in results)
 
-    def accepted(self, pairs: list[tuple[Operation, Operation]]) -> list[tuple[Operation, Operation]]:
+    def accepted(self, pairs: list[tuple[FlatOperation, FlatOperation]]) -> list[tuple[FlatOperation, FlatOperation]]:
         """Makes one of the operations that are; returns the others."""
         return [pair for pair in pairs if not self.accept(*pair)]
 
-    def accept(self, one: Operation, other: Operation) -> bool:
+    def accept(self, one: FlatOperation, other: FlatOperation) -> bool:
         around = None if one.around is None else self.partner.get(id(one.around))
         order = _order(one, other)
         if around is not other.around or order is None or not _same_params(one, other):
@@ -127,8 +130,8 @@ class _Pairs:
                 self.make_one(("carry", one, i), ("carry", other, j))
         return True
 
-    def is_one(self, one: Operation, found: Sequence[str], other: Operation) -> bool:
-        """Returns whether two operations are the same code, though they read what is not known to be one."""
+    def is_one(self, one: FlatOperation, found: Sequence[str], other: FlatOperation) -> bool:
+        """Returns whether two operations are the same code on values not known to be one."""
         if one.name in MATMULS or one.bodies or written_at(one.equation) == written_at(other.equation):
             return True
         unknown = [operand for operand, status in zip(one.operands, found, strict=True) if status == "unknown"]
@@ -140,7 +143,10 @@ class _Pairs:
         self.taken.add(theirs)
 
     def status(self, ours: Operand, theirs: Operand) -> str:
-        """Returns how two values compare; "given" where they are constants, and float32's is another number."""
+        """Returns how two values compare.
+
+        It is "given" where they are constants, and float32's is another number.
+        """
         one, other = ours.root, theirs.root
         if isinstance(one, Known) or isinstance(other, Known):
             return _constants(one, other) if isinstance(one, Known) and isinstance(other, Known) else "different"
@@ -162,7 +168,7 @@ class _Pairs:
         return status
 
     def joins(self, ours: Operand, theirs: Operand) -> bool:
-        """Says that a value is what float32 computes as another, if it can be."""
+        """Records that float32 computes a value as another, if it can be."""
         one, other = ours.root, theirs.root
         if isinstance(one, Known) or isinstance(other, Known) or self.reference.resolved(one) is not None:
             return False
@@ -192,7 +198,7 @@ class _Pairs:
                         self.reference.unpaired[one.path] = None
 
     def leaving(self) -> None:
-        """Joins what one module hands to another, where it hands as much to it in float32, of the same shapes."""
+        """Joins values that a module hands to another, where float32 has as many of each shape."""
         theirs: dict[Token, list[Token]] = {}
         for ways, root in _leaving(self.theirs):
             if root not in self.taken:
@@ -213,18 +219,18 @@ class _Pairs:
                 yield path
 
 
-def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[Operation, Operation]]:
+def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[FlatOperation, FlatOperation]]:
     kinds = [[operation.kind for operation in side.operations] for side in (ours, theirs)]
     blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
     return [(ours.operations[i + n], theirs.operations[k + n]) for i, k, size in blocks for n in range(size)]
 
 
 def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
-    """The values that are read in another module than they were computed in, in the order in which they are read.
+    """Returns the values that are read in another module than they were computed in, as read.
 
     Of each: the paths of both modules, and the direction.
 
-    What the forward pass saves for the backward pass leaves no module, nor does what a checkpoint computes again.
+    A residual of the forward pass leaves no module, and neither does a recomputed value.
     """
     seen: set[Token] = set()
     for operation in side.operations:
@@ -242,10 +248,11 @@ def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
                 yield (maker.path, operation.path, maker.is_backward), root
 
 
-def _order(one: Operation, other: Operation) -> list[int] | None:
+def _order(one: FlatOperation, other: FlatOperation) -> list[int] | None:
     """Returns the order of one operation's results in the other's; None where there are others.
 
-    What a loop carries may stand in another order in a backward pass: it is told apart by the module that adds to it.
+    Carries may stand in another order in a backward pass: they are told apart by the module that
+    adds to them.
     """
     if not one.carried and not other.carried:
         same = len(one.operands) == len(other.operands) and len(one.equation.outvars) == len(other.equation.outvars)
@@ -261,7 +268,7 @@ def _order(one: Operation, other: Operation) -> list[int] | None:
     return [places[kind].pop(0) for kind in ours]
 
 
-def _carries(operation: Operation) -> list[Token]:
+def _carries(operation: FlatOperation) -> list[Token]:
     shapes = [getattr(v.aval, "shape", None) for v in operation.equation.outvars[: operation.carried]]
     return [(shape, _path(operand.root)) for shape, operand in zip(shapes, operation.bodies[0], strict=True)]
 
@@ -281,13 +288,13 @@ def _size(root: Token) -> int | None:
     return None
 
 
-def _place(operation: Operation, k: int) -> int:
+def _place(operation: FlatOperation, k: int) -> int:
     """Returns the place of an operand among those of the equation."""
     loops = [one for one in subprograms(operation.equation) if one.role == "loop"]
     return loops[0].operands_carried[k] if loops else k
 
 
-def _same_params(one: Operation, other: Operation) -> bool:
+def _same_params(one: FlatOperation, other: FlatOperation) -> bool:
     a, b = one.equation.params, other.equation.params
     return bool(one.bodies) or all(_same_param(a.get(n), b.get(n)) for n in {*a, *b} - _OF_DTYPES)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from policy._jaxpr.equations import combines_by
 from policy._jaxpr.graph import Node, is_joint
 from policy._jaxpr.operations import kind_of, sums
-from policy._jaxpr.subprograms import combines_by
 from policy.audit.finding_kinds import REDUCTION, finding
 from policy.audit.flow import Flow, is_narrow
 from policy.audit.indices import may_repeat
@@ -19,7 +19,7 @@ _ADDS = frozenset(("add", "add_any", "mul", "sub"))
 
 
 def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
-    """Every sum of more than one number below float32, whatever it is called."""
+    """Yields every sum of more than one number below float32, under any name."""
     for node in flow.graph.nodes:
         if not node.inputs or not node.outputs or not sums(node.site.equation) or is_joint(node):
             continue
@@ -37,7 +37,7 @@ def _message(node: Node, terms: str) -> str:
 
 
 def terms_of(node: Node) -> str:
-    """What goes into each number of a sum, in words; "" where it is one number alone."""
+    """Returns the terms of each number of a sum, in words; "" where it is one number alone."""
     count = 0
     shape = node.inputs[0].shape
     if node.name in ("reduce_sum", "reduce_prod", "reduce"):
@@ -61,7 +61,7 @@ def terms_of(node: Node) -> str:
 
 
 def _shards(node: Node) -> str:
-    """What a collective sums, in words; "" over axes of one device."""
+    """Returns the terms that a collective sums, in words; "" over axes of one device."""
     axes = node.params.get("axes", node.params.get("axis_name", ()))
     sizes, shape = dict(node.site.axes), node.inputs[0].shape
     each = [sizes.get(a) if isinstance(a, str) else shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))]
@@ -69,12 +69,12 @@ def _shards(node: Node) -> str:
 
 
 def _adds(node: Node) -> bool:
-    """Whether the function that a general reduction applies adds or multiplies."""
+    """Returns whether the function that a general reduction applies adds or multiplies."""
     return combines_by(node.site.equation, _ADDS)
 
 
 def _collisions(node: Node) -> str:
-    """How many updates of a scatter may meet at one place, in words; "" where none do."""
+    """Returns the updates of a scatter that may meet at one place, in words; "" where none do."""
     indices, numbers = node.inputs[1], node.params.get("dimension_numbers")
     if node.params.get("unique_indices") or numbers is None:
         return ""
