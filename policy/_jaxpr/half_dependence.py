@@ -22,7 +22,7 @@ EXACT = frozenset(
     reshape reshard rev roll scatter select_n sharding_constraint sign slice sort split squeeze stack
     stop_gradient tile top_k transpose unstack device_put name pin layout_constraint real imag conj
     reduced_vary_cast materialize
-    """.split()
+    """.split()  # noqa: SIM905
 )
 
 

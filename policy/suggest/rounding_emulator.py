@@ -1,6 +1,7 @@
-"""A program in half precision, computed in float32 and rounded where a flag says so: one for every set of rules.
+"""A program in half precision, computed in float32 and rounded where a flag says so.
 
-Rounding is a conversion there and back, which overflows, underflows and keeps subnormals as the dtype does.
+Rounding is a conversion there and back, which overflows, underflows and keeps subnormals as the
+dtype does.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from policy._jaxpr.upcast import HOST, Upcast, bound_wide, dtype_of, is_half, na
 # In half precision they add up in half on some backends, which no rounding of a float32 sum shows.
 _ACCUMULATING = frozenset(
     """
-    cumsum cumprod cumlogsumexp reduce reduce_window reduce_window_sum scatter-add scatter_add scatter-mul
-    scatter-sub select_and_scatter_add reduce_prod reduce_sum
-    """.split()
+    cumsum cumprod cumlogsumexp reduce reduce_window reduce_window_sum scatter-add scatter_add
+    scatter-mul scatter-sub select_and_scatter_add reduce_prod reduce_sum
+    """.split()  # noqa: SIM905
 )
 
 
@@ -32,9 +33,9 @@ class Emulated(Upcast):
     """A value is an array in float32; and where it may be one in the program, too, whether it is.
 
     Attributes:
-      flags: which candidates run in float32, as a vector of booleans; the first is what no rule reaches. The last says
-        whether operations promote: else half precision is half whatever it is mixed with, as where a module casts what
-        it is given.
+      flags: which candidates run in float32, as a vector of booleans; the first is what no rule
+        reaches. The last says whether operations promote: else half precision is half whatever it
+        is mixed with, as where a module casts what it is given.
       candidates: the place of each path in the flags.
     """
 
@@ -98,7 +99,7 @@ class Emulated(Upcast):
         """Returns whether a place runs in float32."""
         return self.flags[candidate_of(place.path, self.candidates)]
 
-    # Loops and branches hand on what their variables hold ------------------------------------------------------------
+    # Loops and branches hand on what their variables hold -----------------------------------------
 
     def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
         flag = self.flag(self.place_of(equation))
