@@ -1,4 +1,4 @@
-"""Equations that hold programs: rebuilt through JAX's public functions, their programs run by an interpreter."""
+"""Equations that hold programs, rebuilt: an interpreter runs their programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Body(Generic[V]):
     """A program inside an equation, as a function of arrays that returns arrays, and notes.
 
     Attributes:
-      outputs: a value like each output, with abstract values for arrays, after the function was traced.
+      outputs: a value like each output, with abstract values for arrays, after the function was
+        traced.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class _Staged(Generic[V]):
 
 
 def _like(run: Interpreter[V], like: Sequence[V | None], outputs: Sequence[V], arrays: Sequence[Any]) -> list[V]:
-    """Returns results like those that a loop settled on, and like the outputs of its program otherwise."""
+    """Returns results of the kinds of `like`, or else like the outputs of the program."""
     kinds = [output if one is None else one for one, output in zip(like, outputs, strict=True)]
     return run.refilled(kinds, arrays)
 
@@ -115,8 +116,8 @@ def jit(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
 def remat(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     """Rebuilds a checkpoint by binding the same primitive.
 
-    So it keeps its policy, and whether it was differentiated already, and its recomputations stay apart from those
-    before.
+    So it keeps its policy, and whether it was differentiated already, and its recomputations stay
+    apart from those before.
     """
     body = Body.of(run.inside(equation), subprogram(equation, "remat"), values, run.merge(equation, values))
     return _bound(run, equation, body, values, with_consts_as_arguments)
@@ -139,7 +140,7 @@ def _bound(
 
 
 def scan(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
-    """Rebuilds a scan. Notes of its body are stacked: each has one more axis, of the length of the scan."""
+    """Rebuilds a scan. Notes of its body are stacked along a new first axis."""
     params, program = equation.params, subprogram(equation, "loop")
     given, inner = program.given(values), run.inside(equation)
     fixed, xs = given[program.fixed], given[program.rows]
@@ -261,9 +262,9 @@ CONTROL_FLOW: Mapping[str, Handler] = {
     "cond": cond,
     "shard_map": shard_map,
 }
-"""The function that rebuilds each primitive that holds programs, where derivative rules have had their say."""
+"""The function that rebuilds each primitive, where nothing is differentiated any more."""
 
 
 def handler_of(equation: Any) -> Handler | None:
-    """Returns the function that rebuilds an equation; None of one without programs, or with some for platforms."""
+    """Returns the function that rebuilds an equation; None of branches for platforms, and of others."""
     return None if is_for_platforms(equation) else CONTROL_FLOW.get(equation.primitive.name)

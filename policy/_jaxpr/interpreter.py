@@ -1,4 +1,4 @@
-"""Interpreter of jaxprs: evaluates a program again, equation by equation, on values of another kind than arrays."""
+"""Interpreter of jaxprs: evaluates a program again, on values of another kind than arrays."""
 
 from __future__ import annotations
 
@@ -31,18 +31,20 @@ class Traced(Protocol[V_co]):
 class Interpreter(abc.ABC, Generic[V]):
     """Evaluates jaxprs on values of type `V`, which hold arrays, and remember more about them.
 
-    A subclass says how values hold arrays (`constant`, `arrays`, `filled`), how an equation is evaluated (`equation`),
-    and on which kinds of values loops and branches settle (`merge`, `settled`). Equations that hold programs are
-    rebuilt by the functions of `policy._jaxpr.control_flow`.
+    A subclass says how values hold arrays (`constant`, `arrays`, `filled`), how an equation is
+    evaluated (`equation`), and on which kinds of values loops and branches settle (`merge`,
+    `settled`). Equations that hold programs are rebuilt by the functions of
+    `policy._jaxpr.control_flow`.
 
     Attributes:
-      notes: arrays that are reported beside the outputs of the program that is being traced, by a key of their own.
+      notes: arrays that are reported beside the outputs of the program that is being traced, by a
+        key of their own.
     """
 
     def __init__(self) -> None:
         self.notes: Notes = {}
 
-    # Values -----------------------------------------------------------------------------------------------------------
+    # Values ---------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def constant(self, array: Any) -> V:
@@ -70,17 +72,17 @@ class Interpreter(abc.ABC, Generic[V]):
         rest = iter(arrays)
         return [self.filled(value, [next(rest) for _ in self.arrays(value)]) for value in values]
 
-    # Equations --------------------------------------------------------------------------------------------------------
+    # Equations ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def equation(self, equation: Any, values: list[V]) -> list[V]:
         """Returns the outputs of an equation on some operands."""
 
     def merge(self, equation: Any, values: Sequence[V], branches: Sequence[Traced[V]] = ()) -> Sequence[V | None]:
-        """Returns a value like each output of an equation that holds programs; None leaves it to the program.
+        """Returns a value like each output of an equation; None leaves it to its program.
 
-        A loop carries values of these kinds from the start, and all branches of a conditional return them. Of a
-        conditional, `branches` were traced; of other equations nothing was yet.
+        A loop carries values of these kinds from the start, and all branches of a conditional
+        return them. Of a conditional, `branches` were traced; of other equations nothing was yet.
         """
         return [None for _ in equation.outvars]
 
@@ -93,7 +95,7 @@ class Interpreter(abc.ABC, Generic[V]):
         return list(values)
 
     def inside(self, equation: Any) -> Self:
-        """Returns the interpreter of the programs inside an equation, part of the program that is being traced."""
+        """Returns the interpreter of the programs inside an equation, within the same trace."""
         return self
 
     def tracing(self, program: Traced[V], role: str) -> Self:
@@ -106,7 +108,7 @@ class Interpreter(abc.ABC, Generic[V]):
         """Returns the outputs of a program that is traced by itself."""
         return self.run(jaxpr, consts, args)
 
-    # The run ----------------------------------------------------------------------------------------------------------
+    # The run --------------------------------------------------------------------------------------
 
     def run(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
         """Returns the outputs of an open jaxpr."""
@@ -131,7 +133,7 @@ class Interpreter(abc.ABC, Generic[V]):
 
 @contextlib.contextmanager
 def context_of(equation: Any) -> Iterator[None]:
-    """Gives new equations the place in the source, the name stack and the settings that an equation was traced with."""
+    """Gives new equations the source line, name stack and settings of an equation."""
     info = equation.source_info
     name_stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
@@ -139,7 +141,7 @@ def context_of(equation: Any) -> Iterator[None]:
 
 
 def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
-    """Returns the variables that no later equation reads, by equation: outside of jit, arrays not held are freed."""
+    """Returns the variables that no later equation reads, by equation: their arrays are freed."""
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
     last: dict[Any, int] = {}
     for i, equation in enumerate(jaxpr.eqns):
@@ -152,7 +154,7 @@ def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
 
 
 def readers_of(jaxpr: Any) -> dict[Any, set[str]]:
-    """Returns the primitives that read each variable of a program; "" stands for the program's caller."""
+    """Returns the primitives that read each variable; "" stands for the caller of the program."""
     readers: dict[Any, set[str]] = {}
     for equation in jaxpr.eqns:
         for atom in equation.invars:

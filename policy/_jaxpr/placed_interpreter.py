@@ -1,4 +1,4 @@
-"""Interpreter that knows the module path and the pass of each equation, and computes float32's values beside it."""
+"""Interpreter that knows the module path and the pass of each equation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, 
 
 
 class Place(NamedTuple):
-    """A module path, and the pass that an equation of it belongs to: "again" in a checkpoint's recomputation."""
+    """A module path, and a pass: "again" is the recomputation of a checkpoint."""
 
     path: Path = ()
     direction: Literal["forward", "backward", "again"] = "forward"
@@ -27,7 +27,8 @@ class Value:
     """One value of the traced program, as it is run.
 
     Attributes:
-      arrays: its numbers, once for each lane that computes its own; a lane without one reads the first's.
+      arrays: its numbers, once for each lane that computes its own; a lane without one reads the
+        first's.
       origin: the place that computed it; each interpreter has a type of its own for it.
     """
 
@@ -38,7 +39,7 @@ class Value:
 
 
 class Lane(Protocol):
-    """The float32 values of all that is not the upcast program: see `policy.compare.float32_values`."""
+    """The values of a float32 program beside this one: see `policy.compare.float32_values`."""
 
     def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None: ...
     def given(self, chain: Chain, equation: Any) -> Iterable[tuple[int, Any]]: ...
@@ -59,7 +60,8 @@ class PlacedInterpreter(Interpreter[Value]):
       bodies: the programs inside equations that this one stands in, outermost first.
       axes: the mesh axes that each device runs by itself over.
       chain: the equations that this program stands in.
-      lane: the float32 values, where those are of another program; None where they are of this one, upcast.
+      lane: the float32 values, where those are of another program; None where they are of this one,
+        upcast.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class PlacedInterpreter(Interpreter[Value]):
         self.chain: Chain = ()
         self.lane: Lane | None = None
 
-    # Values -----------------------------------------------------------------------------------------------------------
+    # Values ---------------------------------------------------------------------------------------
 
     def constant(self, array: Any) -> Value:
         return Value([array])
@@ -85,7 +87,7 @@ class PlacedInterpreter(Interpreter[Value]):
         """Returns a value that is computed or read at a place, and that is `array` in float32."""
         return value
 
-    # Programs inside equations ----------------------------------------------------------------------------------------
+    # Programs inside equations --------------------------------------------------------------------
 
     def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
         return [Value([None]) for _ in equation.outvars]
@@ -120,7 +122,7 @@ class PlacedInterpreter(Interpreter[Value]):
         self.chain, self.lane = outer.chain, outer.lane
         return self
 
-    # The run, with float32's values of its own ------------------------------------------------------------------------
+    # The run, with float32's values of its own ----------------------------------------------------
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         if self.lane is not None:
@@ -155,8 +157,8 @@ class PlacedInterpreter(Interpreter[Value]):
 def module_path(path: Path, is_backward: bool) -> Path:
     """A path without scopes that are no modules.
 
-    The transposition of checkpoints and derivative rules writes part of the path of their equations twice: Net/Net for
-    Net, layers/norm/layers/norm for layers/norm.
+    The transposition of checkpoints and derivative rules writes part of the path of their equations
+    twice: Net/Net for Net, layers/norm/layers/norm for layers/norm.
     """
     path = tuple(name for name in path if name not in _SCOPES)
     return _once(path) if is_backward else path
@@ -175,8 +177,8 @@ def _once(path: Path) -> Path:
 def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
     """Returns the whole paths of those whose beginning was lost.
 
-    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it by the path within
-    the body alone: such a path is the end of one other.
+    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it
+    by the path within the body alone: such a path is the end of one other.
     """
     every = set(paths)
     ends: dict[Path, list[Path]] = {}

@@ -1,4 +1,4 @@
-"""Operands of equations that hold programs, as autocast hands them to the functions that rebuild these equations."""
+"""Handlers of equations that hold programs: autocast's operands, and the shared control flow."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def _scan(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
     carry = subprogram(equation, "loop").carry
     values = _carrying_as_traced(equation, values, carry)
     before = evaluator.saved(equation, [*values[: carry.start], *values[carry.stop :]])
-    return control_flow.scan(
-        evaluator, equation, [*before[: carry.start], *values[carry], *before[carry.start :]]
-    )
+    values = [*before[: carry.start], *values[carry], *before[carry.start :]]
+    return control_flow.scan(evaluator, equation, values)
 
 
 def _while(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
@@ -65,7 +64,7 @@ def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Valu
 
 
 def _may_narrow(evaluator: Evaluator, program: Any) -> bool:
-    """Returns whether a program whose operands have their traced dtypes has to be rewritten, or reported."""
+    """Returns whether a program has to be rewritten or reported if its operands are as traced."""
     settings = evaluator.settings
     names = MATMULS | settings.allow
     return settings.strict or evaluator.report is not None or any(site.name in names for site in walk(program))

@@ -68,7 +68,7 @@ def custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
 
 
 def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-    """Rebuilds a function with custom_vjp rules, all rewritten; leaves it as it was traced where that fails."""
+    """Rebuilds a function with custom_vjp rules; leaves it as traced where that fails."""
     values = evaluator.saved(equation, values)
     try:
         return _rebuilt_vjp(evaluator, equation, values)
@@ -81,7 +81,7 @@ def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
 
 
 def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-    """The author's rules are asked for only where there is something to differentiate: a rule may call its function."""
+    """Rebuilds the rules only where something is differentiated: a rule may call its function."""
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
     closed_over = equation.params.get("num_consts", 0)  # the rules know nothing of these

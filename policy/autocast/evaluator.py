@@ -49,12 +49,14 @@ class Evaluator(Interpreter[Value]):
       places: which dtype that means at each module path.
       path: the module path of the equation whose body is being run.
       report: where to note what was done, or None.
-      held: the regions of the programs that the equation around holds, by identity; None at the top. What is run beside
-        those are rules for derivatives, whose regions are looked for when they are run.
+      held: the regions of the programs that the equation around holds, by identity; None at the
+        top. What is run beside those are rules for derivatives, whose regions are looked for when
+        they are run.
       is_whole: whether the equation around belongs to a normalisation with all that it holds.
       regions: the normalisations of the program that is being run.
       readers: the primitives that read each of its variables; "" stands for the program's caller.
-      widened: the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the same numbers.
+      widened: the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the
+        same numbers.
       handlers: the functions that rebuild equations that hold programs, by primitive.
     """
 
@@ -74,7 +76,7 @@ class Evaluator(Interpreter[Value]):
         self.readers: dict[Any, set[str]] = {}
         self.widened: set[Any] = set()
 
-    # Values -----------------------------------------------------------------------------------------------------------
+    # Values ---------------------------------------------------------------------------------------
 
     def constant(self, array: Any) -> Value:
         return Value(array)
@@ -92,15 +94,15 @@ class Evaluator(Interpreter[Value]):
         (array,) = arrays
         return Value(array, value.yields, value.constant, value.narrows)
 
-    # Programs inside equations ----------------------------------------------------------------------------------------
+    # Programs inside equations --------------------------------------------------------------------
 
     def merge(
         self, equation: Any, values: Sequence[Value], branches: Sequence[Traced[Value]] = ()
     ) -> Sequence[Value | None]:
         """Returns the dtypes that the outputs of a loop, of branches, or of a jit with shardings settle on.
 
-        They keep their traced dtypes, but for scanned layers, whose carry is half where a rule has a half output_dtype,
-        and for what every branch of a conditional makes half.
+        They keep their traced dtypes, but for scanned layers, whose carry is half where a rule has
+        a half output_dtype, and for what every branch of a conditional makes half.
         """
         name = equation.primitive.name
         if name == "scan":
@@ -141,11 +143,11 @@ class Evaluator(Interpreter[Value]):
         return place.within(region)
 
     def saved(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """Returns the operands of an equation that saves them for its derivative: half, where its body would narrow them."""
+        """Returns operands saved for a derivative: half, where the body would narrow them."""
         place = self.place_of(equation)
         return list(values) if place.region else [self._narrowed(value, "control", place) for value in values]
 
-    # The run ----------------------------------------------------------------------------------------------------------
+    # The run --------------------------------------------------------------------------------------
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         regions = None if self.held is None else self.held.get(id(jaxpr))
@@ -175,8 +177,8 @@ class Evaluator(Interpreter[Value]):
     def _category(self, equation: Any) -> str:
         """Returns the category of an equation; a sum or difference that only float32 operations read runs in float32.
 
-        Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x` itself. It has no
-        residual, so that float32 costs no memory there.
+        Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x`
+        itself. It has no residual, so that float32 costs no memory there.
         """
         name = equation.primitive.name
         category = self.settings.category(name)
@@ -184,7 +186,8 @@ class Evaluator(Interpreter[Value]):
             return category
         names = self.readers.get(equation.outvars[0], set())
         reads_wide = {reader for reader in names if reader and self.settings.category(reader) == "fp32"}
-        # The second is a log_softmax, whose difference of the shifted logits is in float32 as its logarithm is.
+        # The second is a log_softmax, whose difference of the shifted logits is in float32 as its
+        # logarithm is.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
 
     def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
@@ -224,7 +227,8 @@ class Evaluator(Interpreter[Value]):
         if not value.narrows or category == "fp32" or place.compute == F32:
             return value
         if value.narrowed is None or value.narrowed.dtype != place.compute:
-            # One cast for all readers, as an author writes it: queries, keys and values would each save a copy.
+            # One cast for all readers, as an author writes it: queries, keys and values would each
+            # save a copy.
             value.narrowed = Value(cast(value.array, place.compute))
         return value.narrowed
 
@@ -252,7 +256,8 @@ class Evaluator(Interpreter[Value]):
             looked_up = bind(equation, [value.array for value in values])
             return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
         if equation.primitive.name == "gather" and values[0].dtype == place.compute != F32:
-            # Of the widened operand, so that its cotangents are added up in float32, those of other readers included.
+            # Of the widened operand, so that its cotangents are added up in float32, those of other
+            # readers included.
             looked_up = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
             return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
         if equation.primitive.name in REPEATS and is_repeated(values[0], _extent(equation), place.compute):
@@ -390,8 +395,8 @@ def _has_matmul(program: Any) -> bool:
 
 
 def _holds_program(equation: Any) -> bool:
-    """Returns whether a parameter is a program, whose dtypes are fixed: as in the scatter of `x.at[i].apply`."""
-    return any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in equation.params.values())
+    """Returns whether a parameter is a program, as in the scatter of `x.at[i].apply`: of fixed dtypes."""
+    return any(True for _ in programs_of(equation))
 
 
 def _follows(equation: Any, place: Place) -> bool:

@@ -36,8 +36,8 @@ def once_for_all_alike(handler: Handler) -> Handler:
     """Returns a handler that is traced and differentiated once for all equations that are alike.
 
     Such are the normalisations of a model: their equations hold the very same program. The handler
-    gets its operands as `Evaluator.saved` narrows them; its results are new, and refer to none
-    of them.
+    gets its operands as `Evaluator.saved` narrows them; its results are new, and refer to none of
+    them.
     """
 
     @functools.wraps(handler)

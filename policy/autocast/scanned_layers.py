@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def handed_on(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> list[Value]:
     """Returns a value like each that a scan carries.
 
-    It is half where a rule says so, and a step that gets half returns half by itself; else as it was traced: a narrowed
-    accumulator of 4096 steps is 76% off.
+    It is half where a rule says so, and a step that gets half returns half by itself; else as it
+    was traced: a narrowed accumulator of 4096 steps is 76% off.
     """
     program = subprogram(equation, "loop")
     carried = [variable.aval for variable in equation.outvars[: program.carried]]
@@ -40,7 +40,7 @@ def handed_on(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> l
 
 
 def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[Value]) -> Any:
-    """Returns the half dtype that layers pass their carry on in, by a rule or by default; None if there is none."""
+    """Returns the half dtype that layers hand their carry on in; None if they do not."""
     body, above = subprogram(equation, "loop").body, evaluator.path_of(equation)
     layer = scanned_path(body, above)
     half = evaluator.places.output_of(layer) if layer != above else None
@@ -50,10 +50,8 @@ def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[Value]) -> A
     return half
 
 
-def _stable(
-    evaluator: Evaluator, equation: Any, given: Sequence[Value], traced: Sequence[Any], half: Any
-) -> list[Any]:
-    """Returns the dtypes of a carry that a step returns as it gets them: the fixpoint of narrowing it to `half`."""
+def _stable(evaluator: Evaluator, equation: Any, given: Sequence[Value], traced: Sequence[Any], half: Any) -> list[Any]:
+    """Returns the dtypes of a carry that a step returns as it gets them: a fixpoint."""
     program, inside = subprogram(equation, "loop"), evaluator.inside(equation, reports=False)
     fixed, xs = given[program.fixed], given[program.rows]
     init = evaluator.flat(given[program.carry])
@@ -74,6 +72,6 @@ def _stable(
 
 
 def _has_layers(body: Any, xs: Sequence[Value]) -> bool:
-    """Returns whether each step multiplies, and has weights of its own: rows of parameters alone may be summed up."""
+    """Returns whether each step multiplies, and has weights of its own."""
     has_weights = any(x.yields and np.ndim(x.array) > 2 for x in xs)
     return has_weights and any(site.name in MATMULS for site in walk(body))

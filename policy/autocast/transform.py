@@ -293,7 +293,8 @@ class _Autocast:
             # it.
             shares = report is None and settings.rules is None and settings.normalises is None
             places = Places(settings, repeated_programs(body) if shares else frozenset())
-            outputs = Evaluator(settings, places, HANDLERS, report).run(body, [Value(c) for c in consts], values)
+            evaluator = Evaluator(settings, places, HANDLERS, report)
+            outputs = evaluator.run(body, [Value(c) for c in consts], values)
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code
             places.check(settings.normalises)

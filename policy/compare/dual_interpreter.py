@@ -1,4 +1,4 @@
-"""Runs a program and its float32 counterpart side by side, and measures what passes from module to module."""
+"""Runs a program beside its float32 counterpart, and measures values that pass between modules."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Measurement:
 class Origin:
     """The origin of a value, and its measurement once it was read elsewhere.
 
-    `made` is the equation, its operands, and which of its results it is, where it may be computed again. `coded` is
-    the dtype of the first array, where that is not itself there: see `_coded`.
+    `made` is the equation, its operands, and which of its results it is, where it may be computed
+    again. `coded` is the dtype of the first array, where that is not itself there: see `_coded`.
     """
 
     place: Place
@@ -101,7 +101,7 @@ class Paired(PlacedInterpreter):
         inner.again = {}
         return inner
 
-    # Equations --------------------------------------------------------------------------------------------------------
+    # Equations ------------------------------------------------------------------------------------
 
     def equation(self, equation: Any, values: list[Value]) -> list[Value]:
         place = self.place_of(equation)
@@ -152,7 +152,7 @@ class Paired(PlacedInterpreter):
         for length in range(1 if place.path else 0, len(place.path) + 1):
             self.log.places.setdefault(Place(place.path[:length], place.direction))
 
-    # Measurements -----------------------------------------------------------------------------------------------------
+    # Measurements ---------------------------------------------------------------------------------
 
     def _read(self, value: Value, reader: Place, dtype: Any) -> None:
         """Measures a value where it is first read outside of the path that it was computed in."""
@@ -184,21 +184,21 @@ class Paired(PlacedInterpreter):
     def _after(self, array: Any) -> Any:
         """`array`, once the last measurement was made.
 
-        XLA may compute in any order, and is as likely to run one program as a whole, and keep all of its values for
-        the measurements. This it can't know to be a copy: no error is -1.
+        XLA may compute in any order, and is as likely to run one program as a whole, and keep all
+        of its values for the measurements. This it can't know to be a copy: no error is -1.
         """
         last = next(reversed(self.notes.values()), None)
         if last is None or not last.size:
             return array
         return jnp.where(last.reshape(-1)[0] != -1, array, jnp.zeros((), array.dtype))
 
-    # The backward pass ------------------------------------------------------------------------------------------------
+    # The backward pass ----------------------------------------------------------------------------
 
     def _saved(self, value: Value) -> Value:
         """A value of the forward pass as the backward pass reads it.
 
-        Two programs save twice as much. So of this one only what is half is kept, and what a matmul or a module
-        returned; what is computed of that elsewhere is computed again.
+        Two programs save twice as much. So of this one only what is half is kept, and what a matmul
+        or a module returned; what is computed of that elsewhere is computed again.
         """
         origin = value.origin
         if origin is None or origin.place.direction == "backward" or len(value.arrays) == 1:
@@ -237,7 +237,7 @@ class Paired(PlacedInterpreter):
                 places = [Place(path, origin.place.direction) for path in left or [Place().path]]
                 origin.measurement.returned.update(dict.fromkeys(places))
 
-    # Bodies -----------------------------------------------------------------------------------------------------------
+    # Bodies ---------------------------------------------------------------------------------------
 
     def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
@@ -287,9 +287,10 @@ def _is_cheap(equation: Any) -> bool:
 def _coded(array: Any, wide: Any) -> Any:
     """Encodes an array that a scan stacks for gradients, beside float32's own: 16 bits a number.
 
-    A float32 array is kept as its difference to float32's own in bfloat16. That is exact to one part in 256, which is
-    how exactly the errors of what depends on it are then known; zeros are exact. Half arrays are kept as their bits: as
-    numbers, XLA would widen them for all steps at once, on a backend that computes in float32.
+    A float32 array is kept as its difference to float32's own in bfloat16. That is exact to one
+    part in 256, which is how exactly the errors of what depends on it are then known; zeros are
+    exact. Half arrays are kept as their bits: as numbers, XLA would widen them for all steps at
+    once, on a backend that computes in float32.
     """
     if is_half(array.dtype):
         return lax.bitcast_convert_type(array, jnp.uint16)

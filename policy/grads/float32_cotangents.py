@@ -1,10 +1,11 @@
-"""Evaluates a program with half-precision values read through casts of their own, so that cotangents sum in float32.
+"""Interpreter that casts half-precision values at each use: cotangents sum in float32.
 
-JAX adds up the cotangents of a value in that value's dtype. Here such a value is carried as the float32 one that it was
-cast from, and is cast at each use: the same values forward, float32 sums backward. What only moves data (reshape,
-broadcast, slice, gather) moves the float32 value, so that the gradients of a bias and of an embedding are float32 sums
-too. Bodies of `jit`, `scan`, `cond` and `checkpoint` are evaluated alike. Operands of `custom_vjp`, `custom_jvp`,
-`while`, a jit with shardings of its own and other primitives with a body are cast before them.
+JAX adds up the cotangents of a value in that value's dtype. Here such a value is carried as the
+float32 one that it was cast from, and is cast at each use: the same values forward, float32 sums
+backward. Primitives that only move data (reshape, broadcast, slice, gather) move the float32 value,
+so that the gradients of a bias and of an embedding are float32 sums too. Bodies of `jit`, `scan`,
+`cond` and `checkpoint` are evaluated alike. Operands of `custom_vjp`, `custom_jvp`, `while`, a jit
+with shardings of its own and other primitives with a body are cast before them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from policy._jaxpr.scope_names import REGION
 from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
 
 READ = f"{REGION}parameter_read"
-"""The name on JAX's stack of a cast that stands for the read of a parameter: its operand is carried on as it is."""
+"""The name on JAX's stack of a cast that stands for the read of a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Wide:
     Attributes:
       value: the float32 (or float64) array.
       dtype: the half dtype.
-      is_exact: whether `value` is what the half one widened would be; else code that widens it sees it rounded.
+      is_exact: whether `value` is what the half one widened would be; else code that widens it sees
+        it rounded.
     """
 
     value: Any
@@ -53,7 +55,7 @@ def read(x: Any) -> Any:
 
 
 MOVING_JITS: dict[str, Callable[[jax.Array], jax.Array]] = {}
-"""Jitted functions, by name, that only move their one argument: what to call on a float32 value that stands for it."""
+"""Functions for a float32 value, by the name of a jitted one that only moves its argument."""
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -96,7 +98,7 @@ class Float32Cotangents(Interpreter[Any]):
         return bind(equation, [read(x) for x in values])
 
     def merge(self, equation: Any, values: Sequence[Any], branches: Sequence[Any] = ()) -> list[Any]:
-        """Returns arrays: a carry is new each turn, and what branches or checkpoints return is computed there."""
+        """Returns arrays: a carry is new each turn, and branches read their results."""
         return [variable.aval for variable in equation.outvars]
 
     def settled(self, value: Any, like: Any) -> Any:
@@ -104,7 +106,7 @@ class Float32Cotangents(Interpreter[Any]):
 
 
 def _moved(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that takes wide operands as they are, or reads a parameter; else None."""
+    """Returns the results of an equation that moves wide operands or reads a parameter, or None."""
     name, is_wide = equation.primitive.name, [isinstance(x, Wide) for x in operands]
     if not any(is_wide):
         dtype = equation.params["new_dtype"] if is_read(equation) else None
@@ -169,12 +171,13 @@ def _itemsize(dtype: Any) -> int:
     return np.dtype(dtype).itemsize
 
 
-# Each of the following rebuilds one kind of equation, or returns None: then the equation runs as it is.
+# Each of the following rebuilds one kind of equation, or returns None: then the equation runs as it
+# is.
 
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(program: Subprogram, kinds: tuple[tuple[Any, bool] | None, ...], name: str) -> tuple[Any, Body[Any]]:
-    """Returns one jitted function for each traced body, so that a call outside of any jit compiles it once."""
+    """Returns one jitted function for each body: called outside of jit, it compiles once."""
     inputs = [None if kind is None else Wide(None, *kind) for kind in kinds]
     body = Body.of(Float32Cotangents(), program, inputs)
 

@@ -1,6 +1,7 @@
-"""A program in half precision, computed in float32 and rounded where a flag says so: one for every set of rules.
+"""A program in half precision, computed in float32 and rounded where a flag says so.
 
-Rounding is a conversion there and back, which overflows, underflows and keeps subnormals as the dtype does.
+Rounding is a conversion there and back, which overflows, underflows and keeps subnormals as the
+dtype does.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Emulated(Upcast):
     """A value is an array in float32; and where it may be one in the program, too, whether it is.
 
     Attributes:
-      flags: which candidates run in float32, as a vector of booleans; the first is what no rule reaches. The last says
-        whether operations promote: else half precision is half whatever it is mixed with, as where a module casts what
-        it is given.
+      flags: which candidates run in float32, as a vector of booleans; the first is what no rule
+        reaches. The last says whether operations promote: else half precision is half whatever it
+        is mixed with, as where a module casts what it is given.
       candidates: the place of each path in the flags.
     """
 
@@ -90,7 +91,7 @@ class Emulated(Upcast):
         """Returns whether a place runs in float32."""
         return self.flags[candidate_of(place.path, self.candidates)]
 
-    # Loops and branches hand on what their variables hold ------------------------------------------------------------
+    # Loops and branches hand on what their variables hold -----------------------------------------
 
     def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
         flag = self.flag(self.place_of(equation))

@@ -18,17 +18,6 @@ from policy._jaxpr.subprograms import opened, subprograms
 
 PACKAGES = [pathlib.Path(package.__path__[0]) for package in (policy, mpmodules)]
 ROOM = "policy._jaxpr"
-# Interpreters that are still to move behind the one in `policy._jaxpr`.
-STILL_TO_COME = {
-    "policy.autocast.calls",
-    "policy.autocast.evaluator",
-    "policy.grads.float32_cotangents",
-}
-STILL_IMPORTED_FOR_EFFECTS = {
-    ("policy._jaxpr.upcast", "control_flow"),
-    ("policy.autocast.own_code", "calls"),
-    ("policy.autocast.transform", "calls"),
-}
 
 
 @functools.cache
@@ -110,7 +99,7 @@ def test_equations_and_parameters_of_programs_are_read_in_one_room():
     found = {
         name: words
         for name, tree in modules().items()
-        if not is_in(name, ROOM) and name not in STILL_TO_COME and (words := {*words_of_jaxprs(tree, parameters)})
+        if not is_in(name, ROOM) and (words := {*words_of_jaxprs(tree, parameters)})
     }
     assert found == {}
 
@@ -187,4 +176,4 @@ def test_no_module_is_imported_for_its_side_effects():
             binds_module = target in modules() and bound in (target.split(".")[0], target.split(".")[-1])
             if binds_module and bound not in read and not is_package:
                 unread.add((name, bound))
-    assert unread <= STILL_IMPORTED_FOR_EFFECTS
+    assert unread == set()

@@ -127,7 +127,7 @@ def words_of(node: ast.AST) -> list[str]:
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return texts(node.elts)
     if isinstance(node, ast.Dict):
-        is_dispatch = all(isinstance(value, (ast.Name, ast.Attribute, ast.Lambda)) for value in node.values)
+        is_dispatch = not any(isinstance(value, ast.Constant) for value in node.values)
         return [] if is_dispatch else texts([key for key in node.keys if key is not None])
     if isinstance(node, ast.Call):
         return texts(node.args)

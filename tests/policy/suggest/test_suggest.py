@@ -14,6 +14,8 @@ from jax import lax
 
 from mpmodules import linen as nn
 from policy import PolicyRules, autocast, use_policy
+from policy._jaxpr.placed_interpreter import Value
+from policy.suggest.rounding_emulator import Emulated
 from policy.suggest.suggest import suggest
 from tests.programs import apply
 
@@ -272,3 +274,20 @@ def test_what_no_rules_can_be_found_for_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=text):
         suggest(fn, *arguments, **options)
+
+
+def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
+    def decayed(w: Any, x: Any) -> Any:
+        with jax.named_scope("Net"):
+            return lax.while_loop(lambda x: x.sum() > 1, lambda x: jnp.tanh(x @ w), x)
+
+    w, x = (0.5 * jnp.eye(4)).astype(BF16), jnp.linspace(0, 1, 4).astype(BF16)
+    program = jax.make_jaxpr(decayed)(w, x)
+
+    def emulated(is_wide: bool) -> Any:
+        flags = np.array([is_wide, is_wide, True])
+        values = [Value([array.astype(F32)]) for array in (w, x)]
+        return Emulated(flags, {("Net",): 1}).run(program.jaxpr, [], values)[0].arrays[0]
+
+    np.testing.assert_array_equal(emulated(False), decayed(w, x).astype(F32))
+    np.testing.assert_allclose(emulated(True), decayed(w.astype(F32), x.astype(F32)), rtol=1e-6)
