@@ -149,10 +149,10 @@ def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
     stored = vars(module).get("dtype_policy")
     if stored is None or (_is_policy(stored) and get_policy(stored) == captured):
         return
-    raise set_by_hand(module, stored)
+    raise policy_set_by_hand(module, stored)
 
 
-def set_by_hand(module: Any, stored: Any) -> ValueError:
+def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
     """Returns the error of a policy that was set as an attribute of a module."""
     name = type(module).__name__
     return ValueError(

@@ -13,3 +13,13 @@ def module_of(definition: Any) -> str:
 def package_of(definition: Any) -> str:
     """Returns the top-level package that a class or function was defined in, or "" where it does not say."""
     return module_of(definition).partition(".")[0]
+
+
+def is_flax(definition: Any) -> bool:
+    """Returns whether a class or function is Flax's own."""
+    return package_of(definition) == "flax"
+
+
+def is_upstream(definition: Any) -> bool:
+    """Returns whether a class or function is Flax's own, or ours in its place, rather than a user's."""
+    return package_of(definition) in ("flax", "mpmodules")

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpmodules._defined_in import package_of
+from mpmodules._defined_in import is_flax
+from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import broadcast_like, is_half
 from mpmodules.moments import Region
 from mpmodules.normalization import normalize
@@ -107,16 +108,11 @@ def takes_exact_moments(
     Args:
       args, rest: the arguments of the call beside `x`.
     """
-    if not _is_flax_method(method) or not isinstance(layer.epsilon, numbers.Real):
+    if not is_flax(method) or not isinstance(layer.epsilon, numbers.Real):
         return False
     flags = ["use_running_average"] if layer._running else []
     takes_arguments = len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
     return takes_arguments and bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
-
-
-def _is_flax_method(method: Callable[..., Any]) -> bool:
-    """Returns whether `method` is Flax's own code, not a user's."""
-    return package_of(method) == "flax"
 
 
 def normalized(
@@ -136,7 +132,7 @@ def normalized(
 
 def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
     """Updates a BatchNorm's running statistic with a batch's, in the wider dtype of the two."""
-    with jax.numpy_dtype_promotion("standard"):
+    with mixing_allowed():
         return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
 
 
@@ -151,7 +147,7 @@ def has_no_statistics(layer: Any, method: Callable[..., Any], x: Any, args: Sequ
     Args:
       args, rest: the arguments of the call beside `x`.
     """
-    takes = layer._running and _is_flax_method(method) and layer._takes_statistics(running_average_flag(args, rest))
+    takes = layer._running and is_flax(method) and layer._takes_statistics(running_average_flag(args, rest))
     return bool(takes) and getattr(x, "size", None) == 0
 
 
@@ -234,14 +230,14 @@ class NormalizationCall(abc.ABC):
     def is_of(self, layer: Any, module: str) -> bool:
         """Returns whether Flax's own method is called on a class of `module`, with only flags beside its input."""
         flags = (*self.args, *(value for _, value in self.rest))
-        is_own = type(layer).__module__ == module and _is_flax_method(self.method)
+        is_own = type(layer).__module__ == module and is_flax(self.method)
         return is_own and all(flag is None or isinstance(flag, bool) for flag in flags) and not self.is_masked(layer)
 
     def is_masked(self, layer: Any) -> bool:
         """Returns whether Flax's own BatchNorm is to take statistics of what a mask keeps."""
         rest = dict(self.rest)
         takes = layer._running and layer._takes_statistics(running_average_flag(self.args, rest))
-        return bool(takes) and rest.get("mask") is not None and _is_flax_method(self.method)
+        return bool(takes) and rest.get("mask") is not None and is_flax(self.method)
 
     @abc.abstractmethod
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -9,8 +9,6 @@ import jax
 from flax import nnx
 from flax.core import Scope
 
-from policy.references import REFERENCES
-
 
 def is_reference(x: Any) -> bool:
     """Returns whether `x` is, or is tied to, state that a copy would lose.
@@ -21,6 +19,3 @@ def is_reference(x: Any) -> bool:
     return isinstance(
         x, nnx.Pytree | nnx.Variable | nnx.State | nnx.GraphDef | linen.Module | linen.Variable | Scope | jax.Ref
     )
-
-
-REFERENCES.append(is_reference)

@@ -74,7 +74,10 @@ def _the_target(target: Any, state: dict[str, Any]) -> Any:
     return target
 
 
-serialization.register_serialization_state(DynamicLossScale, _loss_scale_to, _loss_scale_from, override=True)
-serialization.register_serialization_state(Layout, _layout_to, _layout_from, override=True)
-for _fixed in (NoOpLossScale, StaticLossScale):
-    serialization.register_serialization_state(_fixed, _nothing, _the_target, override=True)
+def register_states() -> None:
+    """Makes `flax.serialization` save and restore the classes in a `MixedPrecisionState`."""
+    register = serialization.register_serialization_state
+    register(DynamicLossScale, _loss_scale_to, _loss_scale_from, override=True)
+    register(Layout, _layout_to, _layout_from, override=True)
+    for fixed in (NoOpLossScale, StaticLossScale):
+        register(fixed, _nothing, _the_target, override=True)

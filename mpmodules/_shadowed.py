@@ -87,6 +87,3 @@ def _distributions(folder: Path) -> list[str]:
 def _is_site(folder: Path) -> bool:
     folders = [*site.getsitepackages(), site.getusersitepackages()]
     return folder in [Path(each).resolve() for each in folders]
-
-
-require_own_policy()

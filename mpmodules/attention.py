@@ -15,6 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
+from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import complex_input, is_wider
 from policy.accumulators import accumulating
 from policy.remembering import is_hashable, keeping_inputs_once, traced_once
@@ -51,7 +52,7 @@ def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None
 def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
     """Allows promotion while Flax decodes in x64 mode, where it adds its int32 counter to int64 indices."""
     mixes = decoding and jax.config.read("jax_enable_x64")
-    return jax.numpy_dtype_promotion("standard") if mixes else contextlib.nullcontext()
+    return mixing_allowed(mixes)
 
 
 def dot_product_attention(

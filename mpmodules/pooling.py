@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from mpmodules._promotion import mixing_allowed
 from policy.reductions import reduction_dtype, widely
 
 Padding = str | Sequence[tuple[int, int]]
@@ -92,7 +93,7 @@ def avg_pool(
     """
 
     def run(x: jax.Array) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):  # Flax divides by a count of another dtype
+        with mixing_allowed():  # Flax divides by a count of another dtype
             return flax_pooling.avg_pool(x, window_shape, strides, padding, count_include_pad)  # type: ignore[arg-type]
 
     return widely(run, jnp.asarray(inputs))

@@ -20,8 +20,8 @@ from mpmodules.linen._activations import PReLU as PReLU
 from mpmodules.linen._attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.linen._attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from mpmodules.linen._attention import SelfAttention as SelfAttention
-from mpmodules.linen._attention import dot_product_attention as dot_product_attention
-from mpmodules.linen._attention import dot_product_attention_weights as dot_product_attention_weights
+from mpmodules.linen._dot_product_attention import dot_product_attention as dot_product_attention
+from mpmodules.linen._dot_product_attention import dot_product_attention_weights as dot_product_attention_weights
 from mpmodules.linen._containers import Sequential as Sequential
 from mpmodules.linen._convolution import Conv as Conv
 from mpmodules.linen._convolution import ConvLocal as ConvLocal

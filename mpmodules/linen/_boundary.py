@@ -11,14 +11,17 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from mpmodules import _carries as carries
-from mpmodules._defined_in import package_of
+from mpmodules._boundary import Arguments, cast_outputs, signature_without_self
+from mpmodules._defined_in import is_upstream
 from mpmodules._own_code import run_inside, run_layer
+from mpmodules._scan_errors import scan_explained
 from mpmodules.linen._calls import call_under_way, calls
-from mpmodules.linen._foreign import in_compute_dtype
-from mpmodules.linen._held_parameters import hold
+from mpmodules.linen._foreign import calls_foreign_cell, in_compute_dtype
+from mpmodules.linen._registry import crossing_of, obeys_policies
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
+from mpmodules.linen._setup_parameters import hold
 from policy import boundary
+from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope, current_scope, enter
 
@@ -62,11 +65,6 @@ def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
     bounded = flax_nn.module.wrap_method_once(_with_boundary(wrapped, lifted=False))
     bounded._policy_boundary = bounded  # type: ignore[attr-defined]
     return bounded
-
-
-def is_upstream(method: Callable[..., Any]) -> bool:
-    """Returns whether a layer's method is Flax's own (or ours), rather than a user's on top of it."""
-    return package_of(method) in ("flax", "mpmodules")
 
 
 def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
@@ -144,7 +142,8 @@ def run_method(
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
         else:
             crosses = boundary.module_crosses(scope, effective.base) and not scope.hands_on_float32
-        if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
+        crossing = crossing_of(module, method.__name__)
+        if effective.policy is not None and crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
         source = effective.source.for_those_inside(where(module))
@@ -156,70 +155,48 @@ def run_method(
             else:
                 with fields_set(module, plain_fields(module, effective)):
                     outputs = method(module, *args, **kwargs)
-        if effective.policy is not None and _is_step(module, method):
-            outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
+        if effective.policy is not None:
+            outputs = crossing.keep_carry(outputs, args, kwargs)
         if not (crosses or cast_result):
             return outputs
-        has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+        has_carry = crossing.returns_carry(module, kwargs)
         if crosses and effective.policy is not None:
             returned = boundary.returns(scope, effective.policy)
-            outputs = carries.cast_outputs(returned, outputs, has_carry=has_carry)
+            outputs = cast_outputs(returned, outputs, has_carry=has_carry)
         if cast_result and scope.policy is not None:
             outputs = in_compute_dtype(module, scope.policy, outputs, given, has_carry=has_carry)
         return outputs
-
-
-def calls_foreign_cell(module: Any) -> bool:
-    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
-    if isinstance(module, flax_nn.Bidirectional):
-        return any(map(calls_foreign_cell, (module.forward_rnn, module.backward_rnn)))
-    return isinstance(module, flax_nn.RNN) and not hasattr(type(module.cell), "_is_layer")
 
 
 def _run_for_autocast(
     module: Any, method: Callable[..., Any], args: Any, kwargs: Any, scope: Scope, *, lifted: bool, own_body: bool
 ) -> Any:
     """Calls a module inside of a port whose own code autocast runs."""
-    if not hasattr(type(module), "_is_layer"):
+    if not obeys_policies(module):
         effective = effective_policy(module, scope)
         source = effective.source.for_those_inside(where(module))
         return run_inside(lambda: method(module, *args, **kwargs), scope, effective.policy, source)
-    has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+    crossing = crossing_of(module, method.__name__)
 
     def call() -> Any:
         policy = effective_policy(module, scope).policy
         cast = (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
         return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
 
-    return run_layer(call, scope, carries.given_carry(args, kwargs) if has_carry else None)
+    has_carry = crossing.returns_carry(module, kwargs)
+    return run_layer(call, scope, crossing.given_carry(args, kwargs) if has_carry else None)
 
 
 def _cast_inputs(
-    module: Any, policy: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def signature() -> inspect.Signature:
-        full = inspect.signature(method)
-        return full.replace(parameters=list(full.parameters.values())[1:])  # without self
-
-    return carries.cast_inputs(
+    module: Any, policy: Policy, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    return crossing_of(module, method.__name__).cast_inputs(
         policy,
         args,
         kwargs,
-        is_step=_is_step(module, method),
-        is_loop=_is_loop(module, method),
         keep=getattr(type(module), "keep_inputs", ()),
-        signature=signature,
+        signature=lambda: signature_without_self(method),
     )
-
-
-def _is_step(module: Any, method: Callable[..., Any]) -> bool:
-    """Returns whether a call is a step of a recurrent cell, from carry and input to carry and output."""
-    return isinstance(module, flax_nn.RNNCellBase) and method.__name__ == "__call__"
-
-
-def _is_loop(module: Any, method: Callable[..., Any]) -> bool:
-    """Returns whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
-    return isinstance(module, flax_nn.RNN | flax_nn.Bidirectional) and method.__name__ == "__call__"
 
 
 @contextlib.contextmanager
@@ -229,5 +206,5 @@ def _scan_carries_explained(module: Any, crosses: bool, effective: Effective) ->
     if crosses and effective.policy is not None:
         calls.crossed[path] = effective
     lifting = "lift its class (nn.scan(Block)) instead of a function, "
-    with carries.scan_explained(calls.crossed, path, lifting=lifting):
+    with scan_explained(calls.crossed, path, lifting=lifting):
         yield

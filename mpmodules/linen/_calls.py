@@ -9,7 +9,7 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from mpmodules._module_names import model_name
+from mpmodules._linen_names import model_name
 from policy.asked import note_obeyed
 from policy.precedence import Effective
 from policy.scope import Scope

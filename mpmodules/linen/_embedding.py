@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
+from mpmodules._boundary import returned_dtype
+from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._resolution import fields_set
 from policy.casting import cast_array
 from policy.policy import Policy
@@ -34,7 +35,7 @@ class Embed(Layer, flax_nn.Embed):
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
-        return fields | half_safe_inits(self, fields["param_dtype"])  # the table is made in setup
+        return fields | half_safe_fields(self, fields["param_dtype"])  # the table is made in setup
 
     def attend(self, query: jax.Array) -> jax.Array:
         """Returns the inner products of a query (..., features) with each embedding: (..., num_embeddings)."""
@@ -75,6 +76,6 @@ class Embed(Layer, flax_nn.Embed):
         if effective.dtype is not None:
             return embedded.astype(effective.dtype)
         if policy is not None:
-            return cast_array(embedded, policy.output_dtype if crosses else policy.compute_dtype)
+            return cast_array(embedded, returned_dtype(policy, crosses))
         output_dtype = fields["dtype"] if fields["dtype"] is not None else stored[-1]
         return embedded if embedded.dtype == output_dtype else embedded.astype(output_dtype)

@@ -11,8 +11,9 @@ import flax.linen as flax_nn
 import jax
 import numpy as np
 
-from mpmodules import _carries as carries
+from mpmodules._boundary import cast_outputs, is_pair
 from mpmodules._port_options import may_be_set, spelled_as
+from mpmodules.linen._registry import obeys_policies
 from mpmodules.linen._resolution import fields_set
 from policy.amp import regions
 from policy.casting import cast_floating
@@ -105,17 +106,24 @@ def in_compute_dtype(module: Any, policy: Policy, outputs: Any, args: tuple[Any,
     """
     to_compute_dtype = dataclasses.replace(policy, output_dtype=policy.compute_dtype)
     lifted = not isinstance(module.parent, flax_nn.Module)
-    if not (lifted and args and carries.is_pair(outputs)) or has_carry:
-        return carries.cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
+    if not (lifted and args and is_pair(outputs)) or has_carry:
+        return cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
     carry, rest = outputs
     if jax.tree.structure(carry) == jax.tree.structure(args[0]):
         # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type than the first.
         carry = jax.tree.map(lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0])
     else:
-        carry = carries.cast_outputs(to_compute_dtype, carry, has_carry=False)
-    return carry, carries.cast_outputs(to_compute_dtype, rest, has_carry=False)
+        carry = cast_outputs(to_compute_dtype, carry, has_carry=False)
+    return carry, cast_outputs(to_compute_dtype, rest, has_carry=False)
 
 
 def _as_given(to_compute_dtype: Policy, new: Any, given: Any) -> Any:
     same = getattr(given, "dtype", None) == to_compute_dtype.compute_dtype
-    return carries.cast_outputs(to_compute_dtype, new, has_carry=False) if same else new
+    return cast_outputs(to_compute_dtype, new, has_carry=False) if same else new
+
+
+def calls_foreign_cell(module: Any) -> bool:
+    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
+    if isinstance(module, flax_nn.Bidirectional):
+        return any(map(calls_foreign_cell, (module.forward_rnn, module.backward_rnn)))
+    return isinstance(module, flax_nn.RNN) and not obeys_policies(module.cell)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,25 +14,11 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
+from mpmodules._operands import DetachedBiases, DetachedOperands, Operands, PromoteToAccumulator
 from mpmodules.linen._layer import Layer, declared_field
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
-
-
-@dataclasses.dataclass(frozen=True)
-class PromoteToAccumulator:
-    """A `promote_dtype` that casts the operands to compute_dtype and a bias to the accumulator's dtype."""
-
-    compute_dtype: np.dtype
-    accumulator_dtype: np.dtype
-
-    def __call__(self, *arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-        inputs, kernel, *bias = arrays
-        return [
-            *promote_dtype(inputs, kernel, dtype=self.compute_dtype),
-            *(None if b is None else jnp.asarray(b, self.accumulator_dtype) for b in bias),
-        ]
 
 
 def accumulator_fields(layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any) -> dict:
@@ -58,7 +43,7 @@ class Biased(Layer):
     """Base class of the matmul and convolution layers: the gradient of a half bias is summed in reduction_dtype."""
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
+    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> Any:
         """Returns the shape in which the bias is added to `y`, or None to leave its gradient to Flax.
 
         Args:
@@ -70,27 +55,17 @@ class Biased(Layer):
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        stored: list[tuple[jax.Array, list[jax.Array]]] = []
-
-        def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-            promoted = promote_dtype(*arrays, dtype=dtype, inexact=inexact)
-            if len(promoted) < 3 or promoted[2] is None or not functional.is_half(promoted[2].dtype):
-                return promoted
-            stored.append((arrays[2], promoted))
-            return [*promoted[:2], jax.lax.stop_gradient(promoted[2])]
+        biases = DetachedBiases(promote_dtype)
 
         def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if layer.promote_dtype is not promote_dtype:
                 return method(layer, *args, **kwargs)
-            with fields_set(layer, {"promote_dtype": promote}):
+            with fields_set(layer, {"promote_dtype": biases}):
                 return method(layer, *args, **kwargs)
 
         y = super()._call_layer(effective, crosses, run, args, kwargs)
-        for bias, operands in stored:
-            shape = self._bias_shape(y, operands, args, kwargs)
-            wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
-            y = functional.with_bias_gradient(y, bias, shape, wide)
-        return y
+        wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
+        return biases.with_gradients(y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs))
 
 
 class Accumulating(Biased):
@@ -110,13 +85,7 @@ class Accumulating(Biased):
         wider = crosses and policy is not None and functional.is_wider(policy.output_dtype, policy.compute_dtype)
         if policy is None or given or in_complex or not wider:
             return super()._call_layer(effective, crosses, method, args, kwargs)
-        accumulated = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype))
-        kernels: list[jax.Array] = []
-
-        def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-            inputs, kernel, *bias = accumulated(*arrays)
-            kernels.append(kernel)
-            return [jax.lax.stop_gradient(inputs), jax.lax.stop_gradient(kernel), *bias]
+        promote = DetachedOperands(PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype)))
 
         def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
             with fields_set(layer, {"promote_dtype": promote, "preferred_element_type": policy.output_dtype}):
@@ -126,7 +95,7 @@ class Accumulating(Biased):
         rest = {name: value for name, value in kwargs.items() if name != "inputs"}
         operation = functools.partial(self._operation, inspect.unwrap(method), args[1:], rest)
         inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
-        return functional.with_operand_gradients(y, inputs, kernels[0], operation)
+        return functional.with_operand_gradients(y, inputs, promote.kernel, operation)
 
     def _operation(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict, inputs: jax.Array, kernel: jax.Array
@@ -165,7 +134,7 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
         )
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
+    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> Any:
         batch = len(np.atleast_1d(np.asarray(self.batch_dims, int)))  # they lead in the result, and in the bias
         bias = operands[2].shape
         return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
@@ -177,7 +146,7 @@ class Einsum(Accumulating, flax_nn.Einsum):
     param_dtype: Any = None
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
+    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> Any:
         equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
         equation = flax_nn.merge_param("einsum_str", self.einsum_str, equation)
         return self._get_bias_shape(equation.replace(" ", ""), *operands[:2])[1]

@@ -13,6 +13,7 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 from jax.typing import DTypeLike
 
+from mpmodules._boundary import PLAIN, Crossing
 from mpmodules._constructors import require_dtypes, require_keep_inputs, with_explained_errors
 from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
@@ -20,8 +21,9 @@ from mpmodules._own_parameters import require_keep_params
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._calls import calls
-from mpmodules.linen._held_parameters import held, is_held
-from mpmodules.linen._initialised import missing_policy, noting_policy
+from mpmodules.linen._init_policy import missing_policy, noting_policy
+from mpmodules.linen._registry import LAYER_OF
+from mpmodules.linen._setup_parameters import held, is_held
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
@@ -59,9 +61,6 @@ _DTYPE_POLICY = (
     "dtype and param_dtype, one that is not given is the policy's."
 )
 
-# Our layer for each of Flax's; filled as the layers are defined.
-LAYER_OF: dict[type, type] = {}
-
 
 class Module(flax_nn.Module, metaclass=_ModuleMeta):
     """`flax.linen.Module` with a dtype policy.
@@ -90,17 +89,18 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
     _upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
+    _crossing: ClassVar[Crossing] = PLAIN
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
     _is_whole: ClassVar[bool] = False  # what is inside it holds parameters and computes nothing: no rule is for it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        is_ours = module_of(cls).startswith("mpmodules.linen.")
-        if is_ours:
+        is_library = module_of(cls).startswith("mpmodules.linen.")
+        if is_library:
             _keep_from_flax(cls)
         super().__init_subclass__(**kwargs)
         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
         type.__setattr__(cls, "__init__", with_explained_errors(cls.__init__))
-        if is_ours:
+        if is_library:
             for base in cls.__bases__:
                 if base.__name__ == cls.__name__ and package_of(base) == "flax":
                     cls._upstream_class = base
@@ -165,8 +165,3 @@ def _keep_from_flax(cls: type) -> None:
     for name, attribute in vars(cls).items():
         if inspect.isfunction(attribute) and name.startswith("_") and not name.startswith("__"):
             attribute.nowrap = True  # type: ignore[attr-defined]
-
-
-def obeys_policies(module: Any) -> bool:
-    """Returns whether `module` is one of ours, rather than a Flax Module that only passes ``isinstance(_, Module)``."""
-    return hasattr(type(module), "_is_layer")

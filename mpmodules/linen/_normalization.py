@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax.core import meta
 
 from mpmodules import functional
+from mpmodules._boundary import returned_dtype
 from mpmodules._normalization_calls import (
     NormalizationCall,
     averaged,
@@ -32,18 +33,14 @@ from mpmodules._normalization_calls import (
     running_average_flag,
     takes_exact_moments,
 )
-from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
+from mpmodules._promotion import mixing_allowed
+from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from mpmodules.moments import Region, shift_of
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective
 from policy.remembering import keeping_inputs, keeping_inputs_once
-
-
-def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Allows promotion: Flax's statistics mix dtypes where the input is half, and ask how float64 promotes."""
-    return jax.numpy_dtype_promotion("standard")
 
 
 class _Deferred:
@@ -103,9 +100,9 @@ class Normalization(Layer):
             with fields_set(self, {"use_running_average": None}):
                 return self._call_layer(effective, crosses, method, (x, *others), rest)
         if policy is None or effective.dtype is not None or jnp.iscomplexobj(x):
-            with _mixing_allowed():
+            with mixing_allowed():  # Flax asks how float64 promotes
                 return super()._call_layer(effective, crosses, method, args, kwargs)
-        output_dtype = policy.output_dtype if crosses else policy.compute_dtype
+        output_dtype = returned_dtype(policy, crosses)
         shifts = getattr(self, "axis_name", None) is None and rest.get("mask") is None
         shifts = shifts and declared_field(self, "use_fast_variance") is None
         shifts = shifts and self._takes_statistics(running_average_flag(args[1:], rest))
@@ -166,16 +163,16 @@ class _Run(NormalizationCall):
         """Returns the result, and the values of the running statistics that the call writes."""
         updates: dict[str, jax.Array] = {}
         fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
-        fields |= half_safe_inits(layer, self.policy.param_dtype)
+        fields |= half_safe_fields(layer, self.policy.param_dtype)
         x = jnp.asarray(x, self.policy.reduction_dtype)
         region = layer._region(x) if self.shifts or self.is_masked(layer) else None
         if region is not None and self.is_masked(layer):
-            with contextlib.suppress(_NotThere), fields_set(layer, fields), _mixing_allowed():
+            with contextlib.suppress(_NotThere), fields_set(layer, fields), mixing_allowed():
                 return self._masked(layer, x, region)
         shift = None if region is None or not self.shifts else shift_of(region, x)
         if shift is not None:
             x, fields["use_fast_variance"] = x - shift, True
-        with fields_set(layer, fields), _mixing_allowed():
+        with fields_set(layer, fields), mixing_allowed():  # Flax's statistics mix dtypes where the input is half
             y = self.method(layer, x, *self.args, **dict(self.rest))
         return cast_array(y, self.output_dtype), updates if shift is None else layer._shifted_back(updates, shift)
 

@@ -11,11 +11,12 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 
-from mpmodules import _carries as carries
+from mpmodules._boundary import cast_outputs
 from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decisions, Shown, described, told_apart, tracing
 from mpmodules._port_options import PortOptions
 from mpmodules.linen._calls import unrecorded
 from mpmodules.linen._pure_calls import Method, lifted
+from mpmodules.linen._registry import is_ours
 from policy.amp.ported import Ported, traced
 from policy.precedence import warn_once
 
@@ -62,7 +63,7 @@ def call_port(
             outputs = plainly()
     else:
         outputs = _traced(method, lambda call: call.run(options.policy))(module, *args, **kwargs)
-    return carries.cast_outputs(options.policy, outputs, has_carry=False)
+    return cast_outputs(options.policy, outputs, has_carry=False)
 
 
 def _key(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
@@ -113,6 +114,6 @@ def _held(module: Any, seen: Mapping[tuple[str, ...], type]) -> dict[str, float]
         names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         owner = next((seen[names[:n]] for n in range(len(names), -1, -1) if names[:n] in seen), None)
         total += leaf.size
-        if owner is not None and not hasattr(owner, "_is_layer"):
+        if owner is not None and not is_ours(owner):
             sizes[owner.__name__] += leaf.size
     return {name: size / total for name, size in sizes.items()} if total else {}

@@ -15,9 +15,9 @@ from flax.errors import TransformedMethodReturnValueError
 from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
 from mpmodules.linen._boundary import NOT_BOUNDARIES
-from mpmodules.linen._held_parameters import Read, made_in_setup
 from mpmodules.linen._pure_calls import Method, lifted, put_back
 from mpmodules.linen._resolution import effective_policy, where
+from mpmodules.linen._setup_parameters import Read, made_in_setup
 from policy.casting import cast_floating, is_floating
 from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
 from policy.policy import Policy

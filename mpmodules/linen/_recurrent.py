@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,11 +11,13 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 
-from mpmodules._carries import indexing_lengths, step_in
+from mpmodules._boundary import Crossing
+from mpmodules._carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
+from mpmodules._defined_in import is_upstream
+from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import is_half, widen
 from mpmodules.linen._adoption import layers_inside
-from mpmodules.linen._boundary import is_upstream
-from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
+from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._lstm_gates import GateBiases, gates_of
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
@@ -34,6 +35,8 @@ class RNNCellBase(Module, flax_nn.RNNCellBase):
     through a scan. `initialize_carry` is no boundary: its result is not cast.
     """
 
+    _crossing: ClassVar[Crossing] = StepCrossing()
+
 
 class Cell(Layer):
     """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
@@ -44,7 +47,7 @@ class Cell(Layer):
 
     def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
-        return fields | half_safe_inits(self, fields["param_dtype"], defaults=True)
+        return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
@@ -54,7 +57,8 @@ class Cell(Layer):
             fields["dtype"] = effective.dtype
         step = functools.partial(method, self)
         declared = declared_dtypes(self)
-        with fields_set(self, fields), layers_inside(effective.policy, declared), _mixing_allowed():
+        mixing = mixing_allowed(bool(current_scope().rules))  # may give layers inside another output_dtype
+        with fields_set(self, fields), layers_inside(effective.policy, declared), mixing:
             if method.__name__ != "__call__":
                 return step(*args, **kwargs)
             return step_in(fields["dtype"], step, args, kwargs)
@@ -76,7 +80,7 @@ class Cell(Layer):
         if _is_floating(fields["dtype"]) and declared_field(self, "carry_init") is jax.nn.initializers.zeros:
             fields |= {"param_dtype": fields["dtype"]}  # zeros need no rounding
         else:
-            fields |= half_safe_inits(self, fields["param_dtype"], defaults=True)
+            fields |= half_safe_fields(self, fields["param_dtype"], defaults=True)
         with fields_set(self, fields):
             upstream: Any = super()
             return self._cast_carry(upstream.initialize_carry(rng, input_shape))
@@ -90,11 +94,6 @@ class Cell(Layer):
 
 def _is_floating(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-
-
-def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Allows promotion under rules: they may give layers inside a cell another output_dtype than the cell's."""
-    return jax.numpy_dtype_promotion("standard") if current_scope().rules else contextlib.nullcontext()
 
 
 class SimpleCell(Cell, flax_nn.SimpleCell):
@@ -169,6 +168,7 @@ class RNN(Module, flax_nn.RNN):
 
     _dtype_fields: ClassVar[bool] = True
     _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
+    _crossing: ClassVar[Crossing] = LoopCrossing()
 
     def _call_layer(
         self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
@@ -208,3 +208,5 @@ class RNN(Module, flax_nn.RNN):
 
 class Bidirectional(Module, flax_nn.Bidirectional):
     """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
+
+    _crossing: ClassVar[Crossing] = LoopCrossing()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mpmodules import functional
+from mpmodules._promotion import mixing_allowed
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import dtype_fields, fields_set, plain_fields
 from policy.casting import cast_array
@@ -68,7 +69,7 @@ class ReparameterizedWeights(Module):
     @flax_nn.nowrap
     def _inferred_dtype(self, weights: jax.Array) -> Any:
         """Returns Flax's result dtype where none is given: the one that weights and its own parameters promote to."""
-        with jax.numpy_dtype_promotion("standard"):
+        with mixing_allowed():
             return jnp.result_type(weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights)
 
     @flax_nn.nowrap

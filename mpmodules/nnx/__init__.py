@@ -17,7 +17,7 @@ from mpmodules.activations import softplus as softplus
 from mpmodules.activations import standardize as standardize
 from mpmodules.nnx._activations import PReLU as PReLU
 from mpmodules.nnx._attention import MultiHeadAttention as MultiHeadAttention
-from mpmodules.nnx._attention import dot_product_attention as dot_product_attention
+from mpmodules.nnx._dot_product_attention import dot_product_attention as dot_product_attention
 from mpmodules.nnx._containers import Sequential as Sequential
 from mpmodules.nnx._convolution import Conv as Conv
 from mpmodules.nnx._convolution import ConvTranspose as ConvTranspose
@@ -59,7 +59,7 @@ if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
     from mpmodules.nnx._rotary import dot_product_attention_with_rope as dot_product_attention_with_rope
 
 if hasattr(_flax_nnx, "EMA"):  # flax 0.12.12 and later
-    from mpmodules.nnx._average import EMA as EMA
+    from mpmodules.nnx._ema import EMA as EMA
 
 
 def __getattr__(name: str) -> Any:

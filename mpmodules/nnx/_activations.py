@@ -10,8 +10,10 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import activations, functional
-from mpmodules.nnx._layer import Layer, in_complex
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._resolution import in_complex
 from policy.casting import cast_array
+from policy.precedence import Effective
 
 
 class PReLU(Layer, flax_nnx.PReLU):
@@ -22,7 +24,7 @@ class PReLU(Layer, flax_nnx.PReLU):
     """
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
         view = in_complex(self, args, kwargs)
         if view is not None:

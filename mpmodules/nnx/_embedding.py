@@ -13,8 +13,11 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.nnx._layer import Layer, in_complex, viewed
+from mpmodules._boundary import returned_dtype
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._resolution import in_complex, viewed
 from policy.casting import cast_array
+from policy.precedence import Effective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +41,24 @@ class Embed(Layer, flax_nnx.Embed):
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        policy: Any = self.dtype_policy
+        policy, name = effective.policy, method.__name__
         if self.promote_dtype is not promote_dtype:
             return method(self, *args, **kwargs)
         if name == "__call__":
             reduction_dtype = jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
             embedded = method(viewed(self, promote_dtype=AsStored(reduction_dtype)), *args, **kwargs)
-            return cast_array(embedded, self.dtype if policy is None else self._returns(crosses))
+            return cast_array(embedded, self.dtype if policy is None else returned_dtype(policy, crosses))
         view = in_complex(self, args, kwargs)
         if view is not None:
             return method(view, *args, **kwargs)
-        if name == "attend" and crosses and functional.is_wider(policy.output_dtype, policy.compute_dtype):
+        if (
+            name == "attend"
+            and policy is not None
+            and crosses
+            and functional.is_wider(policy.output_dtype, policy.compute_dtype)
+        ):
             return self._attend_accumulating(policy.output_dtype, *args, **kwargs)
         return method(self, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,13 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.nnx._layer import Layer, in_complex, viewed
+from mpmodules._boundary import returned_dtype
+from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._linear import Linear, Matmul
+from mpmodules.nnx._resolution import in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
-from policy.precedence import with_explicit_dtypes
+from policy.precedence import Effective, with_explicit_dtypes
 from policy.sources import Source
 
 
@@ -28,9 +31,9 @@ class LoRA(Layer, flax_nnx.LoRA):
     """
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        policy, base = self.dtype_policy, self.base_module
+        policy, base = effective.policy, self.base_module
         view = in_complex(self, args, kwargs)
         if policy is None or view is not None:
             return method(view or self, *args, **kwargs)
@@ -87,18 +90,21 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
             self.lora._capture(low_rank.policy, low_rank.source)  # type: ignore[attr-defined]
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
+        policy = effective.policy
+
+        @functools.wraps(method)
         def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if layer.dtype_policy is None:
+            if policy is None:
                 return method(layer, *args, **kwargs)
-            returned = layer._returns(crosses)
+            returned = returned_dtype(policy, crosses)
             lora = layer.lora
             if isinstance(lora, LoRA) and lora.promote_dtype is promote_dtype:
                 lora = _accumulating(lora, returned)
             return method(viewed(layer, lora=_returning(lora, returned)), *args, **kwargs)
 
-        return super()._call_layer(crosses, run, name, args, kwargs)
+        return super()._call_layer(effective, crosses, run, args, kwargs)
 
 
 class _Factor:

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
+from mpmodules._boundary import PLAIN, Crossing
 from mpmodules._constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
 from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_keep_params
 from mpmodules.nnx._boundary import install_boundaries
-from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
-from mpmodules.nnx._obeying import LAYER_OF
+from mpmodules.nnx._calls import Construction, calls, construction_under_way
 from mpmodules.nnx._own_parameters import store_in_param_dtype
-from policy.policy import Policy, get_policy
-from policy.rules import name_of
-from policy.scope import current_scope, enter, require_usable
+from mpmodules.nnx._registry import LAYER_OF
+from mpmodules.nnx._resolution import own_policy, policy_to_capture, refuse_children_from_outside
+from policy.policy import Policy
+from policy.scope import current_scope, enter
 from policy.sources import NO_SOURCE, Source, source_in_force
 
 T = TypeVar("T")
@@ -47,35 +48,18 @@ class ModuleMeta(FlaxModuleMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         require_keep_inputs(cls)
-        own, kwargs = _own_policy(cls, args, kwargs)
+        own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
-        source = source_in_force() if own is None else Source("argument", "dtype_policy", own=True)
-        if scope.rules:
-            if scope.rules.has_paths:
-                raise ValueError(
-                    f"Building {cls.__name__} under use_policy(rules=...): path rules can't hold here, since no path "
-                    "exists while an nnx model is being built. Build the model first and call "
-                    "mpmodules.nnx.apply_policy(model, policy, rules); class rules work in a scope."
-                )
-            if own is None:
-                rule = scope.rules.rule_for(None, cls)
-                if rule is not None:
-                    own, source = rule[1], Source("rule", name_of(rule[0]), own=True)
-        policy = own if own is not None else scope.policy
-        if policy is not None:
-            require_usable(policy)
-        frame = Frame(source)
-        building.frames.append(frame)
+        policy, source = policy_to_capture(cls, own, scope)
+        inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
+        inside = source.for_those_inside(cls.__name__)
         try:
-            inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
-            with enter(inner, source.for_those_inside(cls.__name__)):
+            with construction_under_way(source) as construction, enter(inner, inside):
                 module = super().__call__(*args, **kwargs)
         except TypeError as error:
             explain(error, cls, args, kwargs)
             raise
-        finally:
-            building.frames.pop()
-        if not frame.captured:
+        if not construction.captured:
             refuse_policy_set_by_hand(module, policy)
             module._capture(policy, source)
         store_in_param_dtype(module, policy, (args, kwargs))
@@ -84,8 +68,8 @@ class ModuleMeta(FlaxModuleMeta):
         return module
 
     def _pytree_meta_construct(cls, self: Any, *args: Any, **kwargs: Any) -> None:
-        if building.frames:
-            building.frames[-1].module = self
+        if calls.constructions:
+            calls.constructions[-1].module = self
         super()._pytree_meta_construct(self, *args, **kwargs)
 
     @property
@@ -110,27 +94,6 @@ class ModuleMeta(FlaxModuleMeta):
         if "_upstream_class" in cls.__dict__:  # asked of the MRO: Flax's own check asks all its subclasses, us included
             return cls.__dict__["_upstream_class"] in subclass.__mro__
         return super().__subclasscheck__(subclass)
-
-
-def _own_policy(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Policy | None, dict[str, Any]]:
-    """Returns the policy given as `dtype_policy=`, and the keyword arguments that go on to ``__init__``.
-
-    An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by position.
-    """
-    signature = inspect.signature(cls.__init__)
-    if "dtype_policy" in signature.parameters:
-        given = signature.bind_partial(None, *args, **kwargs)
-        given.apply_defaults()
-        given = given.arguments.get("dtype_policy")
-    else:
-        kwargs = dict(kwargs)
-        given = kwargs.pop("dtype_policy", None)
-    if given is None:
-        return None, kwargs
-    try:
-        return get_policy(given), kwargs
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
 
 
 class Module(flax_nnx.Module, metaclass=ModuleMeta):
@@ -168,6 +131,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     _policy_source = NO_SOURCE  # where the policy came from
     _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
     _explicit_param_dtype = None
+    _crossing: ClassVar[Crossing] = PLAIN
     _is_layer = False  # a bare layer is a boundary only by a policy of its own
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -196,8 +160,8 @@ def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., Non
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        frame = building.frames[-1] if building.frames else Frame(source_in_force())
-        self._construct(current_scope().policy, frame.source, upstream_init, args, kwargs)
-        frame.captured = True
+        construction = calls.constructions[-1] if calls.constructions else Construction(source_in_force())
+        self._construct(current_scope().policy, construction.source, upstream_init, args, kwargs)
+        construction.captured = True
 
     return __init__

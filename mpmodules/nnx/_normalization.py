@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from mpmodules import functional
+from mpmodules._boundary import returned_dtype
 from mpmodules._normalization_calls import (
     NormalizationCall,
     averaged,
@@ -32,10 +32,13 @@ from mpmodules._normalization_calls import (
     running_average_flag,
     takes_exact_moments,
 )
+from mpmodules._promotion import mixing_allowed
 from mpmodules.moments import Region, shift_of
-from mpmodules.nnx._layer import Layer, in_complex, viewed
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._resolution import in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
+from policy.precedence import Effective
 from policy.remembering import keeping_inputs, keeping_inputs_once
 from policy.sources import Source
 
@@ -110,24 +113,25 @@ class Normalization(Layer):
         return updates
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        policy = self.dtype_policy
+        policy = effective.policy
         x: Any = args[0] if args else kwargs.get("x")
         if self.promote_dtype is not promote_dtype or not hasattr(x, "dtype"):
             return method(self, *args, **kwargs)
         if functional.complex_input((x,)) is not None:
-            with jax.numpy_dtype_promotion("standard"):
+            with mixing_allowed():
                 return method(in_complex(self, args, kwargs) or self, *args, **kwargs)
         if policy is None:
             stored: list[Any] = [
                 v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None
             ]
-            with jax.numpy_dtype_promotion("standard"):  # what Flax infers, asked for without computing anything
+            with mixing_allowed():  # what Flax infers, asked for without computing anything
                 output_dtype = canonicalize_dtype(x, *stored, dtype=self.dtype)
             if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
                 return method(self, *args, **kwargs)
             return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)
+        output_dtype = returned_dtype(policy, crosses)
         others: tuple[Any, ...] = args[1:]
         rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
         if has_no_statistics(self, method, x, others, rest):
@@ -137,10 +141,10 @@ class Normalization(Layer):
         shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
         if shifts and takes_exact_moments(self, method, x, others, rest, policy):
-            y = self._normalized(x, self._returns(crosses))
+            y = self._normalized(x, output_dtype)
             if y is not None:
                 return y
-        run = _Run(method, policy, self._returns(crosses), shifts, others, tuple(rest.items()))
+        run = _Run(method, policy, output_dtype, shifts, others, tuple(rest.items()))
         widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
         y, updates = _remembered(self, run, x) if widens else run(self, x)
         if not self._uses_running_average(use_running_average):
@@ -148,11 +152,11 @@ class Normalization(Layer):
                 self._put(statistic, value)
         return y
 
-    def _takes_statistics(self, argument: bool | None) -> bool:
+    def _takes_statistics(self, use_running_average: bool | None) -> bool:
         """Returns whether a call with that argument takes statistics of its input."""
-        return argument is None
+        return use_running_average is None
 
-    def _uses_running_average(self, argument: bool | None) -> bool:
+    def _uses_running_average(self, use_running_average: bool | None) -> bool:
         """Returns whether a call with that argument reads the running statistics, rather than updating them."""
         return not self._running
 
@@ -172,13 +176,12 @@ class _Run(NormalizationCall):
         updates: dict[str, jax.Array] | None = None
         if region is not None and self.is_masked(layer):  # statistics of what the mask keeps, as if they were running
             args, rest = by_running_average(args, rest)
-            with jax.numpy_dtype_promotion("standard"):
+            with mixing_allowed():
                 statistics, updates = masked_statistics(view, x, rest.pop("mask"), region.axes, statistics)
         for statistic, value in statistics.items():  # written in here, put in place outside
             view.__dict__[statistic] = flax_nnx.BatchStat(value)
         # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
-        strict = self.policy.reduction_dtype == jnp.float32
-        with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
+        with mixing_allowed(self.policy.reduction_dtype != jnp.float32):
             y = cast_array(self.method(view, x, *args, **rest), self.output_dtype)
         if updates is None:
             updates = {statistic: getattr(view, statistic)[...] for statistic in layer._running}
@@ -259,12 +262,12 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
     _running = ("mean", "var")
     _region = batch_norm_region
 
-    def _takes_statistics(self, argument: bool | None) -> bool:
-        flag = self.use_running_average if argument is None else argument
+    def _takes_statistics(self, use_running_average: bool | None) -> bool:
+        flag = self.use_running_average if use_running_average is None else use_running_average
         return flag is not None and not flag  # where there is none, Flax says what to do
 
-    def _uses_running_average(self, argument: bool | None) -> bool:
-        return bool(self.use_running_average if argument is None else argument)
+    def _uses_running_average(self, use_running_average: bool | None) -> bool:
+        return bool(self.use_running_average if use_running_average is None else use_running_average)
 
     def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
         mean = updates["mean"]

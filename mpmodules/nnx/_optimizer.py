@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, TypeVar
 
-import jax
 import optax
 from flax import nnx as flax_nnx
 
-from mpmodules.nnx._layer import viewed
+from mpmodules._promotion import mixing_allowed
+from mpmodules.nnx._resolution import viewed
 from policy.gradients import ScaledGradients
 from policy.optim import MixedPrecision
 
@@ -53,7 +52,8 @@ class Optimizer(flax_nnx.Optimizer[M]):
                     "gradients, value_and_grad(..., grads='float32')."
                 )
             optimizer, grads = viewed(self, tx=_taking_like(grads, self.tx)), grads.tree
-        with _promotion_of(self.tx):
+        # Our float32 updates are added to half-precision params by optax.
+        with mixing_allowed(isinstance(self.tx, MixedPrecision)):
             return super(Optimizer, optimizer).update(model, grads, **kwargs)
 
 
@@ -68,8 +68,3 @@ def _taking_like(scaled: ScaledGradients, tx: MixedPrecision) -> optax.GradientT
         return tx.update(scaled.with_tree(updates), state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _promotion_of(tx: Any) -> contextlib.AbstractContextManager[Any]:
-    """Lets `optax.apply_updates` add our float32 updates to half-precision params where promotion is strict."""
-    return jax.numpy_dtype_promotion("standard") if isinstance(tx, MixedPrecision) else contextlib.nullcontext()

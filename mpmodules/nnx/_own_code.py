@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules import _carries as carries
+from mpmodules._boundary import cast_outputs
 from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Shown, described, told_apart, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules.nnx._pure_calls import StatefulCall
@@ -93,7 +93,7 @@ def call_port(
             return plainly()
     if shown.text:  # by the first call, whose shares may be others
         warn_once(next(known.text for known in note.known.values() if known.text))
-    return carries.cast_outputs(policy, call.finish(ported.run(policy)), has_carry=False)
+    return cast_outputs(policy, call.finish(ported.run(policy)), has_carry=False)
 
 
 def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[str, float]]:

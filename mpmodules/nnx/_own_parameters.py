@@ -15,8 +15,8 @@ from flax.errors import TraceContextError
 from mpmodules._own_code import told_apart
 from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
-from mpmodules.nnx._obeying import is_ours
 from mpmodules.nnx._pure_calls import StatefulCall
+from mpmodules.nnx._registry import is_ours
 from policy.casting import cast_floating, is_floating
 from policy.islands import as_in_force
 from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, read_parameter, with_float32_sums
@@ -124,9 +124,14 @@ class _Written(BaseException):
     """Ends a call that writes to a parameter which it reads in compute_dtype; no `except Exception` of its stops it."""
 
 
-def policy_of_reader(module: Any, policy: Policy | None) -> Policy | None:
-    """Returns the policy under which a method of `module` reads; a layer reads its parameters as they are stored."""
-    return policy if is_users(type(module)) else None
+@contextlib.contextmanager
+def reading(module: Any, policy: Policy | None) -> Iterator[None]:
+    """Puts the policy in force under which a method of `module` reads parameters; a layer reads them as stored."""
+    outer, reads.policy = reads.policy, policy if is_users(type(module)) else None
+    try:
+        yield
+    finally:
+        reads.policy = outer
 
 
 def _is_read(param: Any) -> bool:

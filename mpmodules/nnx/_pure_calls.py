@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
+from mpmodules._nnx_names import named_modules
 from mpmodules._references import is_reference
-from mpmodules.nnx._tracing import named_modules
 from policy.casting import cast_array
 from policy.pure_calls import UnreturnableError, require_returnable
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules._carries import indexing_lengths, step_in
-from mpmodules._defined_in import package_of
+from mpmodules._boundary import Crossing
+from mpmodules._carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
+from mpmodules._defined_in import is_upstream
+from mpmodules._initializers import half_safe_inits
+from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import HalfSafe, is_half, widen
-from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
+from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._obeying import as_ours
-from mpmodules.nnx._port import adopt_children
+from mpmodules.nnx._registry import as_ours
+from mpmodules.nnx._resolution import is_initialiser, viewed
 from policy.casting import cast_floating
-from policy.policy import Policy
-from policy.sources import Source
+from policy.precedence import Effective
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
@@ -32,6 +33,8 @@ class RNNCellBase(Module, flax_nnx.RNNCellBase):
     through a scan. `initialize_carry` is no boundary: its result is not cast.
     """
 
+    _crossing: ClassVar[Crossing] = StepCrossing()
+
 
 class Cell(Layer):
     """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
@@ -40,37 +43,24 @@ class Cell(Layer):
     is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
     """
 
-    param_dtype: Any
     carry_init: Any
 
-    def _construct(
-        self,
-        policy: Policy | None,
-        source: Source,
-        upstream_init: Callable[..., None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
-        if is_half(kwargs.get("param_dtype", jnp.float32)):
-            kwargs |= _half_safe_inits(upstream_init, kwargs)
-        upstream_init(self, *args, **kwargs)
-        self._capture(effective.policy, effective.source)
-        adopt_children(self, effective.policy)
+    _adopts_children: ClassVar[bool] = True
+
+    def _policy_arguments(self, upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
+        parameters = inspect.signature(upstream_init).parameters.values()
+        defaults = {p.name: p.default for p in parameters if is_initialiser(p.name) and p.name not in kwargs}
+        return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        if name != "__call__":
+        if method.__name__ != "__call__":
             return method(self, *args, **kwargs)
-        with self._mixing_allowed():
-            return step_in(self.dtype, functools.partial(method, self), args, kwargs)
-
-    def _mixing_allowed(self) -> contextlib.AbstractContextManager[Any]:
-        """Allows promotion where layers inside have another output_dtype than the cell's."""
         inside = (getattr(part, "dtype_policy", None) for part in vars(self).values() if isinstance(part, Module))
-        alike = all(policy == self.dtype_policy for policy in inside)
-        return contextlib.nullcontext() if alike else jax.numpy_dtype_promotion("standard")
+        mixes = any(policy != self.dtype_policy for policy in inside)  # those may have another output_dtype
+        with mixing_allowed(mixes):
+            return step_in(self.dtype, functools.partial(method, self), args, kwargs)
 
     def initialize_carry(
         self,
@@ -101,13 +91,6 @@ class Cell(Layer):
         if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
             return carry
         return cast_floating(carry, self.dtype)
-
-
-def _half_safe_inits(upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the default initialisers of a cell's parameters, made to work in half precision."""
-    parameters = inspect.signature(upstream_init).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.name.endswith("_init") and p.name not in kwargs}
-    return {name: HalfSafe(init) for name, init in defaults.items() if name != "carry_init"}
 
 
 class SimpleCell(Cell, flax_nnx.SimpleCell):
@@ -141,6 +124,8 @@ class RNN(Module, flax_nnx.RNN):
     The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one of Flax's) to the
     carry returned, so that one call can go on where another ended.
     """
+
+    _crossing: ClassVar[Crossing] = LoopCrossing()
 
     def __call__(
         self,
@@ -198,7 +183,7 @@ class RNN(Module, flax_nnx.RNN):
         cell: Any = as_ours(self.cell)
         if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
             return False
-        if package_of(inspect.unwrap(type(cell).__call__)) not in ("flax", "mpmodules"):
+        if not is_upstream(inspect.unwrap(type(cell).__call__)):
             return False
         return any(is_half(x.dtype) for x in jax.tree.leaves(flax_nnx.state(cell, flax_nnx.Param)))
 
@@ -211,3 +196,5 @@ def _widened(cell: Any, dtype: Any) -> Any:
 
 class Bidirectional(Module, flax_nnx.Bidirectional):
     """`flax.nnx.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
+
+    _crossing: ClassVar[Crossing] = LoopCrossing()

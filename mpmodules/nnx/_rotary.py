@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules.nnx._attention import dot_product_attention
-from mpmodules.nnx._layer import Layer, viewed
+from mpmodules._boundary import returned_dtype
+from mpmodules._promotion import mixing_allowed
+from mpmodules.nnx._dot_product_attention import dot_product_attention
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._resolution import viewed
 from policy.casting import cast_array
+from policy.precedence import Effective
 from policy.reductions import reduction_dtype
 
 
@@ -31,12 +35,12 @@ class RoPE(Layer, flax_nnx.RoPE):
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     ) -> Any:
         arguments = dict(zip(("x", "input_positions"), args, strict=False)) | kwargs
         x = arguments["x"]
-        policy = self.dtype_policy
-        if name != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        policy = effective.policy
+        if method.__name__ != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return method(self, *args, **kwargs)
         wide = reduction_dtype(x) if policy is None else policy.reduction_dtype
         positions = arguments.get("input_positions")
@@ -51,9 +55,9 @@ class RoPE(Layer, flax_nnx.RoPE):
             },
         )
         arguments["x"] = jnp.asarray(x, wide)
-        with jax.numpy_dtype_promotion("standard"):  # with x64 enabled, Flax's angles are float64
+        with mixing_allowed():  # with x64 enabled, Flax's angles are float64
             rotated = method(view, **arguments)
-        return cast_array(rotated, jnp.result_type(x) if policy is None else self._returns(crosses))
+        return cast_array(rotated, jnp.result_type(x) if policy is None else returned_dtype(policy, crosses))
 
 
 def dot_product_attention_with_rope(

@@ -11,7 +11,7 @@ from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
 from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, taking_what, with_columns
-from mpmodules.nnx._obeying import obeys_policies
+from mpmodules.nnx._registry import obeys_policies
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 

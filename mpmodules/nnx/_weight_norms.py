@@ -6,20 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from mpmodules import functional
-from mpmodules.nnx._layer import constructor_dtypes, viewed
-from mpmodules.nnx._module import Module
+from mpmodules._promotion import mixing_allowed
+from mpmodules.nnx._layer import BuiltWithDtypes
+from mpmodules.nnx._resolution import viewed
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.reductions import reduction_dtype
 from policy.sources import Source
 
 
-class ReparameterizedWeights(Module):
+class ReparameterizedWeights(BuiltWithDtypes):
     """Base class of both wrappers, which count as modules and normalise the weights of the layer inside in place.
 
     Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken. The
@@ -27,22 +27,7 @@ class ReparameterizedWeights(Module):
     gets them in Flax's `dtype`. The stored weights are rounded to the dtype that they were stored in.
     """
 
-    dtype: Any
-    param_dtype: Any
-
     _handed: list[tuple[Any, Any]] | None = None  # while a call is under way: the weights, and their stored dtypes
-
-    def _construct(
-        self,
-        policy: Policy | None,
-        source: Source,
-        upstream_init: Callable[..., None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
-        upstream_init(self, *args, **kwargs)
-        self._capture(effective.policy, effective.source)
 
     def _run(self, upstream_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs Flax's call, and then rounds the weights to their stored dtype."""
@@ -58,7 +43,7 @@ class ReparameterizedWeights(Module):
         stored = weights.get_value().dtype
         dtype = normalised.dtype
         if self.dtype_policy is None:  # what Flax hands on: what weights and its own parameters have in common
-            with jax.numpy_dtype_promotion("standard"):
+            with mixing_allowed():
                 inferred = jnp.result_type(stored, self.param_dtype if getattr(self, "use_scale", True) else stored)
             dtype = inferred if self.dtype is None else self.dtype
         if self._handed is None:  # not in a call: what stays

@@ -19,7 +19,7 @@ from flax import errors
 
 import mpmodules
 from mpmodules import linen as our_nn
-from mpmodules.linen._module import LAYER_OF
+from mpmodules.linen._registry import LAYER_OF
 from policy import Policy, current_policy, use_policy
 from tests.programs import apply
 

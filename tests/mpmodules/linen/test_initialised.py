@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpmodules import linen as nn
-from mpmodules.linen import _initialised
+from mpmodules.linen import _init_policy
 from policy import DtypePolicyWarning, audit, compare, set_policy, use_policy
 
 X = jnp.ones((2, 4))
@@ -96,9 +96,9 @@ def test_summaries_and_reports_are_silent():
 
 def test_nothing_is_kept_of_a_model_that_is_gone():
     gc.collect()
-    before = len(_initialised._initialised)
+    before = len(_init_policy._initialised)
     model, _ = initialised()
-    assert len(_initialised._initialised) == before + 1
+    assert len(_init_policy._initialised) == before + 1
     del model
     gc.collect()
-    assert len(_initialised._initialised) == before
+    assert len(_init_policy._initialised) == before

@@ -16,7 +16,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx
 from mpmodules.nnx import apply_policy
-from mpmodules.nnx._obeying import LAYER_OF
+from mpmodules.nnx._registry import LAYER_OF
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 

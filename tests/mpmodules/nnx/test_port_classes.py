@@ -20,7 +20,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import autocast, get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
-from mpmodules.nnx._tracing import named_modules
+from mpmodules._nnx_names import named_modules
 from tests.programs import named, operations
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)

@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from policy.asked import note_given
-from policy.names import NOTING, note, note_repeated, note_root
+from policy.names import note, note_repeated, note_root
 
 
 class _Root(threading.local):
@@ -62,6 +62,3 @@ def _note_module(next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
 def noting_modules() -> AbstractContextManager[None]:
     """Notes the names of the linen modules that are called in a block."""
     return flax_nn.intercept_methods(_note_module)
-
-
-NOTING.append(noting_modules)

@@ -1,4 +1,4 @@
-"""Entries: the boundary around methods of classes that know nothing of policies, put where a method is defined.
+"""Ported classes: the boundary around their methods, put in the classes that define them.
 
 A ported module keeps its class. The public methods of that class and of its bases are wrapped once, in the class that
 defines them. A wrapper asks the instance whether it is ported, and otherwise calls straight through. Thus methods that
@@ -17,11 +17,11 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
-from mpmodules._defined_in import package_of
+from mpmodules._defined_in import is_flax, package_of
+from mpmodules._nnx_names import classes_lock, defined, holds_items, redefine
 from mpmodules.nnx._boundary import NOT_BOUNDARIES, Method, is_boundary_name, is_method, run_method
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._obeying import LAYER_OF, PORT, as_ours, is_ours
-from mpmodules.nnx._tracing import classes_lock, defined, holds_items, redefine
+from mpmodules.nnx._registry import LAYER_OF, PORT, as_ours, is_ours, layer_class
 
 _ENTRY = "_policy_entry"
 
@@ -62,12 +62,6 @@ def port_of(cls: type, casts_outputs: bool = False) -> Port:
 
 
 @functools.cache
-def layer_class(cls: type) -> Any:
-    """Returns our class for a Flax class, or for a user's that derives from it; None for other classes."""
-    return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
-
-
-@functools.cache
 def _view_class(cls: Any) -> Any:
     """Returns our class, or for a user's class that derives from Flax's one that derives from both."""
     ours = layer_class(cls)
@@ -93,7 +87,7 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
     is_standard = package_of(cls) in sys.stdlib_module_names  # as Generic is, and MutableMapping
     if is_ours(cls) or (is_standard and not issubclass(cls, flax_nnx.Module)):
         return
-    is_upstream, ours = _is_upstream(cls), LAYER_OF.get(cls)
+    is_upstream, ours = is_flax(cls), LAYER_OF.get(cls)
     for name in sorted(vars(cls), key=lambda name: name != "__call__"):
         method = defined(cls, name)
         if not is_method(method) or _entry_of(method) is method:
@@ -103,10 +97,6 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
                 yield name, method
         elif is_boundary_name(name) and (ours is not None or name == "__call__" or not is_upstream):
             yield name, method
-
-
-def _is_upstream(cls: type) -> bool:
-    return package_of(cls) == "flax"
 
 
 class _TransformedEntry:
@@ -134,7 +124,7 @@ def _entry(owner: type, name: str, method: Any) -> Any:
     if made is not None and made.__wrapped__ is method:
         return made
     straight = method if inspect.isfunction(method) else _calling(method)
-    body, is_upstream = _body(owner, name, straight), _is_upstream(owner)
+    body, is_upstream = _body(owner, name, straight), is_flax(owner)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
