@@ -46,7 +46,11 @@ def reduction_dtype() -> np.dtype:
 
 
 def weights_of_call(
-    query: Array, key: Array, dropout: Dropout, sow: Callable[[Array], object] | None, **options: Any
+    query: Array,
+    key: Array,
+    dropout: Dropout,
+    sow: Callable[[Array], object] | None,
+    **options: Any,
 ) -> Array:
     """Computes attention weights in reduction_dtype, sows them, and drops some.
 
@@ -60,7 +64,9 @@ def weights_of_call(
     Returns:
       (B..., N, T, S) in the `dtype` of the options.
     """
-    weights = attention.dot_product_attention_weights(query, key, reduction_dtype=reduction_dtype(), **options)
+    weights = attention.dot_product_attention_weights(
+        query, key, reduction_dtype=reduction_dtype(), **options
+    )
     if sow is not None:
         sow(weights)
     if not dropout.is_on:
@@ -104,12 +110,23 @@ def kernel_of_call(
         **others,
     }
     return fused_kernel(
-        implementation, query, key, value, reduction_dtype=reduction_dtype(), obstacles=obstacles, **masks
+        implementation,
+        query,
+        key,
+        value,
+        reduction_dtype=reduction_dtype(),
+        obstacles=obstacles,
+        **masks,
     )
 
 
 def without_weights(
-    kernel: Attention | None, needs_weights: bool, query: Array, key: Array, value: Array, **options: Any
+    kernel: Attention | None,
+    needs_weights: bool,
+    query: Array,
+    key: Array,
+    value: Array,
+    **options: Any,
 ) -> Array | None:
     """Computes attention by a kernel, or by XLA where the weights themselves are not needed; else returns None.
 
@@ -131,4 +148,6 @@ def without_weights(
         return kernel(query, key, value)
     if needs_weights:
         return None
-    return attention.dot_product_attention(query, key, value, reduction_dtype=reduction_dtype(), **options)
+    return attention.dot_product_attention(
+        query, key, value, reduction_dtype=reduction_dtype(), **options
+    )

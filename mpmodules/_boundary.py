@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,9 @@ class Crossing:
     Recurrent modules have others, which leave their carries uncast (`mpmodules._carries`).
     """
 
+    leading: ClassVar[int] = 0  # how many of the leading arguments are left uncast
+    keeps: ClassVar[tuple[str, ...]] = ()  # the names of arguments that are left uncast
+
     def cast_inputs(
         self,
         policy: Policy,
@@ -30,8 +33,29 @@ class Crossing:
         keep: Collection[str],
         signature: Callable[[], inspect.Signature],
     ) -> Arguments:
-        """Casts a call's floating inputs to compute_dtype; arguments as in `policy.boundary.cast_inputs`."""
-        return boundary.cast_inputs(policy, args, kwargs, is_leaf=is_reference, keep=keep, signature=signature)
+        """Casts a call's floating inputs to compute_dtype, but for those that hold a carry.
+
+        Args:
+          policy: the policy entered.
+          args, kwargs: the call's arguments.
+          keep: the names of other arguments to leave uncast.
+          signature: returns the method's signature without `self`.
+        """
+        carry = args[: self.leading]
+
+        def without_carry() -> inspect.Signature:
+            full = signature()
+            return full.replace(parameters=list(full.parameters.values())[len(carry) :])
+
+        args, kwargs = boundary.cast_inputs(
+            policy,
+            args[len(carry) :],
+            kwargs,
+            is_leaf=is_reference,
+            keep=(*keep, *self.keeps),
+            signature=without_carry,
+        )
+        return (*carry, *args), kwargs
 
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         """Returns whether a call with these arguments returns a carry, as the first of a pair."""

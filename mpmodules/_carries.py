@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +12,13 @@ from jax.typing import DTypeLike
 from mpmodules._boundary import Arguments, Crossing, is_pair
 from mpmodules.functional import is_wider
 from policy.casting import cast_array, cast_floating, is_floating
-from policy.policy import Policy
 
 
 class StepCrossing(Crossing):
-    """The casts of a cell's step, from carry and input to carry and output: its first argument is left uncast."""
+    """The casts of a cell's step, from carry and input to carry and output: the carry is left uncast."""
 
-    def cast_inputs(
-        self,
-        policy: Policy,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        keep: Collection[str],
-        signature: Callable[[], inspect.Signature],
-    ) -> Arguments:
-        def without_carry() -> inspect.Signature:
-            full = signature()
-            return full.replace(parameters=list(full.parameters.values())[len(args[:1]) :])
-
-        inputs, kwargs = super().cast_inputs(policy, args[1:], kwargs, keep=(*keep, "carry"), signature=without_carry)
-        return (*args[:1], *inputs), kwargs
+    leading: ClassVar[int] = 1
+    keeps: ClassVar[tuple[str, ...]] = ("carry",)
 
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         return True
@@ -48,16 +33,7 @@ class StepCrossing(Crossing):
 class LoopCrossing(Crossing):
     """The casts of a loop over a cell: its `initial_carry` is left uncast, and the carry that it may return."""
 
-    def cast_inputs(
-        self,
-        policy: Policy,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        keep: Collection[str],
-        signature: Callable[[], inspect.Signature],
-    ) -> Arguments:
-        return super().cast_inputs(policy, args, kwargs, keep=(*keep, "initial_carry"), signature=signature)
+    keeps: ClassVar[tuple[str, ...]] = ("initial_carry",)
 
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         asked = kwargs.get("return_carry")

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from policy.policy import Policy, get_policy
 
 # Names under which others take a policy, or that a port may have had.
-_NAMES_OF_A_POLICY = ("policy", "dtype", "param_dtype", "compute_dtype", "output_dtype", "mixed_precision")
+_NAMES_OF_A_POLICY = (
+    "policy",
+    "dtype",
+    "param_dtype",
+    "compute_dtype",
+    "output_dtype",
+    "mixed_precision",
+)
 _CLASS_ATTRIBUTES = ("keep_inputs", "keep_params")
 
 _checked: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose keep_inputs name arguments
@@ -40,10 +47,16 @@ def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[
     said = str(error)
     if "A policy is given as dtype_policy" in said or "is a class attribute" in said:
         return  # the constructor of a part has said it
-    unknown = next((name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None)
+    unknown = next(
+        (name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None
+    )
     if unknown in _CLASS_ATTRIBUTES:
-        error.args = (f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the class.",)
-    elif unknown in _NAMES_OF_A_POLICY or (unknown and difflib.get_close_matches(unknown, ["dtype_policy"])):
+        error.args = (
+            f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the class.",
+        )
+    elif unknown in _NAMES_OF_A_POLICY or (
+        unknown and difflib.get_close_matches(unknown, ["dtype_policy"])
+    ):
         error.args = (f"{said}. {_way_out(cls, kwargs[unknown])}",)
     elif "positional argument" in said and (given := [arg for arg in args if _is_policy(arg)]):
         error.args = (f"{said}. {_way_out(cls, given[0])}",)
@@ -79,7 +92,9 @@ def require_dtypes(what: str, given: Mapping[str, Any]) -> None:
             jnp.dtype(value)
         except TypeError:
             shown = f"{str(value)!r}" if isinstance(value, Policy) else repr(value)
-            example = f"={shown}" if _is_policy(value) else ", such as dtype_policy='mixed_bfloat16'"
+            example = (
+                f"={shown}" if _is_policy(value) else ", such as dtype_policy='mixed_bfloat16'"
+            )
             raise TypeError(
                 f"{what}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or 'bfloat16'. A policy is given "
                 f"as dtype_policy{example}."
@@ -98,7 +113,11 @@ def require_names(cls: type, attribute: str, names: Any, *, example: str) -> Non
     Raises:
       TypeError: `names` is one text, or holds something that is no text.
     """
-    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Collection)
+        or not all(isinstance(name, str) for name in names)
+    ):
         shown = (names,) if isinstance(names, str) else (example,)
         raise TypeError(
             f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write {attribute} = {shown!r}."

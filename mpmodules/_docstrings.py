@@ -34,4 +34,6 @@ def _with_argument(docstring: str, description: str) -> str:
 
 def _argument(description: str, indent: str) -> str:
     text = f"dtype_policy: {description}"
-    return textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
+    return textwrap.fill(
+        text, 80, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+    )

@@ -10,7 +10,9 @@ from jax.typing import DTypeLike
 from mpmodules.functional import HalfSafe, is_half
 
 
-def half_safe_inits(inits: Mapping[str, Callable[..., Any] | None], param_dtype: DTypeLike) -> dict[str, HalfSafe]:
+def half_safe_inits(
+    inits: Mapping[str, Callable[..., Any] | None], param_dtype: DTypeLike
+) -> dict[str, HalfSafe]:
     """Returns initialisers, by name, that also work in half precision; none where parameters are not half.
 
     Args:
@@ -20,5 +22,7 @@ def half_safe_inits(inits: Mapping[str, Callable[..., Any] | None], param_dtype:
     if not is_half(param_dtype):
         return {}
     return {
-        name: init if isinstance(init, HalfSafe) else HalfSafe(init) for name, init in inits.items() if callable(init)
+        name: init if isinstance(init, HalfSafe) else HalfSafe(init)
+        for name, init in inits.items()
+        if callable(init)
     }

@@ -29,7 +29,9 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
     if not any(places):
         return None
     nodes = tuple(leaf for leaf, is_one in zip(leaves, places, strict=True) if is_one)
-    others = [leaf for leaf, is_one in zip(leaves, places, strict=True) if not is_one]  # shapes will do for arrays
+    others = [
+        leaf for leaf, is_one in zip(leaves, places, strict=True) if not is_one
+    ]  # shapes will do for arrays
     graph, params, rest = flax_nnx.split(nodes, flax_nnx.Param, ...)
 
     def finish(returned: tuple[Any, Any]) -> Any:
@@ -39,7 +41,9 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
 
     pure = functools.partial(_pure, method, graph, treedef, places)
     key = (_hashable(graph), treedef, places)
-    return Lowered(key, pure, (params, rest, others), finish=finish, result=lambda returned: returned[0])
+    return Lowered(
+        key, pure, (params, rest, others), finish=finish, result=lambda returned: returned[0]
+    )
 
 
 def _hashable(graph: Any) -> Any:
@@ -53,7 +57,10 @@ def _hashable(graph: Any) -> Any:
     except TypeError:
         pass
     try:
-        key = (tuple(graph.nodes), tuple((name, _frozen(attribute)) for name, attribute in graph.attributes))
+        key = (
+            tuple(graph.nodes),
+            tuple((name, _frozen(attribute)) for name, attribute in graph.attributes),
+        )
         hash(key)
         return key
     except TypeError:
@@ -90,7 +97,13 @@ def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _pure(
-    method: Callable[..., Any], graph: Any, treedef: Any, places: tuple[bool, ...], params: Any, rest: Any, others: Any
+    method: Callable[..., Any],
+    graph: Any,
+    treedef: Any,
+    places: tuple[bool, ...],
+    params: Any,
+    rest: Any,
+    others: Any,
 ) -> Any:
     nodes = flax_nnx.merge(graph, params, rest, copy=True)
     merged, given = iter(nodes), iter(others)

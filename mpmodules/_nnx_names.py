@@ -26,7 +26,9 @@ class _Naming(threading.local):
 
 _naming = _Naming()
 _PATH = "_policy_path"
-_patched: dict[type, list[Any]] = {}  # the class's own `__call__`, or None, and how many namings want it wrapped
+_patched: dict[
+    type, list[Any]
+] = {}  # the class's own `__call__`, or None, and how many namings want it wrapped
 classes_lock = threading.RLock()  # held by whoever replaces methods of classes
 
 
@@ -47,7 +49,9 @@ def named_modules(node: Any) -> Iterator[None]:
     outer, outer_here = _naming.paths, _naming.here
     _naming.paths = outer | {id(module): path for path, module in modules}
     for path, module in modules:
-        if callable(module) and not holds_items(module):  # others are not called, or not found in copies
+        if callable(module) and not holds_items(
+            module
+        ):  # others are not called, or not found in copies
             object.__setattr__(module, _PATH, "/".join(path))
     for cls in classes:
         _wrap(cls)

@@ -37,7 +37,11 @@ def no_region(layer: Any, x: jax.Array) -> Region | None:
 def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """Returns the axes that a LayerNorm reduces over; None where Flax refuses them, or those of its features."""
     axes = _listed(layer.reduction_axes)
-    return Region.of(axes, x.ndim) if _are_axes((*axes, *_listed(layer.feature_axes)), x.ndim) else None
+    return (
+        Region.of(axes, x.ndim)
+        if _are_axes((*axes, *_listed(layer.feature_axes)), x.ndim)
+        else None
+    )
 
 
 def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
@@ -68,7 +72,11 @@ def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
 def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """Returns the axes that a BatchNorm reduces over, all but the features'; None where Flax refuses them."""
     features = _listed(layer.axis)
-    return Region.of(_without(range(x.ndim), x.ndim, features), x.ndim) if _are_axes(features, x.ndim) else None
+    return (
+        Region.of(_without(range(x.ndim), x.ndim, features), x.ndim)
+        if _are_axes(features, x.ndim)
+        else None
+    )
 
 
 def _listed(axes: int | Sequence[int]) -> list[int]:
@@ -98,7 +106,12 @@ def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
 
 
 def takes_exact_moments(
-    layer: Any, method: Callable[..., Any], x: jax.Array, args: Sequence[Any], rest: Iterable[str], policy: Policy
+    layer: Any,
+    method: Callable[..., Any],
+    x: jax.Array,
+    args: Sequence[Any],
+    rest: Iterable[str],
+    policy: Policy,
 ) -> bool:
     """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest.
 
@@ -112,7 +125,12 @@ def takes_exact_moments(
         return False
     flags = ["use_running_average"] if layer._running else []
     takes_arguments = len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
-    return takes_arguments and bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
+    return (
+        takes_arguments
+        and bool(x.size)
+        and is_half(x.dtype)
+        and policy.reduction_dtype == jnp.float32
+    )
 
 
 def normalized(
@@ -126,7 +144,9 @@ def normalized(
     """
     features = feature_axes(layer, x.ndim)
     shape = [size if axis in features else 1 for axis, size in enumerate(x.shape)]
-    scale, bias = (None if p is None else jnp.asarray(p, jnp.float32).reshape(shape) for p in (scale, bias))
+    scale, bias = (
+        None if p is None else jnp.asarray(p, jnp.float32).reshape(shape) for p in (scale, bias)
+    )
     return normalize(x, scale, bias, region=region, epsilon=layer.epsilon, dtype=dtype)
 
 
@@ -141,13 +161,19 @@ def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def has_no_statistics(layer: Any, method: Callable[..., Any], x: Any, args: Sequence[Any], rest: Any) -> bool:
+def has_no_statistics(
+    layer: Any, method: Callable[..., Any], x: Any, args: Sequence[Any], rest: Any
+) -> bool:
     """Returns whether a call is to update a layer's running statistics with those of an empty array.
 
     Args:
       args, rest: the arguments of the call beside `x`.
     """
-    takes = layer._running and is_flax(method) and layer._takes_statistics(running_average_flag(args, rest))
+    takes = (
+        layer._running
+        and is_flax(method)
+        and layer._takes_statistics(running_average_flag(args, rest))
+    )
     return bool(takes) and getattr(x, "size", None) == 0
 
 
@@ -156,9 +182,14 @@ def running_average_flag(args: Sequence[Any], rest: Mapping[str, Any]) -> bool |
     return args[0] if args else rest.get("use_running_average")
 
 
-def by_running_average(args: Sequence[Any], rest: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def by_running_average(
+    args: Sequence[Any], rest: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a call, beside its input, for one that normalises by the running statistics."""
-    return (True, *args[1:]) if args else (), dict(rest) if args else {**rest, "use_running_average": True}
+    return (True, *args[1:]) if args else (), dict(rest) if args else {
+        **rest,
+        "use_running_average": True,
+    }
 
 
 def masked_statistics(
@@ -200,7 +231,9 @@ def masked_statistics(
     else:
         variance = mean(jnp.square(x - jnp.expand_dims(centre, tuple(axes))))
     found = {"mean": centre, "var": variance}
-    updated = {n: jnp.where(share > 0, averaged(layer, running[n], found[n]), running[n]) for n in found}
+    updated = {
+        n: jnp.where(share > 0, averaged(layer, running[n], found[n]), running[n]) for n in found
+    }
     return {n: jnp.where(share > 0, found[n], running[n]) for n in found}, updated
 
 
@@ -231,7 +264,11 @@ class NormalizationCall(abc.ABC):
         """Returns whether Flax's own method is called on a class of `module`, with only flags beside its input."""
         flags = (*self.args, *(value for _, value in self.rest))
         is_own = type(layer).__module__ == module and is_flax(self.method)
-        return is_own and all(flag is None or isinstance(flag, bool) for flag in flags) and not self.is_masked(layer)
+        return (
+            is_own
+            and all(flag is None or isinstance(flag, bool) for flag in flags)
+            and not self.is_masked(layer)
+        )
 
     def is_masked(self, layer: Any) -> bool:
         """Returns whether Flax's own BatchNorm is to take statistics of what a mask keeps."""

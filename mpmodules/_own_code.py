@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class Decision:
     """The result of looking at a call of a port: how its own code is to run.
 
     Attributes:
@@ -44,14 +44,14 @@ class Shown:
     text: str = ""
 
 
-LAYERS_ONLY, ASKED_FOR = Shown(False), Shown(True)
+LAYERS_ONLY, ASKED_FOR = Decision(False), Decision(True)
 
 
 class Decisions:
     """The results of looking at the first call of each method of each ported model."""
 
     def __init__(self) -> None:
-        self._known: collections.OrderedDict[Hashable, Shown] = collections.OrderedDict()
+        self._known: collections.OrderedDict[Hashable, Decision] = collections.OrderedDict()
         self._told: dict[type, str] = {}
         self._lock = threading.Lock()
 
@@ -59,14 +59,14 @@ class Decisions:
         """Returns the text of a class's first warning: other calls of it show other shares, and are not told again."""
         return self._told.setdefault(cls, text)
 
-    def get(self, key: Hashable) -> Shown | None:
+    def get(self, key: Hashable) -> Decision | None:
         """Returns the result for a call, or None."""
         try:
             return self._known.get(key)
         except TypeError:  # a field without a hash
             return None
 
-    def put(self, key: Hashable, shown: Shown) -> None:
+    def put(self, key: Hashable, shown: Decision) -> None:
         """Stores the result for a call; a key without a hash is not stored."""
         try:
             with self._lock:
@@ -77,7 +77,7 @@ class Decisions:
             return
 
 
-def told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Returns what tells calls of one method apart that may run other code: their structure, flags and modes."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
     return treedef, tuple(leaf if isinstance(leaf, (bool, str)) else None for leaf in leaves)
@@ -108,7 +108,7 @@ def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
       given_carry: the carry that it is called with, or None.
     """
     with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
-        return handed_on(call(), given_carry)
+        return marked(call(), given_carry)
 
 
 def tracing() -> contextlib.AbstractContextManager[Any]:
@@ -116,22 +116,28 @@ def tracing() -> contextlib.AbstractContextManager[Any]:
     return enter(dataclasses.replace(current_scope(), hands_on_float32=True))
 
 
-def handed_on(outputs: Any, carry: Any = None) -> Any:
+def marked(outputs: Any, carry: Any = None) -> Any:
     """Returns a layer's outputs in float32, marked for autocast; a carry keeps the dtypes of the one given."""
     if carry is not None and isinstance(outputs, tuple) and len(outputs) == 2:
-        return _carry_handed_on(outputs[0], carry), handed_on(outputs[1])
-    return jax.tree.map(lambda x: x if is_reference(x) else regions.handed_on(x), outputs, is_leaf=is_reference)
-
-
-def _carry_handed_on(new: Any, given: Any) -> Any:
-    if jax.tree.structure(new) != jax.tree.structure(given):
-        return handed_on(new)
+        return _marked_carry(outputs[0], carry), marked(outputs[1])
     return jax.tree.map(
-        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x), new, given
+        lambda x: x if is_reference(x) else regions.handed_on(x), outputs, is_leaf=is_reference
     )
 
 
-def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]) -> Shown:
+def _marked_carry(new: Any, given: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(given):
+        return marked(new)
+    return jax.tree.map(
+        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x),
+        new,
+        given,
+    )
+
+
+def describe(
+    name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]
+) -> Decision:
     """Returns how much of a model's multiplying is code of its own, by class, and what can be done.
 
     Args:
@@ -144,13 +150,13 @@ def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], h
     for path, flops in call.own_matmuls().items():
         by_class[_class_at(path, classes) or name] += flops
     if not by_class:
-        return Shown(call.needs_float32())
+        return Decision(call.needs_float32())
     total = call.matmuls()
     flops = {cls: count / total for cls, count in by_class.items()}
     text = f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes ({_listed(flops)})"
     if sum(held.values()) >= 0.005:
         text += f", whose modules hold {_shares(held)} of its parameters ({_listed(held)})"
-    return Shown(True, text + _ADVICE)
+    return Decision(True, text + _ADVICE)
 
 
 def _shares(shares: Mapping[str, float]) -> str:

@@ -60,14 +60,20 @@ def port_options(
         )
     if own_code not in (None, "autocast", "keep"):
         raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
-    options = {"keep_explicit": keep_explicit, "dtype_fields": dtype_fields, "cast_submodules": cast_submodules}
+    options = {
+        "keep_explicit": keep_explicit,
+        "dtype_fields": dtype_fields,
+        "cast_submodules": cast_submodules,
+    }
     beside = [name for name, given in options.items() if given]
     if own_code == "autocast" and beside:
         raise ValueError(
             f"own_code='autocast' runs a model's own code in the policy's dtypes, whatever the code names: leave out "
             f"{beside[0]}=True, or pass own_code='keep'."
         )
-    is_half = any(each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ())))
+    is_half = any(
+        each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ()))
+    )
     own_code = own_code if is_half and not beside else "keep"
     return PortOptions(policy, rules, keep_explicit, dtype_fields, cast_submodules, own_code)
 
@@ -98,7 +104,13 @@ def not_a_model(given: Any, what: str, *, other: str) -> TypeError:
       other: the package whose `apply_policy` takes the models of the other wing.
     """
     if isinstance(given, type):
-        return TypeError(f"apply_policy takes {what} here, but got the class {given.__name__}: make an instance of it.")
-    is_model = any(package_of(cls) == "flax" and cls.__name__ == "Module" for cls in type(given).__mro__)
+        return TypeError(
+            f"apply_policy takes {what} here, but got the class {given.__name__}: make an instance of it."
+        )
+    is_model = any(
+        package_of(cls) == "flax" and cls.__name__ == "Module" for cls in type(given).__mro__
+    )
     hint = f"{other}.apply_policy takes it" if is_model else "Call apply_policy(model, policy)"
-    return TypeError(f"apply_policy takes {what} here, but got {shown(given)} of type {type(given).__name__}. {hint}.")
+    return TypeError(
+        f"apply_policy takes {what} here, but got {shown(given)} of type {type(given).__name__}. {hint}."
+    )

@@ -17,5 +17,13 @@ def is_reference(x: Any) -> bool:
     loses the updates of batch statistics. linen Modules, Scopes and Variables are references as well.
     """
     return isinstance(
-        x, nnx.Pytree | nnx.Variable | nnx.State | nnx.GraphDef | linen.Module | linen.Variable | Scope | jax.Ref
+        x,
+        nnx.Pytree
+        | nnx.Variable
+        | nnx.State
+        | nnx.GraphDef
+        | linen.Module
+        | linen.Variable
+        | Scope
+        | jax.Ref,
     )

@@ -11,7 +11,9 @@ _ADVICE = "Modules inside are boundaries with a policy of their own"
 
 
 @contextlib.contextmanager
-def scan_explained(crossed: Mapping[str, Effective], at: str | None = None, *, lifting: str = "") -> Iterator[None]:
+def scan_explained(
+    crossed: Mapping[str, Effective], at: str | None = None, *, lifting: str = ""
+) -> Iterator[None]:
     """Adds, to JAX's error for a scan whose carry changes its dtype, the boundaries inside that change dtypes.
 
     Args:
@@ -23,7 +25,11 @@ def scan_explained(crossed: Mapping[str, Effective], at: str | None = None, *, l
         yield
     except TypeError as error:
         below = f"{at}/" if at else ""
-        inside = {name: effective for name, effective in crossed.items() if name != at and name.startswith(below)}
+        inside = {
+            name: effective
+            for name, effective in crossed.items()
+            if name != at and name.startswith(below)
+        }
         explained = any(note.startswith(_ADVICE) for note in getattr(error, "__notes__", ()))
         if inside and "carry" in str(error) and not explained:
             listed = ", ".join(f"'{name}' ({_described(inside[name])})" for name in sorted(inside))

@@ -44,15 +44,26 @@ _FIELDS = ("master_weights", "dtypes", "optimizer")
 def _layout_to(layout: Layout) -> dict[str, Any]:
     # as numbers: what maps over a state dict expects arrays
     texts = (layout.master_weights, ",".join(layout.dtypes or ()), layout.optimizer)
-    return {name: np.frombuffer(text.encode(), np.uint8) for name, text in zip(_FIELDS, texts, strict=True)}
+    return {
+        name: np.frombuffer(text.encode(), np.uint8)
+        for name, text in zip(_FIELDS, texts, strict=True)
+    }
 
 
 def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
-    mode, dtypes, optimizer = (bytes(np.asarray(state[name], np.uint8)).decode() for name in _FIELDS)
+    mode, dtypes, optimizer = (
+        bytes(np.asarray(state[name], np.uint8)).decode() for name in _FIELDS
+    )
     saved = Layout(cast("Any", mode), tuple(dtypes.split(",")) if dtypes else None, optimizer)
-    if (saved.storage, saved.dtypes, saved.optimizer) != (target.storage, target.dtypes, target.optimizer):
+    if (saved.storage, saved.dtypes, saved.optimizer) != (
+        target.storage,
+        target.dtypes,
+        target.optimizer,
+    ):
         by = (
-            "" if saved.optimizer == target.optimizer else f" It was made by {saved.optimizer}, not {target.optimizer}."
+            ""
+            if saved.optimizer == target.optimizer
+            else f" It was made by {saved.optimizer}, not {target.optimizer}."
         )
         raise ValueError(
             f"The optimizer state was saved with {_text(saved)}, and can't be restored into one with {_text(target)}."

@@ -62,7 +62,9 @@ def _way_out(found: Path) -> str:
     distributions = _distributions(folder)
     if distributions or _is_site(folder):
         what = " and ".join(distributions) or "another distribution"
-        uninstall = " ".join(["pip uninstall", *distributions]) if distributions else "Uninstall that one"
+        uninstall = (
+            " ".join(["pip uninstall", *distributions]) if distributions else "Uninstall that one"
+        )
         return (
             f"{what} installs a top-level 'policy' too and shadows it. {uninstall}, then reinstall ours, since both "
             "write to one folder: pip install --force-reinstall --no-deps mpmodules. To keep both, give mpmodules a "

@@ -40,7 +40,11 @@ class Splash:
 
     def formula(self, query: Array, key: Array, value: Array) -> Array:
         """Computes the same attention by XLA's operations."""
-        mask: Any = None if self.mask is None else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
+        mask: Any = (
+            None
+            if self.mask is None
+            else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
+        )
         return dot_product_attention(
             query, key, value, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32
         )
@@ -77,18 +81,31 @@ def _with_residuals(how: Splash, query: Array, key: Array, value: Array) -> tupl
 def _with_residuals_jvp(how: Splash, primals: Three, tangents: Three) -> tuple[Any, Any]:
     out, log_sum = _with_residuals(how, *primals)
     tangent = _tangent_p.bind(*primals, out, log_sum, *tangents, how=how)
-    return (out, log_sum), (tangent, jnp.zeros_like(log_sum))  # backward's derivative goes by the operands alone
+    return (out, log_sum), (
+        tangent,
+        jnp.zeros_like(log_sum),
+    )  # backward's derivative goes by the operands alone
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(
-    how: Splash, query: Array, key: Array, value: Array, out: Array, log_sum: Array, cotangent: Array
+    how: Splash,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
 ) -> Three:
-    return tuple(_kernel_p.bind(query, key, value, out, log_sum, cotangent, how=how, stage="backward"))
+    return tuple(
+        _kernel_p.bind(query, key, value, out, log_sum, cotangent, how=how, stage="backward")
+    )
 
 
 @_backward.defjvp
-def _backward_jvp(how: Splash, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Three, Three]:
+def _backward_jvp(
+    how: Splash, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Three, Three]:
     def pullback(query: Array, key: Array, value: Array, cotangent: Array) -> Three:
         return jax.vjp(how.formula, query, key, value)[1](cotangent)
 
@@ -120,13 +137,17 @@ def _kernel_avals(query: Any, key: Any, value: Any, *_: Any, how: Splash, stage:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(how: Splash, stage: str, operands: tuple[jax.ShapeDtypeStruct, ...], interpret: bool) -> Any:
+def _program(
+    how: Splash, stage: str, operands: tuple[jax.ShapeDtypeStruct, ...], interpret: bool
+) -> Any:
     """Traces the kernel to a jaxpr.
 
     It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`, JAX's kernel does
     not say over which axes its outputs vary. Its `_kernel_avals` here do.
     """
-    run = functools.partial(getattr(kernels, stage), mask=how.mask, is_causal=how.is_causal, interpret=interpret)
+    run = functools.partial(
+        getattr(kernels, stage), mask=how.mask, is_causal=how.is_causal, interpret=interpret
+    )
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(jax.make_jaxpr(run), *operands).result()
 
@@ -159,7 +180,9 @@ def _lower_elsewhere(context: Any, *operands: Any, how: Splash, stage: str) -> A
     if kernels.INTERPRET:
         return _lower_kernel(context, *operands, how=how, stage=stage)
     if how.insists:
-        raise ValueError("implementation='splash' is a kernel for TPUs. Leave it out, or give implementation='xla'.")
+        raise ValueError(
+            "implementation='splash' is a kernel for TPUs. Leave it out, or give implementation='xla'."
+        )
     return _lower_formula(context, *operands, how=how, stage=stage)
 
 
@@ -227,7 +250,9 @@ def _tangent_transpose(cotangent: Any, *operands: Any, how: Splash) -> list[Any]
 
 
 _tangent_p.def_abstract_eval(lambda *avals, how: avals[0])
-_tangent_p.def_impl(lambda *operands, how: jax.jit(functools.partial(_run_tangent, how=how))(*operands))
+_tangent_p.def_impl(
+    lambda *operands, how: jax.jit(functools.partial(_run_tangent, how=how))(*operands)
+)
 ad.primitive_jvps[_tangent_p] = _tangent_jvp
 ad.primitive_transposes[_tangent_p] = _tangent_transpose
 batching.primitive_batchers[_tangent_p] = functools.partial(_batch, _tangent_p)

@@ -51,12 +51,22 @@ class StaticMask:
 @contextlib.contextmanager
 def _as_written() -> Iterator[None]:
     """Traces JAX's kernel as it was written: 32-bit indices, standard promotion."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         yield
 
 
 def forward(
-    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: StaticMask | None,
+    is_causal: bool,
+    interpret: bool,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H)."""
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
@@ -66,7 +76,13 @@ def forward(
 
 
 def forward_with_residuals(
-    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: StaticMask | None,
+    is_causal: bool,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     """Computes `forward`, and its residual: the logarithms of the softmax's denominators, (B..., N, T) in float32."""
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, interpret)
@@ -99,14 +115,20 @@ def backward(
 
 
 def _pullback(
-    kernel: Callable[..., Array], inputs: Sequence[Array], out: Array, log_sum: Array, cotangent: Array
+    kernel: Callable[..., Array],
+    inputs: Sequence[Array],
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
 ) -> tuple[Array, ...]:
     """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward is not run again.
 
     Raises:
       NotImplementedError: JAX's kernel has other residuals.
     """
-    program, shapes = jax.make_jaxpr(lambda *operands: jax.vjp(kernel, *operands), return_shape=True)(*inputs)
+    program, shapes = jax.make_jaxpr(
+        lambda *operands: jax.vjp(kernel, *operands), return_shape=True
+    )(*inputs)
     jaxpr: Any = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -169,12 +191,19 @@ def _kernel(
         one = splash.CausalMask((queries, keys)) if is_causal else splash.FullMask((queries, keys))
         masks = [one] * heads
     else:
-        allowed = np.logical_and(mask.array, np.tri(queries, keys, dtype=bool)) if is_causal else mask.array
+        allowed = (
+            np.logical_and(mask.array, np.tri(queries, keys, dtype=bool))
+            if is_causal
+            else mask.array
+        )
         masks = [splash.NumpyMask(each) for each in np.broadcast_to(allowed, lengths)]
     sizes = _block_sizes(queries, keys, width, is_full=mask is None and not is_causal)
     with jax.ensure_compile_time_eval(), _as_written():
         made = splash.make_splash_mha_single_device(
-            splash.MultiHeadMask(masks), block_sizes=sizes, save_residuals=save_residuals, interpret=interpret
+            splash.MultiHeadMask(masks),
+            block_sizes=sizes,
+            save_residuals=save_residuals,
+            interpret=interpret,
         )
         return jax.tree.map(np.asarray, made)
 

@@ -39,15 +39,19 @@ def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
             f"This version of Flax draws its summaries in another way ({', '.join(missing) or repr(function)} is not "
             "there), so that no columns can be added. Pass policy_columns=False for Flax's own table."
         )
-    twin = types.FunctionType(code, namespace | names, function.__name__, function.__defaults__, function.__closure__)
+    twin = types.FunctionType(
+        code, namespace | names, function.__name__, function.__defaults__, function.__closure__
+    )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
 
 
-def taking_what(upstream: Callable[..., Any]) -> Callable[[F], F]:
+def with_signature_of(upstream: Callable[..., Any]) -> Callable[[F], F]:
     """Shows the signature of Flax's function, and `policy_columns` after it."""
     *parameters, keywords = inspect.signature(upstream).parameters.values()
-    added = inspect.Parameter("policy_columns", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+    added = inspect.Parameter(
+        "policy_columns", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"
+    )
 
     def mark(function: F) -> F:
         function.__signature__ = inspect.Signature([*parameters, added, keywords])  # type: ignore[attr-defined]
@@ -57,7 +61,10 @@ def taking_what(upstream: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def with_columns(
-    table: Any, cells: Sequence[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None
+    table: Any,
+    cells: Sequence[Cells],
+    column_kwargs: Mapping[str, Any],
+    policy_columns: bool | None,
 ) -> Any:
     """Inserts our columns in a `rich` table of Flax's, after a module's path and class.
 
@@ -76,7 +83,11 @@ def with_columns(
             for header in HEADERS:
                 wider.add_column(header, **column_kwargs)
         wider.add_column(column.header, column.footer, **column_kwargs)
-    for row, ours in zip(zip(*(column.cells for column in table.columns), strict=True), cells, strict=True):
+    for row, ours in zip(
+        zip(*(column.cells for column in table.columns), strict=True), cells, strict=True
+    ):
         path, kind, *rest = row
-        wider.add_row(Text(path), kind, *map(Text, ours), *rest)  # as texts: brackets in names are no markup
+        wider.add_row(
+            Text(path), kind, *map(Text, ours), *rest
+        )  # as texts: brackets in names are no markup
     return wider

@@ -54,7 +54,9 @@ def standardize(
     """
     dtypes = [jnp.result_type(v) for v in (x, mean, variance) if v is not None]
     out = dtypes[0] if jnp.issubdtype(dtypes[0], jnp.inexact) else None
-    if algorithm is None and (current_policy() is not None or any(functional.is_half(dtype) for dtype in dtypes)):
+    if algorithm is None and (
+        current_policy() is not None or any(functional.is_half(dtype) for dtype in dtypes)
+    ):
         return reductions.standardize(x, axis, mean, variance, epsilon, where, dtype=out)
 
     def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:

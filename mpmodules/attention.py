@@ -32,16 +32,24 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
     """
     arrays = [x for x in (query, key, value) if x is not None]
     if len({x.ndim for x in arrays}) != 1:
-        raise ValueError(f"q, k, v must have same rank, but got {', '.join(str(x.ndim) for x in arrays)}.")
+        raise ValueError(
+            f"q, k, v must have same rank, but got {', '.join(str(x.ndim) for x in arrays)}."
+        )
     if len({x.shape[:-3] for x in arrays}) != 1:
-        raise ValueError(f"q, k, v batch dims must match, but got shapes {', '.join(str(x.shape) for x in arrays)}.")
+        raise ValueError(
+            f"q, k, v batch dims must match, but got shapes {', '.join(str(x.shape) for x in arrays)}."
+        )
     if value is not None and key.shape[-3] != value.shape[-3]:
         raise ValueError(f"k, v lengths must match, but got {key.shape[-3]} and {value.shape[-3]}.")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"q, k depths must match, but got {query.shape[-1]} and {key.shape[-1]}.")
-    for name, heads in [(n, x.shape[-2]) for n, x in (("key", key), ("value", value)) if x is not None]:
+    for name, heads in [
+        (n, x.shape[-2]) for n, x in (("key", key), ("value", value)) if x is not None
+    ]:
         if not heads or query.shape[-2] % heads:
-            raise ValueError(f"Query heads ({query.shape[-2]}) must be a multiple of {name} heads ({heads}).")
+            raise ValueError(
+                f"Query heads ({query.shape[-2]}) must be a multiple of {name} heads ({heads})."
+            )
 
 
 def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None:
@@ -82,17 +90,24 @@ def dot_product_attention(
     """
     check_shapes(query, key, value)
     attend = functools.partial(
-        _attention, is_causal=is_causal, precision=precision, reduction_dtype=jnp.dtype(reduction_dtype)
+        _attention,
+        is_causal=is_causal,
+        precision=precision,
+        reduction_dtype=jnp.dtype(reduction_dtype),
     )
     heads, key_heads = query.shape[-2], key.shape[-2]
-    is_each_or_all = all(x is None or np.ndim(x) < 3 or np.shape(x)[-3] in (1, heads) for x in (bias, mask))
+    is_each_or_all = all(
+        x is None or np.ndim(x) < 3 or np.shape(x)[-3] in (1, heads) for x in (bias, mask)
+    )
     if heads == key_heads or value.shape[-2] != key_heads or not is_each_or_all:
         return attend(query, key, value, bias, mask)
     # Mapped over the query heads of a key head. XLA for TPUs fuses little into matmuls whose heads are reshaped.
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
     bias, bias_axis = _by_key_head(bias, key_heads)
     mask, mask_axis = _by_key_head(mask, key_heads)
-    result = jax.vmap(attend, (-2, None, None, bias_axis, mask_axis), -2)(grouped, key, value, bias, mask)
+    result = jax.vmap(attend, (-2, None, None, bias_axis, mask_axis), -2)(
+        grouped, key, value, bias, mask
+    )
     return result.reshape(*result.shape[:-3], heads, result.shape[-1])
 
 
@@ -119,7 +134,11 @@ def _attention(
     logits = _logits(query, key, bias, mask, is_causal, precision, None, reduction_dtype)
     if not key.shape[-3]:  # no exponential to divide by
         return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
-    attend = traced_once(_attend, precision) if is_hashable(precision) else functools.partial(_attend, precision)
+    attend = (
+        traced_once(_attend, precision)
+        if is_hashable(precision)
+        else functools.partial(_attend, precision)
+    )
     return attend(logits, value)
 
 
@@ -140,7 +159,9 @@ def _exponentials(precision: Any, logits: Array, value: Array) -> tuple[Array, A
     return exponentials, total, weigh(exponentials, value) / total
 
 
-def _attend_jvp(precision: Any, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+def _attend_jvp(
+    precision: Any, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
     logits, value = primals
     exponentials, total, exact = _exponentials(precision, logits, value)
     result = exact.astype(value.dtype)
@@ -164,13 +185,18 @@ def _attend_jvp(precision: Any, primals: tuple[Array, Array], tangents: tuple[An
             sums = weighted_values(moved.astype(value.dtype), value, precision=precision)
             through = wide(sums) - along * (wide(result) + wide(rounded_off))
         if value_tangent is not None:
-            through = through + wide(weighted_values(exponentials, value_tangent, precision=precision)) / total
+            through = (
+                through
+                + wide(weighted_values(exponentials, value_tangent, precision=precision)) / total
+            )
         return through.astype(value.dtype)
 
     # Checkpointed, so that nothing is kept but the exponentials and what is as small as the result. Behind the barrier
     # XLA can't keep the logits instead, which are twice as large, and take the exponentials again.
     kept = (lax.optimization_barrier(exponentials), total, result, rounded_off, value)
-    return result, jax.checkpoint(derivative, prevent_cse=False)(*kept, logits_tangent, value_tangent)
+    return result, jax.checkpoint(derivative, prevent_cse=False)(
+        *kept, logits_tangent, value_tangent
+    )
 
 
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
@@ -231,7 +257,9 @@ def _logits(
     elif heads == key_heads:
         logits = _dot("...qhd,...khd->...hqk", query, key, precision, reduction_dtype)
     else:
-        grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])  # (B..., T, K, G, H)
+        grouped = query.reshape(
+            *query.shape[:-2], key_heads, heads // key_heads, query.shape[-1]
+        )  # (B..., T, K, G, H)
         logits = _dot("...qhgd,...khd->...hgqk", grouped, key, precision, reduction_dtype)
         logits = logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])  # (B..., N, T, S)
     logits = logits * np.asarray(1 / math.sqrt(query.shape[-1]), logits.dtype)
@@ -247,10 +275,14 @@ def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
     allowed = jnp.ones((1,) * logits.ndim, bool) if mask is None else jnp.asarray(mask).astype(bool)
     allowed = jnp.broadcast_to(allowed, logits.shape)
     if is_causal:
-        queries, keys = (lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - axis) for axis in (2, 1))
+        queries, keys = (
+            lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - axis) for axis in (2, 1)
+        )
         allowed = jnp.logical_and(allowed, keys <= queries)
     # Half of the lowest number: a bias on top of it can't reach -inf, and a row of it is uniform, not NaN.
-    return jnp.where(allowed, logits, np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype))
+    return jnp.where(
+        allowed, logits, np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype)
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -260,7 +292,9 @@ def _rounded_softmax(dtype: np.dtype, logits: Array) -> Array:
 
 
 @_rounded_softmax.defjvp
-def _rounded_softmax_jvp(dtype: np.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _rounded_softmax_jvp(
+    dtype: np.dtype, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
     weights = _rounded_softmax(dtype, primals[0])
 
     def derivative(weights: Array, tangent: Array) -> Array:
@@ -274,7 +308,11 @@ def _rounded_softmax_jvp(dtype: np.dtype, primals: tuple[Array], tangents: tuple
 
 
 def weighted_values(
-    weights: Array, value: Array, *, precision: Any = None, preferred_element_type: DTypeLike | None = None
+    weights: Array,
+    value: Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Array:
     """Sums the values by attention weight.
 
@@ -287,10 +325,14 @@ def weighted_values(
       (B..., T, N, H).
     """
     heads, value_heads = weights.shape[-3], value.shape[-2]
-    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=preferred_element_type)
+    einsum = functools.partial(
+        jnp.einsum, precision=precision, preferred_element_type=preferred_element_type
+    )
     if heads == value_heads:
         return einsum("...hqk,...khd->...qhd", weights, value)
-    grouped = weights.reshape(*weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:])
+    grouped = weights.reshape(
+        *weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:]
+    )
     out = einsum("...hgqk,...khd->...qhgd", grouped, value)
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
@@ -306,10 +348,14 @@ def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLi
 
 
 def _accumulated(subscripts: str, precision: Any, dtype: np.dtype, lhs: Array, rhs: Array) -> Array:
-    return accumulating(functools.partial(jnp.einsum, subscripts, precision=precision), dtype)(lhs, rhs)
+    return accumulating(functools.partial(jnp.einsum, subscripts, precision=precision), dtype)(
+        lhs, rhs
+    )
 
 
-def dropout(weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None) -> Array:
+def dropout(
+    weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None
+) -> Array:
     """Drops attention weights with probability `rate` and scales the rest by 1 / (1 - rate), as Flax does.
 
     Args:

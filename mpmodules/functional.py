@@ -32,7 +32,11 @@ def is_wider(dtype: DTypeLike, than: DTypeLike) -> bool:
 
 def complex_input(arguments: Sequence[Any]) -> np.dtype | None:
     """Returns the widest complex dtype among the arguments that are arrays, or None."""
-    dtypes = [x.dtype for x in arguments if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    dtypes = [
+        x.dtype
+        for x in arguments
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
+    ]
     return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
 
@@ -57,18 +61,24 @@ class HalfSafe:
 
     init: Callable[..., Array]
 
-    def __call__(self, key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, **kwargs: Any) -> Array:
+    def __call__(
+        self, key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, **kwargs: Any
+    ) -> Array:
         if not is_half(dtype) or _runs_in(self.init, tuple(shape), jnp.dtype(dtype)):
             return self.init(key, shape, dtype, **kwargs)
         made = self.init(key, shape, jnp.float32, **kwargs)
-        return jax.tree.map(lambda x: x.astype(dtype), made)  # an array, or one in a box of metadata
+        return jax.tree.map(
+            lambda x: x.astype(dtype), made
+        )  # an array, or one in a box of metadata
 
 
 @functools.lru_cache(maxsize=256)
 def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Returns whether JAX can lower an initialiser for a dtype; some releases refuse it while tracing."""
     try:
-        jax.jit(lambda key: init(key, shape, dtype)).lower(jax.eval_shape(lambda: jax.random.key(0)))
+        jax.jit(lambda key: init(key, shape, dtype)).lower(
+            jax.eval_shape(lambda: jax.random.key(0))
+        )
     except (NotImplementedError, TypeError):
         return False
     return True
@@ -79,7 +89,9 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def with_operand_gradients(y: Array, lhs: Array, rhs: Array, bilinear: Callable[[Array, Array], Array]) -> Array:
+def with_operand_gradients(
+    y: Array, lhs: Array, rhs: Array, bilinear: Callable[[Array, Array], Array]
+) -> Array:
     """Returns `y`, and gives `lhs` and `rhs` their gradients through `bilinear(lhs, rhs)`.
 
     For an operation that can return its accumulator, but can't be replaced by `accumulating`: `y` is that accumulator,
@@ -95,7 +107,9 @@ def with_operand_gradients(y: Array, lhs: Array, rhs: Array, bilinear: Callable[
     def run(y: Array, lhs: Array, rhs: Array) -> Array:
         return y
 
-    def run_jvp(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Any]:
+    def run_jvp(
+        primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]
+    ) -> tuple[Array, Any]:
         y, *operands = primals
         through = bilinear_tangent(bilinear, (operands[0], operands[1]), tangents[1:], y)
         return y, through if isinstance(tangents[0], SymbolicZero) else tangents[0] + through
@@ -131,7 +145,9 @@ class _AccumulatingOp:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __call__(self, lhs: Array, rhs: Array, *args: Any, preferred_element_type: Any = None, **kwargs: Any) -> Array:
+    def __call__(
+        self, lhs: Array, rhs: Array, *args: Any, preferred_element_type: Any = None, **kwargs: Any
+    ) -> Array:
         operation, dtype = self._key
 
         def bilinear(lhs: Array, rhs: Array, **preferred: Any) -> Array:
@@ -147,7 +163,9 @@ class _AccumulatingEinsum(_AccumulatingOp):
         return accumulating(functools.partial(operation, subscripts, **kwargs), dtype)(lhs, rhs)
 
 
-def with_bias_gradient(y: Array, bias: Array, shape: Sequence[int], reduction_dtype: DTypeLike) -> Array:
+def with_bias_gradient(
+    y: Array, bias: Array, shape: Sequence[int], reduction_dtype: DTypeLike
+) -> Array:
     """Returns `y`, which contains the bias already, and gives the bias its gradient.
 
     Where a bias is cast to half and then broadcast, JAX sums its gradient to half. Here the sum is in
@@ -166,7 +184,10 @@ def _identity(shape: tuple[int, ...], reduction_dtype: np.dtype, y: Array, bias:
 
 
 def _bias_tangent(
-    shape: tuple[int, ...], reduction_dtype: np.dtype, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+    shape: tuple[int, ...],
+    reduction_dtype: np.dtype,
+    primals: tuple[Array, Array],
+    tangents: tuple[Any, Any],
 ) -> tuple[Array, Any]:
     y, (tangent, bias_tangent) = primals[0], tangents
     if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing

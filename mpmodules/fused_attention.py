@@ -68,11 +68,14 @@ def fused_kernel(
       ValueError: an unknown `implementation`, or one that lacks a feature that is asked for.
     """
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation should be None, 'xla', 'cudnn' or 'splash', but got {implementation!r}.")
+        raise ValueError(
+            f"implementation should be None, 'xla', 'cudnn' or 'splash', but got {implementation!r}."
+        )
     if implementation == "xla":
         return None
     obstacles = {
-        f"reduction_dtype={jnp.dtype(reduction_dtype).name}": jnp.dtype(reduction_dtype) != jnp.float32,
+        f"reduction_dtype={jnp.dtype(reduction_dtype).name}": jnp.dtype(reduction_dtype)
+        != jnp.float32,
         **obstacles,
     }
     is_half = query.dtype in (jnp.float16, jnp.bfloat16)
@@ -82,7 +85,9 @@ def fused_kernel(
     if implementation == "splash":
         obstacles |= _splash_obstacles(query, key, value, bias)
         static = None if mask is None else _static_mask(query, key, mask)
-        obstacles["a mask that is traced, or differs within the batch"] = mask is not None and static is None
+        obstacles["a mask that is traced, or differs within the batch"] = (
+            mask is not None and static is None
+        )
         obstacles["a mask that leaves a query no key"] = _has_empty_row(static, is_causal)
         _refuse("splash", obstacles)
         return _splash(static, is_causal, insists=True)
@@ -122,7 +127,9 @@ def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:
     return lax.platform_dependent(query, key, value, tpu=kernel, default=how.formula)
 
 
-def _splash_obstacles(query: Array, key: Array, value: Array, bias: Array | None) -> dict[str, bool]:
+def _splash_obstacles(
+    query: Array, key: Array, value: Array, bias: Array | None
+) -> dict[str, bool]:
     """Returns the features that splash attention lacks, by name, and whether each is asked for; masks apart."""
     width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
     return {
@@ -131,9 +138,14 @@ def _splash_obstacles(query: Array, key: Array, value: Array, bias: Array | None
         f"{lengths[0]} queries and {lengths[1]} keys, which are to be multiples of {LANES}": any(
             length % LANES or not length for length in lengths
         ),
-        f"heads of {width}, which are to be at most {_WIDEST_HEAD} wide": not 0 < width <= _WIDEST_HEAD,
+        f"heads of {width}, which are to be at most {_WIDEST_HEAD} wide": not 0
+        < width
+        <= _WIDEST_HEAD,
         "values of another shape than the keys": key.shape != value.shape,
-        "operands that vary over different axes of shard_map": len({_varies_over(x) for x in (query, key, value)}) > 1,
+        "operands that vary over different axes of shard_map": len(
+            {_varies_over(x) for x in (query, key, value)}
+        )
+        > 1,
     }
 
 
@@ -150,14 +162,20 @@ def _static_mask(query: Array, key: Array, mask: Any) -> np.ndarray | None:
     mask = mask.reshape((1,) * (3 - mask.ndim) + mask.shape)
     if any(size != 1 for size in mask.shape[:-3]):
         return None
-    return np.broadcast_to(mask.reshape(mask.shape[-3:]), (mask.shape[-3], query.shape[-3], key.shape[-3]))
+    return np.broadcast_to(
+        mask.reshape(mask.shape[-3:]), (mask.shape[-3], query.shape[-3], key.shape[-3])
+    )
 
 
 def _has_empty_row(mask: np.ndarray | None, is_causal: bool) -> bool:
     """Returns whether a query has no key left: its weights are uniform in our definition, not in the kernel's."""
     if mask is None:
         return False
-    return not (np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask).any(-1).all()
+    return (
+        not (np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask)
+        .any(-1)
+        .all()
+    )
 
 
 def _one_shard(*arrays: Array) -> bool:
@@ -168,7 +186,9 @@ def _one_shard(*arrays: Array) -> bool:
     """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
     meshes = [mesh for mesh in meshes if not mesh.empty]
-    manual = [all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types) for mesh in meshes]
+    manual = [
+        all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types) for mesh in meshes
+    ]
     if any(mesh.size > 1 and not whole for mesh, whole in zip(meshes, manual, strict=True)):
         return False
     return bool(meshes) or jax.device_count() == 1

@@ -44,7 +44,9 @@ class Region:
 
     def size(self, shape: Sequence[int]) -> int:
         """Returns the number of elements that share a mean in an array of that shape."""
-        return math.prod(shape[axis] for axis in self.axes) * (shape[-1] // self.groups if self.groups else 1)
+        return math.prod(shape[axis] for axis in self.axes) * (
+            shape[-1] // self.groups if self.groups else 1
+        )
 
     def sum(self, x: Array) -> Array:
         """Returns the sums. Axes reduced over are 1; along the last one, each channel has the sum of its group."""
@@ -52,7 +54,9 @@ class Region:
         if not self.groups:
             return total
         width = x.shape[-1] // self.groups
-        return jnp.repeat(total.reshape(*total.shape[:-1], self.groups, width).sum(-1), width, axis=-1)
+        return jnp.repeat(
+            total.reshape(*total.shape[:-1], self.groups, width).sum(-1), width, axis=-1
+        )
 
     def mean(self, x: Array) -> Array:
         """Returns the means, in the shape of the sums."""
@@ -79,7 +83,9 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
     # XLA may drop a cast to half that a cast to float32 follows, but the sums are exact only of rounded numbers. With
     # all of float32's exponents: in float16's own, its subnormal numbers would become 0.
     wide = lax.reduce_precision(x.astype(jnp.float32), 8, info.nmant)
-    if not all(isinstance(x.shape[axis], int) for axis in region.axes):  # `jax.export` has symbolic sizes
+    if not all(
+        isinstance(x.shape[axis], int) for axis in region.axes
+    ):  # `jax.export` has symbolic sizes
         return _in_two_passes(region, wide)
     halves = _parts(wide.shape, region.axes, 2 ** (24 - precision))
     if halves is None:
@@ -111,9 +117,13 @@ def _of_parts(
 ) -> tuple[Array, Array, Array]:
     """Computes the moments of parts, and from those the region's. `cuts`: see `_exact_moments`."""
     shape, inner, outer = parts
-    centre, offset, variance = _exact_moments(wide.reshape(shape), Region(inner), precision, cuts=cuts)
+    centre, offset, variance = _exact_moments(
+        wide.reshape(shape), Region(inner), precision, cuts=cuts
+    )
     if outer or region.groups:
-        centre, offset, variance = _joined(centre, offset, variance, Region(outer, region.groups), precision)
+        centre, offset, variance = _joined(
+            centre, offset, variance, Region(outer, region.groups), precision
+        )
     kept = tuple(1 if axis in region.axes else size for axis, size in enumerate(wide.shape))
     return centre.reshape(kept), offset.reshape(kept), variance.reshape(kept)
 
@@ -161,7 +171,9 @@ def _parts(shape: Sequence[int], axes: Sequence[int], limit: int) -> _Parts | No
     return tuple(sizes), tuple(sorted(inner)), tuple(axis for axis in reduced if axis not in inner)
 
 
-def _exact_moments(x: Array, region: Region, precision: int, *, cuts: bool = True) -> tuple[Array, Array, Array]:
+def _exact_moments(
+    x: Array, region: Region, precision: int, *, cuts: bool = True
+) -> tuple[Array, Array, Array]:
     """Computes the mean, as the sum of two numbers, and the variance of numbers with `precision` bits.
 
     With S and Q the sums of x and of x^2 and c a number of `precision` bits close to the mean, the squared distances
@@ -180,12 +192,16 @@ def _exact_moments(x: Array, region: Region, precision: int, *, cuts: bool = Tru
     centre = _leading_bits(total / count, precision)
     rest = total - count * centre
     total_high = _leading_bits(total, 12)
-    about_centre = ((high - centre * total_high) + (low - centre * (total - total_high))) - centre * rest
+    about_centre = (
+        (high - centre * total_high) + (low - centre * (total - total_high))
+    ) - centre * rest
     offset = rest / count
     return centre, offset, jnp.maximum(about_centre - rest * offset, 0) / count
 
 
-def _joined(centre: Array, offset: Array, variance: Array, among: Region, precision: int) -> tuple[Array, Array, Array]:
+def _joined(
+    centre: Array, offset: Array, variance: Array, among: Region, precision: int
+) -> tuple[Array, Array, Array]:
     """Computes the moments of a whole from those of its parts, of equal size; the mean is the sum of two numbers.
 
     The whole's variance is the mean of the parts' and the variance of their means; that of the centres is exact, and
@@ -200,7 +216,9 @@ def _joined(centre: Array, offset: Array, variance: Array, among: Region, precis
 
 def _leading_bits(x: Array, count: int) -> Array:
     """Truncates float32 `x` to its first `count` significant bits."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFFFFFF << (24 - count) & 0xFFFFFFFF)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(
+        0xFFFFFFFF << (24 - count) & 0xFFFFFFFF
+    )
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -226,9 +244,16 @@ def shift_of(region: Region, x: Array) -> Array | None:
         x = x.reshape(*x.shape[:-1], region.groups, x.shape[-1] // region.groups)
         axes = (*axes, x.ndim - 1)
     quarters = [
-        x[tuple(slice(n * i // 4, n * i // 4 + 1) if axis in axes else slice(None) for axis, n in enumerate(x.shape))]
+        x[
+            tuple(
+                slice(n * i // 4, n * i // 4 + 1) if axis in axes else slice(None)
+                for axis, n in enumerate(x.shape)
+            )
+        ]
         for i in range(4)
     ]
     quarter = np.asarray(0.25, x.dtype)  # before the sum, which could overflow
-    shift = lax.stop_gradient(sum(element * quarter for element in quarters[1:]) + quarters[0] * quarter)
+    shift = lax.stop_gradient(
+        sum(element * quarter for element in quarters[1:]) + quarters[0] * quarter
+    )
     return jnp.repeat(shift[..., 0], x.shape[-1], axis=-1) if region.groups else shift

@@ -21,7 +21,9 @@ from mpmodules.linen._attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.linen._attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from mpmodules.linen._attention import SelfAttention as SelfAttention
 from mpmodules.linen._dot_product_attention import dot_product_attention as dot_product_attention
-from mpmodules.linen._dot_product_attention import dot_product_attention_weights as dot_product_attention_weights
+from mpmodules.linen._dot_product_attention import (
+    dot_product_attention_weights as dot_product_attention_weights,
+)
 from mpmodules.linen._containers import Sequential as Sequential
 from mpmodules.linen._convolution import Conv as Conv
 from mpmodules.linen._convolution import ConvLocal as ConvLocal
@@ -61,7 +63,9 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         if name.startswith("_") or _util.find_spec(f"flax.linen.{name}") is None:
             raise
-        return _importlib.import_module(f"flax.linen.{name}")  # a submodule that Flax does not import by itself
+        return _importlib.import_module(
+            f"flax.linen.{name}"
+        )  # a submodule that Flax does not import by itself
 
 
 def __dir__() -> list[str]:

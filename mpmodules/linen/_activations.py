@@ -26,7 +26,12 @@ class PReLU(Layer, flax_nn.PReLU):
     param_dtype: Any = None
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         inputs = jnp.asarray(args[0] if args else kwargs["inputs"])

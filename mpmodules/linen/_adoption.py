@@ -37,11 +37,18 @@ def _combined(cls: Any, ours: type) -> type:
 
     Looked up on it, methods are those of `cls`; instances run them inside of our boundary.
     """
-    combined: Any = type(cls.__name__, (cls, ours), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    combined: Any = type(
+        cls.__name__, (cls, ours), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
     for name in dir(cls):
         shown, run = inspect.getattr_static(cls, name), inspect.getattr_static(combined, name)
         special = name.startswith("__") and name != "__call__"
-        if run is not shown and not special and inspect.isfunction(run) and inspect.isfunction(shown):
+        if (
+            run is not shown
+            and not special
+            and inspect.isfunction(run)
+            and inspect.isfunction(shown)
+        ):
             setattr(combined, name, InstanceMethod(shown, run))
     constructor = cls.__init__
 
@@ -64,7 +71,9 @@ def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
     # A model that is a layer itself carries its policy, so that its call is a boundary.
     namespace["dtype_policy"] = getattr(type(module), "_ported_policy", None)
     object.__setattr__(module, "__class__", cls)
-    for name in getattr(cls, "_adopts_fields", ()):  # what a layer asks something of before it calls it
+    for name in getattr(
+        cls, "_adopts_fields", ()
+    ):  # what a layer asks something of before it calls it
         part = namespace.get(name)
         ours = None if obeys_policies(part) else adopting_class(type(part))
         if ours is not None:
@@ -82,7 +91,12 @@ class Adopter:
     """
 
     def __init__(
-        self, *, keep: Collection[str], composites: bool, dtype_fields: bool = False, cast_submodules: bool = False
+        self,
+        *,
+        keep: Collection[str],
+        composites: bool,
+        dtype_fields: bool = False,
+        cast_submodules: bool = False,
     ):
         self.keep = keep
         self.composites = composites
@@ -90,7 +104,11 @@ class Adopter:
         self.cast_submodules = cast_submodules
 
     def __call__(
-        self, next_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+        self,
+        next_fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: Any,
     ) -> Any:
         module, name = context.module, context.method_name
         known = obeys_policies(module)
@@ -113,8 +131,14 @@ class Adopter:
 
         if foreign and self._sets(module):
             next_fun = self._set(module, next_fun)
-        method = context.orig_method.func if next_fun is context.orig_method else _through(next_fun, context)
-        hands_on = foreign and self.cast_submodules and bool(module.path) and not is_innermost(module)
+        method = (
+            context.orig_method.func
+            if next_fun is context.orig_method
+            else _through(next_fun, context)
+        )
+        hands_on = (
+            foreign and self.cast_submodules and bool(module.path) and not is_innermost(module)
+        )
         own_body = is_upstream(context.orig_method.func)
         return run_method(module, method, args, kwargs, own_body=own_body, cast_result=hands_on)
 
@@ -135,16 +159,22 @@ def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
     bare = context.orig_method.func
 
     def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
-        if instance is not context.module:  # a copy of it inside a transform, where an RNN reads wider parameters
+        if (
+            instance is not context.module
+        ):  # a copy of it inside a transform, where an RNN reads wider parameters
             return bare(instance, *args, **kwargs)
         return next_fun(*args, **kwargs)
 
-    method.__name__ = context.method_name  # no more of it: what interceptors are around is not Flax's own
+    method.__name__ = (
+        context.method_name
+    )  # no more of it: what interceptors are around is not Flax's own
     method.__wrapped__ = bare  # type: ignore[attr-defined]
     return method
 
 
-def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+def layers_inside(
+    policy: Policy | None, declared: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[Any]:
     """Makes the Flax layers that Flax's code creates inside of a layer of ours obey policies and rules too.
 
     Args:
@@ -154,7 +184,11 @@ def layers_inside(policy: Policy | None, declared: Mapping[str, Any]) -> context
     """
     names = ("dtype", "param_dtype")
     given = [] if policy is not None else [name for name in names if declared.get(name) is not None]
-    if policy is None and not current_scope().rules and not any(is_half(declared[name]) for name in given):
+    if (
+        policy is None
+        and not current_scope().rules
+        and not any(is_half(declared[name]) for name in given)
+    ):
         return contextlib.nullcontext()
     if _in_force.adopters:  # one in force is called first, and leaves nothing to a second
         return contextlib.nullcontext()

@@ -22,14 +22,21 @@ class Attention(Module):
 
     _dtype_fields: ClassVar[bool] = True
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         fields = dtype_fields(self, policy)
         if declared_field(self, "attention_fn") is flax_nn.dot_product_attention:
             fields["attention_fn"] = dot_product_attention
         return fields
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         fields = self._policy_fields(effective.policy, None, method.__name__)
         if effective.dtype is not None:

@@ -43,7 +43,11 @@ def install_boundaries(cls: Any) -> None:
     for name in names:
         is_setup = name == "setup"
         private = name.startswith("_") and name != "__call__"
-        if name in fields or private or (not is_setup and (name in _FLAX_METHODS or name in NOT_BOUNDARIES)):
+        if (
+            name in fields
+            or private
+            or (not is_setup and (name in _FLAX_METHODS or name in NOT_BOUNDARIES))
+        ):
             continue
         method = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or hasattr(method, "nowrap"):
@@ -53,7 +57,11 @@ def install_boundaries(cls: Any) -> None:
         mark = method.__dict__.get("_policy_boundary")
         if mark is method:
             continue
-        setattr(cls, name, _setup_with_policy(method) if is_setup else _bounded(method, lifted=mark is not None))
+        setattr(
+            cls,
+            name,
+            _setup_with_policy(method) if is_setup else _bounded(method, lifted=mark is not None),
+        )
 
 
 def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
@@ -73,7 +81,9 @@ def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[...,
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nn.Module) or self.scope is None:
-            return method(self, *args, **kwargs)  # Flax says what is wrong with a call on an unbound module
+            return method(
+                self, *args, **kwargs
+            )  # Flax says what is wrong with a call on an unbound module
         return run_method(self, method, args, kwargs, lifted=lifted, own_body=own_body)
 
     call._policy_boundary = call  # type: ignore[attr-defined]
@@ -109,7 +119,11 @@ def _scope_inside(scope: Scope, effective: Effective, crosses: bool) -> Scope:
     """Returns the scope inside of a module's call."""
     if effective.policy is None:
         return scope
-    return boundary.inside(scope, effective.policy) if crosses else dataclasses.replace(scope, policy=effective.policy)
+    return (
+        boundary.inside(scope, effective.policy)
+        if crosses
+        else dataclasses.replace(scope, policy=effective.policy)
+    )
 
 
 def run_method(
@@ -136,14 +150,20 @@ def run_method(
     calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
         if scope.hands_on_float32 and not calls_foreign_cell(module):
-            return _run_for_autocast(module, method, args, kwargs, scope, lifted=lifted, own_body=own_body)
+            return _run_for_autocast(
+                module, method, args, kwargs, scope, lifted=lifted, own_body=own_body
+            )
         is_layer = getattr(type(module), "_is_layer", False)
         if is_layer:
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
         else:
             crosses = boundary.module_crosses(scope, effective.base) and not scope.hands_on_float32
         crossing = crossing_of(module, method.__name__)
-        if effective.policy is not None and crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
+        if (
+            effective.policy is not None
+            and crosses
+            and not (is_layer and type(module)._takes_inputs_as_they_come)
+        ):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
         source = effective.source.for_those_inside(where(module))
@@ -164,12 +184,21 @@ def run_method(
             returned = boundary.returns(scope, effective.policy)
             outputs = cast_outputs(returned, outputs, has_carry=has_carry)
         if cast_result and scope.policy is not None:
-            outputs = in_compute_dtype(module, scope.policy, outputs, given, has_carry=has_carry)
+            outputs = in_compute_dtype(
+                scope.policy, outputs, has_carry=has_carry, module=module, args=given
+            )
         return outputs
 
 
 def _run_for_autocast(
-    module: Any, method: Callable[..., Any], args: Any, kwargs: Any, scope: Scope, *, lifted: bool, own_body: bool
+    module: Any,
+    method: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    scope: Scope,
+    *,
+    lifted: bool,
+    own_body: bool,
 ) -> Any:
     """Calls a module inside of a port whose own code autocast runs."""
     if not obeys_policies(module):
@@ -180,7 +209,9 @@ def _run_for_autocast(
 
     def call() -> Any:
         policy = effective_policy(module, scope).policy
-        cast = (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        cast = (
+            (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        )
         return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
 
     has_carry = crossing.returns_carry(module, kwargs)
@@ -188,7 +219,11 @@ def _run_for_autocast(
 
 
 def _cast_inputs(
-    module: Any, policy: Policy, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any,
+    policy: Policy,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Arguments:
     return crossing_of(module, method.__name__).cast_inputs(
         policy,

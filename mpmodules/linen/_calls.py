@@ -46,7 +46,9 @@ class Recorded:
         self.obeyed: dict[tuple[tuple[str, ...], str], list[Effective | None]] = {}
         self._open: list[tuple[tuple[str, ...], str]] = []
 
-    def intercept(self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    def intercept(
+        self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> Any:
         if context.method_name == "setup":
             return next_fun(*args, **kwargs)
         call = context.module.path, context.method_name
@@ -58,7 +60,11 @@ class Recorded:
             self._open.pop()
 
     def note(self, module: flax_nn.Module, effective: Effective) -> None:
-        if self._open and self._open[-1][0] == path_of(module) and self.obeyed[self._open[-1]][-1] is None:
+        if (
+            self._open
+            and self._open[-1][0] == path_of(module)
+            and self.obeyed[self._open[-1]][-1] is None
+        ):
             self.obeyed[self._open[-1]][-1] = effective
 
 
@@ -77,7 +83,9 @@ def recording() -> Iterator[Recorded]:
 def unrecorded() -> Iterator[None]:
     """Leaves the calls in a block out of a summary that is being recorded."""
     recorded = calls.recorded
-    before = {} if recorded is None else {call: list(obeyed) for call, obeyed in recorded.obeyed.items()}
+    before = (
+        {} if recorded is None else {call: list(obeyed) for call, obeyed in recorded.obeyed.items()}
+    )
     try:
         yield
     finally:
@@ -170,7 +178,11 @@ def _check_rules(root: Any, scope: Scope) -> None:
     stored: set[str] = set()
     for collection in root.variables.values():
         _collect_paths(collection, (), stored)
-    wholes = [path for path, classes in calls.seen.items() if any(getattr(cls, "_is_whole", False) for cls in classes)]
+    wholes = [
+        path
+        for path, classes in calls.seen.items()
+        if any(getattr(cls, "_is_whole", False) for cls in classes)
+    ]
     inside = tuple(f"{path}/" if path else "" for path in wholes)
 
     def can_obey(path: str) -> bool:
@@ -179,7 +191,9 @@ def _check_rules(root: Any, scope: Scope) -> None:
     called = {path: classes for path, classes in calls.seen.items() if can_obey(path)}
     stored = set(filter(can_obey, stored))
     paths: dict[str, Any] = dict.fromkeys(stored) | called
-    rules = scope.rules.of_model(model_name(root))  # others may be meant for another model in the block
+    rules = scope.rules.of_model(
+        model_name(root)
+    )  # others may be meant for another model in the block
     rules.check(paths if stored <= set(called) else list(paths), model=model_name(root))
 
 

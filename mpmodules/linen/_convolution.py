@@ -21,7 +21,9 @@ class Conv(Biased, flax_nn.Conv):
 
     param_dtype: Any = None
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "conv_general_dilated", functional.accumulating_conv
         )

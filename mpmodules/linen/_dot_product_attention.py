@@ -56,15 +56,21 @@ def dot_product_attention_weights(
             module, force_fp32_for_softmax, einsum_dot_general, einsum,
         )  # fmt: skip
     if (precision or einsum_dot_general) and einsum:
-        raise ValueError("precision/einsum_dot_general and einsum are mutually exclusive: give only one of them.")
+        raise ValueError(
+            "precision/einsum_dot_general and einsum are mutually exclusive: give only one of them."
+        )
     if einsum_dot_general is not None:
         einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
     attention.check_shapes(query, key)
-    narrow = not force_fp32_for_softmax or current_policy() is not None  # what it asks for is so in any case
+    narrow = (
+        not force_fp32_for_softmax or current_policy() is not None
+    )  # what it asks for is so in any case
     dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     sow = functools.partial(module.sow, "intermediates", "attention_weights") if module else None
     options: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision, "einsum": einsum}
-    return weights_of_call(query, key, dropout, sow, dtype=query.dtype if narrow else None, **options)
+    return weights_of_call(
+        query, key, dropout, sow, dtype=query.dtype if narrow else None, **options
+    )
 
 
 def dot_product_attention(
@@ -122,7 +128,9 @@ def dot_product_attention(
             attn_weights_value_einsum,
         )  # fmt: skip
     if bool(qk_attn_weights_einsum) != bool(attn_weights_value_einsum):
-        raise ValueError("qk_attn_weights_einsum and attn_weights_value_einsum must be specified together.")
+        raise ValueError(
+            "qk_attn_weights_einsum and attn_weights_value_einsum must be specified together."
+        )
     if (precision or einsum_dot_general) and qk_attn_weights_einsum:
         raise ValueError(
             "precision/einsum_dot_general and qk_attn_weights_einsum/attn_weights_value_einsum are mutually "
@@ -138,7 +146,9 @@ def dot_product_attention(
         force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
     )  # fmt: skip
     if einsum_dot_general is not None:
-        attn_weights_value_einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
+        attn_weights_value_einsum = functools.partial(
+            jnp.einsum, precision=precision, _dot_general=einsum_dot_general
+        )
     if attn_weights_value_einsum is not None:
         return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
     return attention.weighted_values(weights, value, precision=precision)

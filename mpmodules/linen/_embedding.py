@@ -33,41 +33,61 @@ class Embed(Layer, flax_nn.Embed):
     _takes_inputs_as_they_come: ClassVar[bool] = True
     _accumulates_in: ClassVar[Any] = None
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
         return fields | half_safe_fields(self, fields["param_dtype"])  # the table is made in setup
 
     def attend(self, query: jax.Array) -> jax.Array:
         """Returns the inner products of a query (..., features) with each embedding: (..., num_embeddings)."""
         if self._accumulates_in is None:
-            undecorated: Any = inspect.unwrap(flax_nn.Embed.attend)  # the method machinery is entered once
+            undecorated: Any = inspect.unwrap(
+                flax_nn.Embed.attend
+            )  # the method machinery is entered once
             return undecorated(self, query)
         promoted: Any = self.promote_dtype(query, self.embedding, dtype=self.dtype)
         query, table = promoted
         return functional.accumulating(jnp.dot, self._accumulates_in)(query, table.T)
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         if declared_field(self, "promote_dtype") is not promote_dtype:
             return super()._call_layer(effective, crosses, method, args, kwargs)
         if method.__name__ == "__call__":
             return self._look_up(effective, crosses, method, args, kwargs)
-        if crosses and policy is not None and functional.is_wider(policy.output_dtype, policy.compute_dtype):
+        if (
+            crosses
+            and policy is not None
+            and functional.is_wider(policy.output_dtype, policy.compute_dtype)
+        ):
             with fields_set(self, {"_accumulates_in": policy.output_dtype}):
                 return super()._call_layer(effective, crosses, method, args, kwargs)
         return super()._call_layer(effective, crosses, method, args, kwargs)
 
     def _look_up(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         fields = self._policy_fields(policy, None, method.__name__)
         reduction_dtype = jnp.float32 if policy is None else policy.reduction_dtype
         stored: list[Any] = []
 
-        def as_stored(table: jax.Array, *, dtype: Any = None, inexact: bool = True) -> list[jax.Array]:
+        def as_stored(
+            table: jax.Array, *, dtype: Any = None, inexact: bool = True
+        ) -> list[jax.Array]:
             stored.append(table.dtype)
             return [functional.widen(table, reduction_dtype)]
 

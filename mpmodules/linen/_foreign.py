@@ -68,14 +68,20 @@ def _parameters_in(dtype: np.dtype, module: Any) -> Iterator[None]:
         value = type(module).param(module, name, _cast_after(init_fn, dtype), *args, **kwargs)
         return jax.tree.map(regions.handed_on, value) if current_scope().hands_on_float32 else value
 
-    def variable(col: str, name: str, init_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def variable(
+        col: str, name: str, init_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if col == "params" and init_fn is not None:
             init_fn = _cast_after(init_fn, dtype)
         return type(module).variable(module, col, name, init_fn, *args, **kwargs)
 
     # On the instance, not its class: other threads call other instances. What a module calls so itself stays.
     namespace = vars(module)
-    ours = {name: function for name, function in (("param", param), ("variable", variable)) if name not in namespace}
+    ours = {
+        name: function
+        for name, function in (("param", param), ("variable", variable))
+        if name not in namespace
+    }
     namespace.update(ours)
     try:
         yield
@@ -95,14 +101,17 @@ def _cast_after(init_fn: Callable[..., Any], dtype: np.dtype) -> Callable[..., A
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def in_compute_dtype(module: Any, policy: Policy, outputs: Any, args: tuple[Any, ...], *, has_carry: bool) -> Any:
+def in_compute_dtype(
+    policy: Policy, outputs: Any, *, has_carry: bool, module: Any, args: tuple[Any, ...]
+) -> Any:
     """Casts to compute_dtype what a submodule hands on, but no carry that was given in another dtype.
 
     Args:
-      module: the submodule. Inside of a lifted class (nn.scan(Block)) its parent is no module.
-      policy: the policy in force where it is called.
-      args: the arguments of its call; the first may be a carry.
+      policy: the policy in force where the submodule is called.
+      outputs: the outputs of its call.
       has_carry: whether the first of a pair of outputs is a recurrent cell's carry.
+      module: the submodule. Inside of a lifted class (nn.scan(Block)) its parent is no module.
+      args: the arguments of its call; the first may be a carry.
     """
     to_compute_dtype = dataclasses.replace(policy, output_dtype=policy.compute_dtype)
     lifted = not isinstance(module.parent, flax_nn.Module)
@@ -111,7 +120,9 @@ def in_compute_dtype(module: Any, policy: Policy, outputs: Any, args: tuple[Any,
     carry, rest = outputs
     if jax.tree.structure(carry) == jax.tree.structure(args[0]):
         # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type than the first.
-        carry = jax.tree.map(lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0])
+        carry = jax.tree.map(
+            lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0]
+        )
     else:
         carry = cast_outputs(to_compute_dtype, carry, has_carry=False)
     return carry, cast_outputs(to_compute_dtype, rest, has_carry=False)

@@ -63,12 +63,19 @@ def _carries_policy(model: Any) -> bool:
 
 
 def _is_float32(policy: Policy) -> bool:
-    return {policy.param_dtype, policy.compute_dtype, policy.output_dtype} == {jnp.dtype(jnp.float32)}
+    return {policy.param_dtype, policy.compute_dtype, policy.output_dtype} == {
+        jnp.dtype(jnp.float32)
+    }
 
 
 def _warn_where_missing(model: Any) -> None:
     scope, (_, policy) = current_scope(), _initialised[id(model)]
-    if scope.policy is not None or scope.in_float32 or scope.hands_on_float32 or source_in_force().kind == "scope":
+    if (
+        scope.policy is not None
+        or scope.in_float32
+        or scope.hands_on_float32
+        or source_in_force().kind == "scope"
+    ):
         return
     warn_once(
         f"{type(model).__name__} was initialised under '{policy}', and is applied with no policy in force: its layers "

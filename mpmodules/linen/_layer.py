@@ -29,18 +29,27 @@ class Layer(Module):
     # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         """Returns the dataclass fields to set for a call of `method_name` that is to return `output_dtype`."""
         return dtype_fields(self, policy)
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         complex_dtype = complex_input((*args, *kwargs.values()))
         if policy is not None and effective.dtype is None and complex_dtype is not None:
             with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
-                return method(self, *args, **kwargs)  # as Flax infers it: no policy casts complex numbers
+                return method(
+                    self, *args, **kwargs
+                )  # as Flax infers it: no policy casts complex numbers
         output_dtype = None if policy is None else returned_dtype(policy, crosses)
         fields = self._policy_fields(policy, output_dtype, method.__name__)
         fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
@@ -50,7 +59,9 @@ class Layer(Module):
             return method(self, *args, **kwargs)
 
 
-def half_safe_fields(layer: Any, param_dtype: DTypeLike, *, defaults: bool = False) -> dict[str, Any]:
+def half_safe_fields(
+    layer: Any, param_dtype: DTypeLike, *, defaults: bool = False
+) -> dict[str, Any]:
     """Returns a layer's initialisers, made to work in half precision where its parameters are half.
 
     Args:
@@ -61,7 +72,8 @@ def half_safe_fields(layer: Any, param_dtype: DTypeLike, *, defaults: bool = Fal
     given = {
         field.name: getattr(layer, field.name)
         for field in dataclasses.fields(layer)
-        if field.name.endswith("_init") and (defaults or getattr(layer, field.name) is not field.default)
+        if field.name.endswith("_init")
+        and (defaults or getattr(layer, field.name) is not field.default)
     }
     return half_safe_inits(given, param_dtype)
 

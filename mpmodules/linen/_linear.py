@@ -21,7 +21,9 @@ from policy.policy import Policy
 from policy.precedence import Effective
 
 
-def accumulator_fields(layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any) -> dict:
+def accumulator_fields(
+    layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any
+) -> dict:
     """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is wider than compute.
 
     An operation or a `promote_dtype` of the user's own is left in place: then the result is widened afterwards.
@@ -30,10 +32,17 @@ def accumulator_fields(layer: Any, policy: Policy | None, output_dtype: Any, hoo
       hook: the name of the field that takes the operation.
       operation: makes the operation from the accumulator's dtype.
     """
-    if policy is None or output_dtype is None or not functional.is_wider(output_dtype, policy.compute_dtype):
+    if (
+        policy is None
+        or output_dtype is None
+        or not functional.is_wider(output_dtype, policy.compute_dtype)
+    ):
         return {}
     given = (declared_field(layer, hook), declared_field(layer, f"{hook}_cls"))
-    if any(value is not None for value in given) or declared_field(layer, "promote_dtype") is not promote_dtype:
+    if (
+        any(value is not None for value in given)
+        or declared_field(layer, "promote_dtype") is not promote_dtype
+    ):
         return {}
     promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(output_dtype))
     return {hook: operation(output_dtype), "promote_dtype": promote}
@@ -43,7 +52,9 @@ class Biased(Layer):
     """Base class of the matmul and convolution layers: the gradient of a half bias is summed in reduction_dtype."""
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> Any:
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
         """Returns the shape in which the bias is added to `y`, or None to leave its gradient to Flax.
 
         Args:
@@ -53,7 +64,12 @@ class Biased(Layer):
         return functional.trailing(y, operands[2])
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         biases = DetachedBiases(promote_dtype)
 
@@ -65,7 +81,9 @@ class Biased(Layer):
 
         y = super()._call_layer(effective, crosses, run, args, kwargs)
         wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
-        return biases.with_gradients(y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs))
+        return biases.with_gradients(
+            y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs)
+        )
 
 
 class Accumulating(Biased):
@@ -76,19 +94,35 @@ class Accumulating(Biased):
     """
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         given = declared_field(self, "promote_dtype") is not promote_dtype
         given = given or declared_field(self, "preferred_element_type") is not None
-        in_complex = effective.dtype is not None or functional.complex_input((*args, *kwargs.values())) is not None
-        wider = crosses and policy is not None and functional.is_wider(policy.output_dtype, policy.compute_dtype)
+        in_complex = (
+            effective.dtype is not None
+            or functional.complex_input((*args, *kwargs.values())) is not None
+        )
+        wider = (
+            crosses
+            and policy is not None
+            and functional.is_wider(policy.output_dtype, policy.compute_dtype)
+        )
         if policy is None or given or in_complex or not wider:
             return super()._call_layer(effective, crosses, method, args, kwargs)
-        promote = DetachedOperands(PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype)))
+        promote = DetachedOperands(
+            PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype))
+        )
 
         def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            with fields_set(layer, {"promote_dtype": promote, "preferred_element_type": policy.output_dtype}):
+            with fields_set(
+                layer, {"promote_dtype": promote, "preferred_element_type": policy.output_dtype}
+            ):
                 return method(layer, *args, **kwargs)
 
         y = super()._call_layer(effective, crosses, functools.wraps(method)(run), args, kwargs)
@@ -98,13 +132,20 @@ class Accumulating(Biased):
         return functional.with_operand_gradients(y, inputs, promote.kernel, operation)
 
     def _operation(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict, inputs: jax.Array, kernel: jax.Array
+        self,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+        inputs: jax.Array,
+        kernel: jax.Array,
     ) -> jax.Array:
         """Runs Flax's method on these operands alone: no bias, no mask, no variable."""
         view: Any = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         fields: dict[str, Any] = {"use_bias": False, "mask": None, "param": lambda *_: kernel}
-        view.__dict__.update(fields, promote_dtype=lambda *arrays, dtype=None, inexact=True: list(arrays))
+        view.__dict__.update(
+            fields, promote_dtype=lambda *arrays, dtype=None, inexact=True: list(arrays)
+        )
         return method(view, inputs, *args, **kwargs)
 
 
@@ -117,7 +158,9 @@ class Dense(Biased, flax_nn.Dense):
 
     param_dtype: Any = None
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
         )
@@ -128,14 +171,20 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
 
     param_dtype: Any = None
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
         )
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> Any:
-        batch = len(np.atleast_1d(np.asarray(self.batch_dims, int)))  # they lead in the result, and in the bias
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        batch = len(
+            np.atleast_1d(np.asarray(self.batch_dims, int))
+        )  # they lead in the result, and in the bias
         bias = operands[2].shape
         return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
 
@@ -146,7 +195,9 @@ class Einsum(Accumulating, flax_nn.Einsum):
     param_dtype: Any = None
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> Any:
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
         equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
         equation = flax_nn.merge_param("einsum_str", self.einsum_str, equation)
         return self._get_bias_shape(equation.replace(" ", ""), *operands[:2])[1]

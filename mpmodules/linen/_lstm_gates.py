@@ -21,7 +21,9 @@ _NAMES = ("hi", "hf", "hg", "ho")
 def gates_of(cell: Any) -> Gates | None:
     """Returns the gates that the functions of `cell` are applied to, or None where they can't be determined."""
     call = inspect.unwrap(type(cell).__call__)
-    for cls in reversed(type(cell).__mro__):  # the class that the code is of; those derived from it wrap it
+    for cls in reversed(
+        type(cell).__mro__
+    ):  # the class that the code is of; those derived from it wrap it
         own = vars(cls).get("__call__")
         if own is not None and inspect.unwrap(own) is call:
             return applied_gates(cls)
@@ -39,12 +41,19 @@ def applied_gates(cls: Any) -> Gates | None:
       None where the class can't be run so, or does not apply exactly one function to each gate.
     """
     try:
-        with ThreadPoolExecutor(1) as elsewhere:  # no scope, interceptor or trace of the call under way holds there
+        with ThreadPoolExecutor(
+            1
+        ) as elsewhere:  # no scope, interceptor or trace of the call under way holds there
             given = elsewhere.submit(jax.jit(functools.partial(_given_to_functions, cls))).result()
-    except Exception:  # whatever a newer Flax may say to other names: then the gradients are Flax's own
+    except (
+        Exception
+    ):  # whatever a newer Flax may say to other names: then the gradients are Flax's own
         return None
     gate_at = dict(enumerate(_NAMES, 1))
-    gates: Gates = {name: tuple(gate_at.get(np.asarray(x).item()) for x in calls) for name, calls in given.items()}
+    gates: Gates = {
+        name: tuple(gate_at.get(np.asarray(x).item()) for x in calls)
+        for name, calls in given.items()
+    }
     found = [gate for calls in gates.values() for gate in calls if gate is not None]
     return gates if sorted(found) == sorted(_NAMES) else None
 
@@ -82,10 +91,16 @@ class GateBiases:
         self.gates = {name: list(calls) for name, calls in gates.items()}
         self.biases: dict[str, jax.Array] = {}
 
-    def intercept(self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    def intercept(
+        self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> Any:
         returned = next_fun(*args, **kwargs)
         part = context.module
-        if part.parent is not self.cell or context.method_name != "__call__" or part.name not in _NAMES:
+        if (
+            part.parent is not self.cell
+            or context.method_name != "__call__"
+            or part.name not in _NAMES
+        ):
             return returned
         kernel, bias = returned
         self.biases[part.name] = bias

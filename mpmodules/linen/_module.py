@@ -40,19 +40,34 @@ else:  # an ABCMeta: a module can have abstract classes and protocols among its 
 class _ModuleMeta(_MetaOfProtocol):
     """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks survive a port."""
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+    ) -> Any:
         cls: Any = super().__new__(mcs, name, bases, namespace, **kwargs)
-        if not any(isinstance(base, abc.ABCMeta) and not isinstance(base, _ModuleMeta) for base in cls.__mro__):
-            cls.__abstractmethods__ = frozenset()  # no base asked for the check, which Flax's modules do not make
+        if not any(
+            isinstance(base, abc.ABCMeta) and not isinstance(base, _ModuleMeta)
+            for base in cls.__mro__
+        ):
+            cls.__abstractmethods__ = (
+                frozenset()
+            )  # no base asked for the check, which Flax's modules do not make
         return cls
 
     def __instancecheck__(cls, instance: Any) -> bool:
         upstream = cls.__dict__.get("_upstream_class")
-        return type.__instancecheck__(cls, instance) if upstream is None else isinstance(instance, upstream)
+        return (
+            type.__instancecheck__(cls, instance)
+            if upstream is None
+            else isinstance(instance, upstream)
+        )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         upstream = cls.__dict__.get("_upstream_class")
-        return type.__subclasscheck__(cls, subclass) if upstream is None else issubclass(subclass, upstream)
+        return (
+            type.__subclasscheck__(cls, subclass)
+            if upstream is None
+            else issubclass(subclass, upstream)
+        )
 
 
 # What a layer's docstring says of the argument.
@@ -81,17 +96,25 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     """
 
     # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position reaches it.
-    if TYPE_CHECKING:  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
+    if (
+        TYPE_CHECKING
+    ):  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
         dtype_policy: DtypePolicy = module_field(kw_only=True, default=None)
     else:
-        dtype_policy: DtypePolicy = dataclasses.field(default=None, kw_only=True, metadata={KW_ONLY: True})
+        dtype_policy: DtypePolicy = dataclasses.field(
+            default=None, kw_only=True, metadata={KW_ONLY: True}
+        )
 
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
-    _upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
+    _upstream_class: ClassVar[type] = (
+        flax_nn.Module
+    )  # what the class stands for in isinstance and in class rules
     _crossing: ClassVar[Crossing] = PLAIN
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
-    _is_whole: ClassVar[bool] = False  # what is inside it holds parameters and computes nothing: no rule is for it
+    _is_whole: ClassVar[bool] = (
+        False  # what is inside it holds parameters and computes nothing: no rule is for it
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         is_library = module_of(cls).startswith("mpmodules.linen.")
@@ -119,7 +142,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             try:
                 policy = get_policy(policy)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{type(self).__name__}(dtype_policy={policy!r}): {error}") from None
+                raise type(error)(
+                    f"{type(self).__name__}(dtype_policy={policy!r}): {error}"
+                ) from None
             object.__setattr__(self, "dtype_policy", policy)
         super().__post_init__()
 
@@ -141,7 +166,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
         @flax_nn.nowrap
         def _validate_setup(self) -> None:
-            if calls.validates:  # else a call of ours is lifted, where a plain one validates nothing
+            if (
+                calls.validates
+            ):  # else a call of ours is lifted, where a plain one validates nothing
                 super()._validate_setup()
 
         @flax_nn.nowrap
@@ -157,7 +184,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         apply = flax_nn.nowrap(missing_policy(flax_nn.Module.apply))
 
 
-Module.__annotations__["dtype_policy"] = DtypePolicy  # Flax copies it into subclasses, where the name means nothing
+Module.__annotations__["dtype_policy"] = (
+    DtypePolicy  # Flax copies it into subclasses, where the name means nothing
+)
 
 
 def _keep_from_flax(cls: type) -> None:

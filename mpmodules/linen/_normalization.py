@@ -78,11 +78,16 @@ class Normalization(Layer):
     _updates: ClassVar[dict[str, jax.Array] | None] = None
     _running: ClassVar[tuple[str, ...]] = ()  # the running statistics
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         fast = declared_field(self, "use_fast_variance")
         if policy is None:
             return dtype_fields(self, None) | {"use_fast_variance": True if fast is None else fast}
-        fields = dtype_fields(self, policy) | {"dtype": policy.reduction_dtype, "_reads_in": policy.reduction_dtype}
+        fields = dtype_fields(self, policy) | {
+            "dtype": policy.reduction_dtype,
+            "_reads_in": policy.reduction_dtype,
+        }
         return fields | {"use_fast_variance": False if fast is None else fast}
 
     def _takes_statistics(self, use_running_average: bool | None) -> bool:
@@ -90,7 +95,12 @@ class Normalization(Layer):
         return use_running_average is None
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         x = args[0] if args else kwargs.get("x")
@@ -111,7 +121,9 @@ class Normalization(Layer):
             with contextlib.suppress(_NotThere):
                 return self._normalized(x, output_dtype)
         run = _Run(method, policy, output_dtype, shifts, args[1:], tuple(rest.items()))
-        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
+        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(
+            x.dtype, jnp.floating
+        )
         # A call that may create parameters can't do so inside of a transform.
         remembered = widens and not self.is_mutable_collection("params")
         y, updates = _remembered(self, run, x) if remembered else run(self, x)
@@ -136,18 +148,24 @@ class Normalization(Layer):
         bias = self._stored("params", "bias", shape) if self.use_bias else None
         running = {name: self._stored("batch_stats", name, shape) for name in self._running}
         y, *statistics = normalized(self, x, region, scale, bias, output_dtype)
-        for (name, value), batch in zip(running.items(), statistics if running else (), strict=True):
+        for (name, value), batch in zip(
+            running.items(), statistics if running else (), strict=True
+        ):
             self.put_variable("batch_stats", name, averaged(self, value, batch))
         return y
 
     def _stored(self, collection: str, name: str, shape: tuple[int, ...]) -> jax.Array:
         """Returns the value of a variable that exists and has that shape."""
-        value: Any = meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
+        value: Any = (
+            meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
+        )
         if getattr(value, "shape", None) != shape:
             raise _NotThere
         return value
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         """Returns the updates of variables for the input before the shift."""
         return updates
 
@@ -162,7 +180,9 @@ class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the result, and the values of the running statistics that the call writes."""
         updates: dict[str, jax.Array] = {}
-        fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
+        fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {
+            "_updates": updates
+        }
         fields |= half_safe_fields(layer, self.policy.param_dtype)
         x = jnp.asarray(x, self.policy.reduction_dtype)
         region = layer._region(x) if self.shifts or self.is_masked(layer) else None
@@ -172,11 +192,18 @@ class _Run(NormalizationCall):
         shift = None if region is None or not self.shifts else shift_of(region, x)
         if shift is not None:
             x, fields["use_fast_variance"] = x - shift, True
-        with fields_set(layer, fields), mixing_allowed():  # Flax's statistics mix dtypes where the input is half
+        with (
+            fields_set(layer, fields),
+            mixing_allowed(),
+        ):  # Flax's statistics mix dtypes where the input is half
             y = self.method(layer, x, *self.args, **dict(self.rest))
-        return cast_array(y, self.output_dtype), updates if shift is None else layer._shifted_back(updates, shift)
+        return cast_array(y, self.output_dtype), updates if shift is None else layer._shifted_back(
+            updates, shift
+        )
 
-    def _masked(self, layer: Any, x: jax.Array, region: Region) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _masked(
+        self, layer: Any, x: jax.Array, region: Region
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Normalises by the statistics of what the mask keeps, handed to Flax's method as running ones."""
         args, rest = by_running_average(self.args, dict(self.rest))
         shape = tuple(x.shape[axis] for axis in feature_axes(layer, x.ndim))
@@ -191,7 +218,9 @@ def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[st
     parts = _parts(layer, run)
     if parts is not None:
         with contextlib.suppress(_NotThere):
-            return keeping_inputs_once(_run_apart, run, type(layer), parts.fields)(x, parts.variables)
+            return keeping_inputs_once(_run_apart, run, type(layer), parts.fields)(
+                x, parts.variables
+            )
     return keeping_inputs(functools.partial(run, layer))(x)
 
 
@@ -224,7 +253,11 @@ def _parts(layer: Any, run: _Run) -> _Parts | None:
 
 
 def _run_apart(
-    run: _Run, kind: type, fields: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
+    run: _Run,
+    kind: type,
+    fields: tuple[tuple[str, Any], ...],
+    x: jax.Array,
+    variables: dict[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs `run` on an unbound layer that is put together again from its parts."""
     layer: Any = object.__new__(kind)
@@ -296,10 +329,14 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     _region = batch_norm_region
 
     def _takes_statistics(self, use_running_average: bool | None) -> bool:
-        given = [flag for flag in (self.use_running_average, use_running_average) if flag is not None]
+        given = [
+            flag for flag in (self.use_running_average, use_running_average) if flag is not None
+        ]
         return len(given) == 1 and not given[0]  # none, or two, are Flax's to refuse
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         if "mean" not in updates:
             return updates
         mean = updates["mean"]
@@ -307,7 +344,12 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
 
     @flax_nn.nowrap
     def variable(
-        self, col: str, name: str, init_fn: Callable[..., Any] | None = None, *init_args: Any, **kwargs: Any
+        self,
+        col: str,
+        name: str,
+        init_fn: Callable[..., Any] | None = None,
+        *init_args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Returns Flax's `variable`; running statistics are created in the wider of reduction_dtype and float32."""
         make, reads_in = init_fn, self._reads_in

@@ -12,7 +12,15 @@ import flax.linen as flax_nn
 import jax
 
 from mpmodules._boundary import cast_outputs
-from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decisions, Shown, described, told_apart, tracing
+from mpmodules._own_code import (
+    ASKED_FOR,
+    LAYERS_ONLY,
+    Decision,
+    Decisions,
+    describe,
+    key_of_call,
+    tracing,
+)
 from mpmodules._port_options import PortOptions
 from mpmodules.linen._calls import unrecorded
 from mpmodules.linen._pure_calls import Method, lifted
@@ -58,7 +66,9 @@ def call_port(
         return plainly()
     if shown.text and not module.is_initializing():  # which holds no parameters yet to tell of
         warn_once(_decisions.told(type(module), shown.text))
-    if module.is_initializing():  # dtypes and shapes as in a call; initialisers are none of autocast's business
+    if (
+        module.is_initializing()
+    ):  # dtypes and shapes as in a call; initialisers are none of autocast's business
         with tracing():
             outputs = plainly()
     else:
@@ -67,25 +77,31 @@ def call_port(
 
 
 def _key(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    fields = [(f.name, getattr(module, f.name, None)) for f in dataclasses.fields(module) if f.name != "parent"]
+    fields = [
+        (f.name, getattr(module, f.name, None))
+        for f in dataclasses.fields(module)
+        if f.name != "parent"
+    ]
     function = inspect.unwrap(method)
     code = getattr(function, "__code__", function)  # all lambdas have one name
-    return type(module), code, module.is_initializing(), tuple(fields), told_apart(args, kwargs)
+    return type(module), code, module.is_initializing(), tuple(fields), key_of_call(args, kwargs)
 
 
-def _shown(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shown | None:
+def _shown(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Decision | None:
     """Returns what a call shows of the code that no layer makes; nothing of the trace remains.
 
     None where it can't be traced in float32, as code that asks for another dtype: it is called as it is, and says
     itself what is wrong.
     """
-    found: list[Shown] = []
+    found: list[Decision] = []
     seen: dict[tuple[str, ...], type] = {}
 
     def look(call: Ported) -> Any:
         name = type(module).__name__
         classes = {(name, *path): cls.__name__ for path, cls in seen.items()}
-        found.append(described(name, call, classes, _held(module, seen)))
+        found.append(describe(name, call, classes, _held(module, seen)))
         raise _Decided
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -112,7 +128,9 @@ def _held(module: Any, seen: Mapping[tuple[str, ...], type]) -> dict[str, float]
     leaves = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
     for path, leaf in leaves:
         names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        owner = next((seen[names[:n]] for n in range(len(names), -1, -1) if names[:n] in seen), None)
+        owner = next(
+            (seen[names[:n]] for n in range(len(names), -1, -1) if names[:n] in seen), None
+        )
         total += leaf.size
         if owner is not None and not is_ours(owner):
             sizes[owner.__name__] += leaf.size

@@ -85,7 +85,9 @@ def install(cls: Any) -> None:
 
 
 @flax_nn.nowrap
-def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_reading(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls a method of a module; where it reads parameters of its own, their gradients are summed in float32.
 
     Args:
@@ -94,14 +96,19 @@ def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: di
       args, kwargs: its arguments.
     """
     plainly = functools.partial(_call_plainly, module, method, args, kwargs)
-    if not _reads_in_half(module, method, args, kwargs):
+    if not _reads_own_params(module, method, args, kwargs):
         outputs = plainly()
         if _has_just_initialised(module, method) and getattr(type(module), "keep_params", ()):
             warn_of_unknown_names(type(module), own_params(module), f"'{where(module)}'")
         return outputs
     try:
-        return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums)(module, *args, **kwargs)
-    except (*CANNOT_BE_TRACED, TransformedMethodReturnValueError):  # the latter: it returns a module
+        return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums)(
+            module, *args, **kwargs
+        )
+    except (
+        *CANNOT_BE_TRACED,
+        TransformedMethodReturnValueError,
+    ):  # the latter: it returns a module
         vars(module)[_KEPT] = True
         try:
             return plainly()
@@ -115,13 +122,23 @@ def _has_just_initialised(module: Any, method: Method) -> bool:
     return module.is_initializing()
 
 
-def _reads_in_half(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _reads_own_params(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     scope = current_scope()
-    if scope.marks_reads or module.scope is None or not is_users(type(module)) or _KEPT in vars(module):
+    if (
+        scope.marks_reads
+        or module.scope is None
+        or not is_users(type(module))
+        or _KEPT in vars(module)
+    ):
         return False
     if getattr(method, "__name__", "") in NOT_BOUNDARIES or module.is_initializing():
         return False
-    policy, params = effective_policy(module, scope).policy, module.scope.variables().get("params", {})
+    policy, params = (
+        effective_policy(module, scope).policy,
+        module.scope.variables().get("params", {}),
+    )
     if not needs_float32_sums(policy, params, _arrays(args, kwargs)):
         return False
     return bool(own_params(module)) or _holds_params_of_others(module)
@@ -145,7 +162,9 @@ def _users_children(module: Any) -> bool:
     """Returns whether a user's module with parameters of its own is an attribute of a bound module, as far as bound."""
     attributes = {name: value for name, value in vars(module).items() if name != "parent"}
     leaves = jax.tree.leaves(attributes, is_leaf=is_reference)
-    children = [leaf for leaf in leaves if isinstance(leaf, flax_nn.Module) and is_users(type(leaf))]
+    children = [
+        leaf for leaf in leaves if isinstance(leaf, flax_nn.Module) and is_users(type(leaf))
+    ]
     return any(child.scope is not None and own_params(child) for child in children)
 
 

@@ -63,7 +63,9 @@ def apply_policy(
     if not isinstance(model, flax_nn.Module):
         raise not_a_model(model, "a linen module", other="mpmodules.nnx")
     if model.scope is not None:
-        raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
+        raise ValueError(
+            "apply_policy takes an unbound model; apply the policy before bind, init or apply."
+        )
     options = port_options(
         policy,
         rules,

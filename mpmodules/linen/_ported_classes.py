@@ -35,7 +35,11 @@ _FLAX_STATE = frozenset(vars(_Bare(parent=None)))
 
 
 def fields_of(model: flax_nn.Module) -> dict[str, Any]:
-    return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+    return {
+        f.name: getattr(model, f.name)
+        for f in dataclasses.fields(model)
+        if f.init and f.name != "parent"
+    }
 
 
 def state_of(model: flax_nn.Module) -> dict[str, Any]:
@@ -80,10 +84,14 @@ class _Port:
         self.options = options
         may_multiply = not is_ours(layer) or issubclass(base, (flax_nn.RNN, flax_nn.Bidirectional))
         self.autocasts = options.own_code != "keep" and may_multiply
-        policy = None if is_layer else options.policy  # a layer is a boundary only by a policy of its own
+        policy = (
+            None if is_layer else options.policy
+        )  # a layer is a boundary only by a policy of its own
         self.scope = Scope(policy, options.rules, options=options.beside_policy)
         self.adopter = Adopter(
-            keep=["dtype"] if options.keep_explicit else [],  # an explicit param_dtype can't be told from the default
+            keep=["dtype"]
+            if options.keep_explicit
+            else [],  # an explicit param_dtype can't be told from the default
             composites=True,
             dtype_fields=options.dtype_fields,
             cast_submodules=options.cast_submodules,
@@ -94,7 +102,9 @@ class _Port:
         """Returns whether a method of the model was entered in this thread: one that it calls is not entered again."""
         return self in _entered.ports
 
-    def outermost(self, module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outermost(
+        self, module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls ``method(module, *args, **kwargs)``, the outermost method of a bound model, under scope and adopter."""
         return self._run(lambda: method(module, *args, **kwargs), module, method, args, kwargs)
 
@@ -152,10 +162,14 @@ def _is_transformed(method: Callable[..., Any]) -> bool:
 def _ported_class(base: Any, options: PortOptions) -> Any:
     """Makes the subclass of `base` whose calls enter the scope and the adopter, and which is `base` in all else."""
     port = _Port(base, options)
-    call_wrapped_method = base._call_wrapped_method  # Flax's, through which every method runs that it wrapped
+    call_wrapped_method = (
+        base._call_wrapped_method
+    )  # Flax's, through which every method runs that it wrapped
 
     @flax_nn.nowrap
-    def _call_wrapped_method(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_wrapped_method(
+        self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.scope is None or port.under_way or getattr(fun, "__name__", "") in _NOT_ENTERED:
             return call_wrapped_method(self, fun, args, kwargs)
         return port.outermost(self, flax_nn.module.wrap_method_once(fun), args, kwargs)
@@ -164,7 +178,10 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
     def __reduce__(self: Any) -> Any:
         return rebuild, (base, options, fields_of(self), state_of(self))
 
-    others = {name: InstanceMethod(method, port.entering(method)) for name, method in _not_wrapped(base).items()}
+    others = {
+        name: InstanceMethod(method, port.entering(method))
+        for name, method in _not_wrapped(base).items()
+    }
     taking_methods = {
         name: InstanceMethod(getattr(base, name), _taking_methods(getattr(base, name), others))
         for name in ("apply", "init_with_output")
@@ -197,7 +214,11 @@ def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
     fields = {field.name for field in dataclasses.fields(base)}
     names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)}
     names -= NOT_BOUNDARIES | fields | (set(dir(flax_nn.Module)) - {"__call__"})
-    methods = {name: inspect.getattr_static(base, name) for name in names if name == "__call__" or name[0] != "_"}
+    methods = {
+        name: inspect.getattr_static(base, name)
+        for name in names
+        if name == "__call__" or name[0] != "_"
+    }
     return {
         name: method
         for name, method in methods.items()
@@ -220,7 +241,9 @@ def _taking_methods(entry: Callable[..., Any], others: dict[str, Any]) -> Callab
         function = getattr(method, "__func__", method)
         if callable(function):
             by_name = named.get(function) if inspect.isfunction(function) else None
-            is_free = not (hasattr(function, "method_handler_wrapped") or hasattr(function, "nowrap"))
+            is_free = not (
+                hasattr(function, "method_handler_wrapped") or hasattr(function, "nowrap")
+            )
             method = by_name or (flax_nn.module.wrap_method_once(function) if is_free else method)
         return entry(self, *args, method=method, **kwargs)
 

@@ -20,7 +20,9 @@ Run = Callable[[Callable[..., Any], Any, Any, Any], Any]
 
 
 def lifted(
-    method: Method, run: Run, inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    method: Method,
+    run: Run,
+    inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Method:
     """Returns a method that hands itself to `run` as a pure function of variables and arguments.
 
@@ -43,7 +45,9 @@ def _transform(
 ) -> Callable[..., Any]:
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
-    def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def inner(
+        scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         params, others = _params_and_others(variables)
 
         def call(params: Any, others: Any, inputs: Any) -> Any:

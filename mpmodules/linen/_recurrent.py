@@ -45,19 +45,28 @@ class Cell(Layer):
     is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
     """
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         fields = self._policy_fields(effective.policy, None, method.__name__)
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
         step = functools.partial(method, self)
         declared = declared_dtypes(self)
-        mixing = mixing_allowed(bool(current_scope().rules))  # may give layers inside another output_dtype
+        mixing = mixing_allowed(
+            bool(current_scope().rules)
+        )  # may give layers inside another output_dtype
         with fields_set(self, fields), layers_inside(effective.policy, declared), mixing:
             if method.__name__ != "__call__":
                 return step(*args, **kwargs)
@@ -77,7 +86,10 @@ class Cell(Layer):
           The carry: an array, or a tuple of arrays.
         """
         fields = plain_fields(self, effective_policy(self, current_scope()))
-        if _is_floating(fields["dtype"]) and declared_field(self, "carry_init") is jax.nn.initializers.zeros:
+        if (
+            _is_floating(fields["dtype"])
+            and declared_field(self, "carry_init") is jax.nn.initializers.zeros
+        ):
             fields |= {"param_dtype": fields["dtype"]}  # zeros need no rounding
         else:
             fields |= half_safe_fields(self, fields["param_dtype"], defaults=True)
@@ -125,7 +137,12 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     _is_whole: ClassVar[bool] = True
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
 
@@ -171,7 +188,12 @@ class RNN(Module, flax_nn.RNN):
     _crossing: ClassVar[Crossing] = LoopCrossing()
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         carry = kwargs.get("initial_carry")
         if carry is not None and isinstance(self.cell, Cell):
@@ -200,7 +222,9 @@ class RNN(Module, flax_nn.RNN):
         and the gradient of each is summed over the steps in float32: JAX sums that of a loop's constant in the
         constant's own dtype.
         """
-        is_upstreams = isinstance(self.cell, Cell) and is_upstream(inspect.unwrap(type(self.cell).__call__))
+        is_upstreams = isinstance(self.cell, Cell) and is_upstream(
+            inspect.unwrap(type(self.cell).__call__)
+        )
         if not is_upstreams or self.is_initializing() or self.is_mutable_collection("params"):
             return False
         return any(is_half(x.dtype) for x in jax.tree.leaves(self.cell.variables.get("params", {})))

@@ -28,7 +28,9 @@ class Read:
         policy = current_scope().policy if calls.paths else None
         if policy is None:
             return self.stored
-        return read_parameter(self.stored, policy.compute_dtype if self.dtype is None else self.dtype)
+        return read_parameter(
+            self.stored, policy.compute_dtype if self.dtype is None else self.dtype
+        )
 
 
 def made_in_setup(module: Any, value: Any, read: Read) -> None:
@@ -41,7 +43,12 @@ def hold(module: Any) -> None:
     """Takes the parameters that setup assigned out of a module's attributes, where `held` finds them."""
     namespace = vars(module)
     made: list[tuple[Any, Read]] = namespace.pop(_MADE, [])
-    reads = {name: read for name, value in list(namespace.items()) for returned, read in made if value is returned}
+    reads = {
+        name: read
+        for name, value in list(namespace.items())
+        for returned, read in made
+        if value is returned
+    }
     for name in reads:
         del namespace[name]
     if reads:

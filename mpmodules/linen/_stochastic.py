@@ -18,7 +18,12 @@ class Dropout(Layer, flax_nn.Dropout):
     _dtype_fields: ClassVar[bool] = True
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         if policy is not None and args:

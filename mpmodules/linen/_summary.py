@@ -10,15 +10,19 @@ from typing import Any
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
-from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, taking_what, with_columns
+from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, with_columns, with_signature_of
 from mpmodules.linen._calls import Recorded, recording
 from policy.precedence import DtypePolicyWarning, Effective
 from policy.scope import Scope, current_scope, enter
 
 
-@taking_what(flax_summary.tabulate)
+@with_signature_of(flax_summary.tabulate)
 def tabulate(
-    module: flax_nn.Module, rngs: Any, *options: Any, policy_columns: bool | None = None, **named_options: Any
+    module: flax_nn.Module,
+    rngs: Any,
+    *options: Any,
+    policy_columns: bool | None = None,
+    **named_options: Any,
 ) -> Callable[..., str]:
     """`flax.linen.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
 
@@ -55,7 +59,10 @@ def tabulate(
                 *others: Any,
             ) -> str:
                 cells = _cells(table, recorded)
-                draw = hooked(flax_summary._render_table, _get_rich_repr=_drawing(cells, column_kwargs, policy_columns))
+                draw = hooked(
+                    flax_summary._render_table,
+                    _get_rich_repr=_drawing(cells, column_kwargs, policy_columns),
+                )
                 return draw(table, console_kwargs, table_kwargs, column_kwargs, *others)
 
             rows = hooked(flax_summary._get_module_table, _get_call_flops=_flops(recorded))
@@ -65,7 +72,7 @@ def tabulate(
     return summary
 
 
-@taking_what(flax_nn.Module.tabulate)
+@with_signature_of(flax_nn.Module.tabulate)
 def tabulate_method(
     module: flax_nn.Module, rngs: Any, *args: Any, policy_columns: bool | None = None, **kwargs: Any
 ) -> str:
@@ -97,13 +104,17 @@ def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
         held = obeyed()(call.path, call.method)
         policy = current_scope().policy if held is None else held.base
         with enter(Scope(policy)), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DtypePolicyWarning)  # told of already, under the module's own path
+            warnings.simplefilter(
+                "ignore", DtypePolicyWarning
+            )  # told of already, under the module's own path
             return flax_summary._get_call_flops(call, *which)
 
     return flops
 
 
-def _drawing(cells: list[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None) -> Callable[..., str]:
+def _drawing(
+    cells: list[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None
+) -> Callable[..., str]:
     return lambda table, console_kwargs: flax_summary._get_rich_repr(
         with_columns(table, cells, column_kwargs, policy_columns), console_kwargs
     )

@@ -29,21 +29,34 @@ class ReparameterizedWeights(Module):
     """
 
     _dtype_fields: ClassVar[bool] = True
-    _reads_in: ClassVar[Any] = None  # while weights are being normalised: the dtype to read parameters in
+    _reads_in: ClassVar[Any] = (
+        None  # while weights are being normalised: the dtype to read parameters in
+    )
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy)
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         with fields_set(self, plain_fields(self, effective) | {"_obeys": effective.policy}):
             return method(self, *args, **kwargs)
 
-    _obeys: ClassVar[Policy | None] = None  # while a call is under way: the policy that the call obeys
+    _obeys: ClassVar[Policy | None] = (
+        None  # while a call is under way: the policy that the call obeys
+    )
 
     @flax_nn.nowrap
-    def _normalised(self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any) -> jax.Array:
+    def _normalised(
+        self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any
+    ) -> jax.Array:
         """Computes ``normalise(weights)`` in reduction_dtype, and returns it in the dtype that the layer inside gets.
 
         Args:
@@ -64,13 +77,17 @@ class ReparameterizedWeights(Module):
             return cast_array(normalised, weights.dtype)
         if self._obeys is not None:
             return normalised
-        return cast_array(normalised, self._inferred_dtype(weights) if self.dtype is None else self.dtype)
+        return cast_array(
+            normalised, self._inferred_dtype(weights) if self.dtype is None else self.dtype
+        )
 
     @flax_nn.nowrap
     def _inferred_dtype(self, weights: jax.Array) -> Any:
         """Returns Flax's result dtype where none is given: the one that weights and its own parameters promote to."""
         with mixing_allowed():
-            return jnp.result_type(weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights)
+            return jnp.result_type(
+                weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights
+            )
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
@@ -85,7 +102,9 @@ class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
     param_dtype: Any = None
 
     def _l2_normalize(self, path: Any, vs: Any) -> Any:
-        return self._normalised(lambda weights: flax_nn.WeightNorm._l2_normalize(self, path, weights), vs)
+        return self._normalised(
+            lambda weights: flax_nn.WeightNorm._l2_normalize(self, path, weights), vs
+        )
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):

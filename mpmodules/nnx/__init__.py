@@ -56,7 +56,9 @@ from mpmodules.pooling import pool as pool
 
 if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
     from mpmodules.nnx._rotary import RoPE as RoPE
-    from mpmodules.nnx._rotary import dot_product_attention_with_rope as dot_product_attention_with_rope
+    from mpmodules.nnx._rotary import (
+        dot_product_attention_with_rope as dot_product_attention_with_rope,
+    )
 
 if hasattr(_flax_nnx, "EMA"):  # flax 0.12.12 and later
     from mpmodules.nnx._ema import EMA as EMA
@@ -68,7 +70,9 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         if name.startswith("_") or _util.find_spec(f"flax.nnx.{name}") is None:
             raise
-        return _importlib.import_module(f"flax.nnx.{name}")  # a submodule that Flax does not import by itself
+        return _importlib.import_module(
+            f"flax.nnx.{name}"
+        )  # a submodule that Flax does not import by itself
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,12 @@ class PReLU(Layer, flax_nnx.PReLU):
     """
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         view = in_complex(self, args, kwargs)
         if view is not None:

@@ -41,7 +41,9 @@ def effective_in_port(
     )
 
 
-def adopt(module: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool) -> None:
+def adopt(
+    module: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool
+) -> None:
     """Makes one built module obey `policy`: its methods, its dtype attributes and its own variables."""
     if is_container(module):
         _cast_variables(module, policy)
@@ -58,7 +60,9 @@ def adopt(module: Any, policy: Policy, source: Source, options: PortOptions, *, 
 
 def _calls_foreign_cell(module: Any) -> bool:
     """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
-    return isinstance(module, flax_nnx.RNN) and not (is_ours(type(module.cell)) or _is_layer(type(module.cell)))
+    return isinstance(module, flax_nnx.RNN) and not (
+        is_ours(type(module.cell)) or _is_layer(type(module.cell))
+    )
 
 
 @functools.cache
@@ -95,7 +99,9 @@ def _cast_variables(module: Any, policy: Policy) -> None:
     for _, variable in children_of(module):
         if isinstance(variable, flax_nnx.Param):
             variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
-        elif isinstance(variable, flax_nnx.Cache):  # keys and values are written into it as they are computed
+        elif isinstance(
+            variable, flax_nnx.Cache
+        ):  # keys and values are written into it as they are computed
             variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
 
 
@@ -107,7 +113,11 @@ def _has_dtypes(module: Any) -> bool:
 def _takes_dtypes(cls: type) -> bool:
     """Returns whether a class is, or derives from, a layer of Flax's that is built with `dtype` and `param_dtype`."""
     names = {"dtype", "param_dtype"}
-    return any(names <= set(inspect.signature(base.__init__).parameters) for base in cls.__mro__ if base in LAYER_OF)
+    return any(
+        names <= set(inspect.signature(base.__init__).parameters)
+        for base in cls.__mro__
+        if base in LAYER_OF
+    )
 
 
 def _explicit_dtype(module: Any) -> Any:
@@ -139,14 +149,20 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
         else:
             _put_port(child)
         _obey(child, *(inherited if rule is None else of_rule(rule)))
-        cast(Any, child)._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
+        cast(
+            Any, child
+        )._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
 
 
 def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
     """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the keys to each."""
     held = vars(node)
     if getattr(node, "_pytree__is_pytree", False):
-        held = {name: held[name] for name, is_data in node._pytree__nodes.items() if is_data and name in held}
+        held = {
+            name: held[name]
+            for name, is_data in node._pytree__nodes.items()
+            if is_data and name in held
+        }
     leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=_is_child)
     return [
         (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)

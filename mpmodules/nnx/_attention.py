@@ -35,7 +35,9 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
 
     _adopts_children: ClassVar[bool] = True
 
-    def _policy_arguments(self, upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _policy_arguments(
+        self, upstream_init: Callable[..., None], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         if kwargs.get("attention_fn") in (None, flax_nnx.dot_product_attention):
             return kwargs | {"attention_fn": dot_product_attention}
         return kwargs

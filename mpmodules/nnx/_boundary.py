@@ -63,7 +63,11 @@ def install_boundaries(cls: Any) -> None:
 
 def is_boundary_name(name: str) -> bool:
     """Returns whether a method of that name is public, and no method of every module."""
-    return (name == "__call__" or not name.startswith("_")) and name not in _FLAX_METHODS and name not in NOT_BOUNDARIES
+    return (
+        (name == "__call__" or not name.startswith("_"))
+        and name not in _FLAX_METHODS
+        and name not in NOT_BOUNDARIES
+    )
 
 
 def is_method(attribute: Any) -> bool:
@@ -73,7 +77,9 @@ def is_method(attribute: Any) -> bool:
     if isinstance(attribute, staticmethod | classmethod | property | type | functools.partial):
         return False
     # A transformed method, such as nnx.jit makes: callable, binds like a function, and wraps one.
-    return callable(attribute) and hasattr(attribute, "__get__") and hasattr(attribute, "__wrapped__")
+    return (
+        callable(attribute) and hasattr(attribute, "__get__") and hasattr(attribute, "__wrapped__")
+    )
 
 
 def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
@@ -84,7 +90,11 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nnx.Module):
             return method(self, *args, **kwargs)
-        body = method if is_function else lambda self, *args, **kwargs: method.__get__(self)(*args, **kwargs)
+        body = (
+            method
+            if is_function
+            else lambda self, *args, **kwargs: method.__get__(self)(*args, **kwargs)
+        )
         return run_method(self, Method(body, name, is_upstreams, method), args, kwargs)
 
     call._policy_boundary = call  # type: ignore[attr-defined]
@@ -113,7 +123,8 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
         with port_under_way(depth=0):
             return _run_method(module, method, args, kwargs)
 
-    return call_port(module, note, method.name, plainly, args, kwargs, functools.partial(port_under_way, depth=1))
+    inside = functools.partial(port_under_way, depth=1)
+    return call_port(module, method.name, args, kwargs, note, plainly=plainly, inside=inside)
 
 
 def _run_for_autocast(
@@ -128,7 +139,9 @@ def _run_for_autocast(
     crossing = crossing_of(module, method.name)
 
     def call() -> Any:
-        cast = (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        cast = (
+            (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        )
         return _run_method(module, method, *cast)
 
     has_carry = crossing.returns_carry(module, kwargs)
@@ -195,7 +208,9 @@ def _run_body(
     return method.body(ours, *args, **kwargs)
 
 
-def _scan_carries_explained(module: Any, crosses: bool, effective: Effective) -> AbstractContextManager[None]:
+def _scan_carries_explained(
+    module: Any, crosses: bool, effective: Effective
+) -> AbstractContextManager[None]:
     """Notes a boundary, and around the outermost call adds those inside to JAX's error for a scan's carry."""
     if not crosses or effective.policy is None:
         return contextlib.nullcontext()

@@ -38,15 +38,29 @@ class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
     """
 
     def _call_accumulating(
-        self, policy: Policy, dtype: DTypeLike, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        policy: Policy,
+        dtype: DTypeLike,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         detached = DetachedOperands(PromoteToAccumulator(policy.compute_dtype, jnp.dtype(dtype)))
 
         def operation(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
             promote = lambda arrays, dtype=None, inexact=True: arrays  # noqa: E731
-            without = {"bias": None, "use_bias": False, "mask": None, "preferred_element_type": None}
-            return method(viewed(self, kernel={...: kernel}, promote_dtype=promote, **without), inputs)
+            without = {
+                "bias": None,
+                "use_bias": False,
+                "mask": None,
+                "preferred_element_type": None,
+            }
+            return method(
+                viewed(self, kernel={...: kernel}, promote_dtype=promote, **without), inputs
+            )
 
-        y = method(viewed(self, promote_dtype=detached, preferred_element_type=dtype), *args, **kwargs)
+        y = method(
+            viewed(self, promote_dtype=detached, preferred_element_type=dtype), *args, **kwargs
+        )
         inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
         return functional.with_operand_gradients(y, inputs, detached.kernel, operation)

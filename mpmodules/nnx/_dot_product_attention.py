@@ -13,7 +13,13 @@ from flax.nnx.nn.attention import dot_product_attention_weights as _flax_attenti
 from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
 
 from mpmodules import attention
-from mpmodules._attention_calls import Dropout, kernel_of_call, reduction_dtype, weights_of_call, without_weights
+from mpmodules._attention_calls import (
+    Dropout,
+    kernel_of_call,
+    reduction_dtype,
+    weights_of_call,
+    without_weights,
+)
 from mpmodules.functional import is_wider
 from policy.scope import current_policy
 
@@ -54,8 +60,17 @@ def dot_product_attention_weights(
             module, promote_dtype, is_causal,
         )  # fmt: skip
     dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-    sow = functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights") if module else None
-    options: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision, "is_causal": is_causal}
+    sow = (
+        functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
+        if module
+        else None
+    )
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "precision": precision,
+        "is_causal": is_causal,
+    }
     return weights_of_call(query, key, dropout, sow, dtype=query.dtype, **options)
 
 
@@ -107,7 +122,12 @@ def dot_product_attention(
             precision, module, promote_dtype, is_causal,
         )  # fmt: skip
     needs_weights = dropout.is_on or module is not None
-    options: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision, "is_causal": is_causal}
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "precision": precision,
+        "is_causal": is_causal,
+    }
     attended = without_weights(kernel, needs_weights, query, key, value, **options)
     if attended is not None:
         return attended

@@ -43,7 +43,9 @@ class EMA(flax_nnx.EMA):
 def _check_wide(params: Any, only: Any, **options: Any) -> None:
     narrow = [
         f"{path_name(path)} is {leaf.dtype}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(unboxed(flax_nnx.state(params, only, **options)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            unboxed(flax_nnx.state(params, only, **options))
+        )
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     ]
     if narrow:

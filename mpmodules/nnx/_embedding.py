@@ -26,7 +26,9 @@ class AsStored:
 
     reduction_dtype: np.dtype
 
-    def __call__(self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    def __call__(
+        self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+    ) -> tuple[Any, ...]:
         return tuple(functional.widen(x, self.reduction_dtype) for x in arrays)
 
 
@@ -41,15 +43,24 @@ class Embed(Layer, flax_nnx.Embed):
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy, name = effective.policy, method.__name__
         if self.promote_dtype is not promote_dtype:
             return method(self, *args, **kwargs)
         if name == "__call__":
             reduction_dtype = jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
-            embedded = method(viewed(self, promote_dtype=AsStored(reduction_dtype)), *args, **kwargs)
-            return cast_array(embedded, self.dtype if policy is None else returned_dtype(policy, crosses))
+            embedded = method(
+                viewed(self, promote_dtype=AsStored(reduction_dtype)), *args, **kwargs
+            )
+            return cast_array(
+                embedded, self.dtype if policy is None else returned_dtype(policy, crosses)
+            )
         view = in_complex(self, args, kwargs)
         if view is not None:
             return method(view, *args, **kwargs)
@@ -62,7 +73,9 @@ class Embed(Layer, flax_nnx.Embed):
             return self._attend_accumulating(policy.output_dtype, *args, **kwargs)
         return method(self, *args, **kwargs)
 
-    def _attend_accumulating(self, dtype: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def _attend_accumulating(
+        self, dtype: Any, query: jax.Array, out_sharding: Any = None
+    ) -> jax.Array:
         query, table = promote_dtype((query, self.embedding[...]), dtype=self.dtype)
 
         def dot(query: jax.Array, table: jax.Array, **preferred: Any) -> jax.Array:

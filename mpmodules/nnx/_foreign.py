@@ -33,4 +33,6 @@ def in_compute_dtype(policy: Policy, outputs: Any, *, has_carry: bool) -> Any:
       outputs: the outputs of its call.
       has_carry: whether the first of a pair of outputs is a recurrent cell's carry.
     """
-    return cast_outputs(policy.replace(output_dtype=policy.compute_dtype), outputs, has_carry=has_carry)
+    return cast_outputs(
+        policy.replace(output_dtype=policy.compute_dtype), outputs, has_carry=has_carry
+    )

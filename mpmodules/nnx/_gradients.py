@@ -83,7 +83,9 @@ def value_and_grad(
 
         return flaxs_value_and_gradients
 
-    differentiated = nnx.value_and_grad(scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options)
+    differentiated = nnx.value_and_grad(
+        scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options
+    )
 
     @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -128,7 +130,9 @@ def _widened_leaves(tree: Any) -> Any:
 
 
 def _any_half(tree: Any) -> bool:
-    return any(functional.is_half(leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    return any(
+        functional.is_half(leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")
+    )
 
 
 def _is_variable(x: Any) -> bool:
@@ -141,6 +145,7 @@ def _mapped(function: Callable[[Any], Any], gradients: Any) -> Any:
     after, structure = jax.tree.flatten(function(gradients), is_leaf=_is_variable)
     made: dict[int, Any] = {}
     shared = [
-        made.setdefault(id(old), new) if _is_variable(old) else new for old, new in zip(before, after, strict=False)
+        made.setdefault(id(old), new) if _is_variable(old) else new
+        for old, new in zip(before, after, strict=False)
     ]
     return jax.tree.unflatten(structure, shared + after[len(before) :])

@@ -19,7 +19,9 @@ class BuiltWithDtypes(Module):
     dtype: Any  # what Flax's constructors store
     param_dtype: Any
 
-    _adopts_children: ClassVar[bool] = False  # whether Flax's constructor makes layers, which are to obey the policy
+    _adopts_children: ClassVar[bool] = (
+        False  # whether Flax's constructor makes layers, which are to obey the policy
+    )
 
     def _construct(
         self,
@@ -36,7 +38,9 @@ class BuiltWithDtypes(Module):
         if self._adopts_children:
             adopt_children(self, effective.policy)
 
-    def _policy_arguments(self, upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _policy_arguments(
+        self, upstream_init: Callable[..., None], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """Returns the keyword arguments for Flax's constructor, of those that have the policy's dtypes in them."""
         return kwargs
 
@@ -51,7 +55,12 @@ class Layer(BuiltWithDtypes):
     _takes_inputs_as_they_come: ClassVar[bool] = False
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         """Runs one of Flax's own methods; `crosses` tells that the call is a boundary and returns output_dtype."""
         return method(self, *args, **kwargs)

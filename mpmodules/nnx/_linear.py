@@ -35,7 +35,12 @@ class Matmul(Layer):
     _accumulating: ClassVar[Callable[..., Any]]
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         preferred = getattr(self, "preferred_element_type", None)
@@ -53,8 +58,13 @@ class Matmul(Layer):
             return cast_array(accumulating(policy, wide, method, args, kwargs), output_dtype)
         if preferred is not None:
             promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(preferred))
-            return cast_array(method(viewed(self, promote_dtype=promote), *args, **kwargs), output_dtype)
-        if not (functional.is_wider(output_dtype, policy.compute_dtype) and self._has_default_operation()):
+            return cast_array(
+                method(viewed(self, promote_dtype=promote), *args, **kwargs), output_dtype
+            )
+        if not (
+            functional.is_wider(output_dtype, policy.compute_dtype)
+            and self._has_default_operation()
+        ):
             return self._call_biased(policy, method, args, kwargs)
         view = viewed(
             self,
@@ -70,9 +80,13 @@ class Matmul(Layer):
         biases = DetachedBiases(promote_dtype)
         y = method(viewed(self, promote_dtype=biases), *args, **kwargs)
         wide = jnp.float32 if policy is None else policy.reduction_dtype
-        return biases.with_gradients(y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs))
+        return biases.with_gradients(
+            y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs)
+        )
 
-    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> tuple[int, ...]:
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> tuple[int, ...]:
         """Returns the shape in which the bias is added to `y`.
 
         Args:
@@ -84,7 +98,9 @@ class Matmul(Layer):
     def _has_default_operation(self) -> bool:
         if self._operation is None or getattr(self, "dot_general_cls", None) is not None:
             return False
-        return any(getattr(self, self._operation) is default for default in self._default_operations)
+        return any(
+            getattr(self, self._operation) is default for default in self._default_operations
+        )
 
 
 class Linear(Matmul, flax_nnx.Linear):
@@ -105,8 +121,13 @@ class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
     _default_operations = (None, lax.dot_general)
     _accumulating = staticmethod(functional.accumulating_dot_general)
 
-    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> tuple[int, ...]:
-        bias, batch = operands[2].shape, len(self.batch_axis)  # batch axes lead in the result, and in the bias
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> tuple[int, ...]:
+        bias, batch = (
+            operands[2].shape,
+            len(self.batch_axis),
+        )  # batch axes lead in the result, and in the bias
         return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
 
 
@@ -117,7 +138,11 @@ class Einsum(Matmul, flax_nnx.Einsum):
     _default_operations = (jnp.einsum,)
     _accumulating = staticmethod(functional.accumulating_einsum)
 
-    def _bias_shape(self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict) -> tuple[int, ...]:
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> tuple[int, ...]:
         equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
         equation = self.einsum_str if equation is None else equation
-        return tuple(self._infer_broadcasted_bias_shape(str(equation).replace(" ", ""), *operands[:2]))
+        return tuple(
+            self._infer_broadcasted_bias_shape(str(equation).replace(" ", ""), *operands[:2])
+        )

@@ -31,7 +31,12 @@ class LoRA(Layer, flax_nnx.LoRA):
     """
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy, base = effective.policy, self.base_module
         view = in_complex(self, args, kwargs)
@@ -41,7 +46,10 @@ class LoRA(Layer, flax_nnx.LoRA):
         if crosses and self.dtype == policy.compute_dtype and self.promote_dtype is promote_dtype:
             view, returned = _accumulating(self, policy.output_dtype), policy.output_dtype
         if callable(base):
-            view = viewed(view, base_module=lambda x, **kwargs: cast_array(base(_plain(x), **kwargs), returned))
+            view = viewed(
+                view,
+                base_module=lambda x, **kwargs: cast_array(base(_plain(x), **kwargs), returned),
+            )
         return method(view, *args, **kwargs)
 
 
@@ -73,7 +81,9 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
         # Flax hands these on to Linear without naming them.
         names = ("dtype", "param_dtype")
         own = list(inspect.signature(upstream_init).parameters.values())
-        named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+        named = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names
+        ]
         init.__signature__ = inspect.Signature([*own[:-1], *named, own[-1]])  # type: ignore[attr-defined]
         super()._construct(policy, source, init, args, kwargs)
         if type(self.lora) is flax_nnx.LoRA:
@@ -90,7 +100,12 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
             self.lora._capture(low_rank.policy, low_rank.source)  # type: ignore[attr-defined]
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
 
@@ -126,9 +141,15 @@ def _plain(x: Any) -> Any:
 def _accumulating(lora: Any, dtype: Any) -> Any:
     """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider than its operands."""
 
-    def promote(arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    def promote(
+        arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+    ) -> tuple[Any, ...]:
         x, *matrices = promote_dtype(arrays, dtype=dtype, inexact=inexact)
-        return (_Factor(x, returned), *matrices) if functional.is_wider(returned, x.dtype) else (x, *matrices)
+        return (
+            (_Factor(x, returned), *matrices)
+            if functional.is_wider(returned, x.dtype)
+            else (x, *matrices)
+        )
 
     returned = dtype
     return viewed(lora, promote_dtype=promote)

@@ -43,7 +43,9 @@ class ModuleMeta(FlaxModuleMeta):
     # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves `__init__` alone only where
     # this returns something else than the class: hence the union, in which the class and its attributes stay known.
     @overload
-    def __call__(cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any) -> T | Any: ...
+    def __call__(
+        cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any
+    ) -> T | Any: ...
     @overload
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +80,10 @@ class ModuleMeta(FlaxModuleMeta):
         if any(p.name == "dtype_policy" for p in parameters):
             return inspect.Signature(parameters)
         added = inspect.Parameter(
-            "dtype_policy", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Policy | str | None"
+            "dtype_policy",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation="Policy | str | None",
         )
         last = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
         return inspect.Signature([*parameters[:last], added, *parameters[last:]])
@@ -91,7 +96,9 @@ class ModuleMeta(FlaxModuleMeta):
         )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if "_upstream_class" in cls.__dict__:  # asked of the MRO: Flax's own check asks all its subclasses, us included
+        if (
+            "_upstream_class" in cls.__dict__
+        ):  # asked of the MRO: Flax's own check asks all its subclasses, us included
             return cls.__dict__["_upstream_class"] in subclass.__mro__
         return super().__subclasscheck__(subclass)
 
@@ -126,7 +133,9 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
         dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
-    _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
+    _upstream_class: ClassVar[type] = (
+        flax_nnx.Module
+    )  # what the class stands for in isinstance and in class rules
 
     _policy_source = NO_SOURCE  # where the policy came from
     _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
@@ -150,7 +159,9 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""
-        if policy is not None or self.dtype_policy is not None:  # an __init__ may have stored its own argument there
+        if (
+            policy is not None or self.dtype_policy is not None
+        ):  # an __init__ may have stored its own argument there
             self.dtype_policy = policy
             self._policy_source = NO_SOURCE if policy is None else source
 
@@ -160,7 +171,9 @@ def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., Non
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        construction = calls.constructions[-1] if calls.constructions else Construction(source_in_force())
+        construction = (
+            calls.constructions[-1] if calls.constructions else Construction(source_in_force())
+        )
         self._construct(current_scope().policy, construction.source, upstream_init, args, kwargs)
         construction.captured = True
 

@@ -49,7 +49,9 @@ class PromoteTo:
 
     reduction_dtype: np.dtype
 
-    def __call__(self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    def __call__(
+        self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+    ) -> tuple[Any, ...]:
         return tuple(None if x is None else jnp.asarray(x, self.reduction_dtype) for x in arrays)
 
 
@@ -94,7 +96,9 @@ class Normalization(Layer):
             return None
         shape = tuple(x.shape[axis] for axis in feature_axes(self, x.ndim))
         values: dict[str, Any] = {
-            name: None if (v := getattr(self, name)) is None else v[...] for name in _VALUES if hasattr(self, name)
+            name: None if (v := getattr(self, name)) is None else v[...]
+            for name in _VALUES
+            if hasattr(self, name)
         }
         if any(value is not None and value.shape != shape for value in values.values()):
             return None
@@ -108,12 +112,19 @@ class Normalization(Layer):
         variable = getattr(self, name)
         variable[...] = jax.lax.stop_gradient(value).astype(variable[...].dtype)
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         """Returns the updated running statistics for the input before the shift."""
         return updates
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         x: Any = args[0] if args else kwargs.get("x")
@@ -124,13 +135,20 @@ class Normalization(Layer):
                 return method(in_complex(self, args, kwargs) or self, *args, **kwargs)
         if policy is None:
             stored: list[Any] = [
-                v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None
+                v[...]
+                for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias"))
+                if v is not None
             ]
             with mixing_allowed():  # what Flax infers, asked for without computing anything
                 output_dtype = canonicalize_dtype(x, *stored, dtype=self.dtype)
-            if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
+            if not any(
+                functional.is_half(dtype)
+                for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))
+            ):
                 return method(self, *args, **kwargs)
-            return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)
+            return cast_array(
+                method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype
+            )
         output_dtype = returned_dtype(policy, crosses)
         others: tuple[Any, ...] = args[1:]
         rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
@@ -145,7 +163,9 @@ class Normalization(Layer):
             if y is not None:
                 return y
         run = _Run(method, policy, output_dtype, shifts, others, tuple(rest.items()))
-        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
+        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(
+            x.dtype, jnp.floating
+        )
         y, updates = _remembered(self, run, x) if widens else run(self, x)
         if not self._uses_running_average(use_running_average):
             for statistic, value in updates.items():
@@ -174,10 +194,14 @@ class _Run(NormalizationCall):
             view.__dict__["use_fast_variance"] = shift is not None
         x = x if shift is None else x - shift
         updates: dict[str, jax.Array] | None = None
-        if region is not None and self.is_masked(layer):  # statistics of what the mask keeps, as if they were running
+        if region is not None and self.is_masked(
+            layer
+        ):  # statistics of what the mask keeps, as if they were running
             args, rest = by_running_average(args, rest)
             with mixing_allowed():
-                statistics, updates = masked_statistics(view, x, rest.pop("mask"), region.axes, statistics)
+                statistics, updates = masked_statistics(
+                    view, x, rest.pop("mask"), region.axes, statistics
+                )
         for statistic, value in statistics.items():  # written in here, put in place outside
             view.__dict__[statistic] = flax_nnx.BatchStat(value)
         # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
@@ -200,10 +224,16 @@ def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[st
     return keeping_inputs_once(_run_apart, run, type(layer), attributes)(x, variables)
 
 
-def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
+def _parts(
+    layer: Any, run: _Run
+) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
     """Returns the attributes that determine a layer's program, and its variables by name; None for a user's layer."""
-    namespace = {name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")}
-    variables = {name: value for name, value in namespace.items() if isinstance(value, flax_nnx.Variable)}
+    namespace = {
+        name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")
+    }
+    variables = {
+        name: value for name, value in namespace.items() if isinstance(value, flax_nnx.Variable)
+    }
     attributes = frozen((name, value) for name, value in namespace.items() if name not in variables)
     if attributes is None or not run.is_of(layer, __name__):
         return None
@@ -211,7 +241,11 @@ def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str
 
 
 def _run_apart(
-    run: _Run, kind: type, attributes: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
+    run: _Run,
+    kind: type,
+    attributes: tuple[tuple[str, Any], ...],
+    x: jax.Array,
+    variables: dict[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs `run` on a layer that is put together again from its parts."""
     layer: Any = object.__new__(kind)
@@ -267,9 +301,13 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
         return flag is not None and not flag  # where there is none, Flax says what to do
 
     def _uses_running_average(self, use_running_average: bool | None) -> bool:
-        return bool(self.use_running_average if use_running_average is None else use_running_average)
+        return bool(
+            self.use_running_average if use_running_average is None else use_running_average
+        )
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         mean = updates["mean"]
         return updates | {"mean": mean + (1 - self.momentum) * shift.reshape(mean.shape)}
 

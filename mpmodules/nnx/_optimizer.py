@@ -61,7 +61,9 @@ class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright
     """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too."""
 
 
-def _taking_like(scaled: ScaledGradients, tx: MixedPrecision) -> optax.GradientTransformationExtraArgs:
+def _taking_like(
+    scaled: ScaledGradients, tx: MixedPrecision
+) -> optax.GradientTransformationExtraArgs:
     """Returns `tx` for the tree inside of `scaled`, which Flax takes apart: the scale is put back."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:

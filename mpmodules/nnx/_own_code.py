@@ -11,7 +11,7 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules._boundary import cast_outputs
-from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Shown, described, told_apart, tracing
+from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decision, describe, key_of_call, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules.nnx._pure_calls import StatefulCall
 from policy.amp.ported import traced
@@ -30,7 +30,7 @@ class OwnCodeOf:
 
     def __init__(self, asked: OwnCode):
         self.asked: OwnCode = asked
-        self.known: dict[Hashable, Shown] = {}
+        self.known: dict[Hashable, Decision] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnCodeOf) and other.asked == self.asked
@@ -52,27 +52,28 @@ def own_code_of(module: Any) -> OwnCodeOf | None:
 
 def call_port(
     module: Any,
-    note: OwnCodeOf,
     name: str,
-    plainly: Callable[[], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    note: OwnCodeOf,
+    *,
+    plainly: Callable[[], Any],
     inside: Callable[[], AbstractContextManager[None]],
 ) -> Any:
     """Calls the outermost method of a port, its own code under autocast where it multiplies.
 
     Args:
       module: a foreign module of the port.
-      note: the module's.
-      name: the method's.
-      plainly: calls the method as it is.
+      name: the method's name.
       args, kwargs: its arguments.
+      note: the module's.
+      plainly: calls the method as it is.
       inside: a context in which calls are no outermost ones.
     """
     if note.asked == "keep":
         return plainly()
     policy: Policy = module.dtype_policy
-    key = name, told_apart(args, kwargs)
+    key = name, key_of_call(args, kwargs)
     shown = ASKED_FOR if note.asked else note.known.get(key)
     if shown == LAYERS_ONLY:
         return plainly()
@@ -88,7 +89,9 @@ def call_port(
         note.known[key] = LAYERS_ONLY  # not before: what fails in either way shows nothing
         return outputs
     if shown is None:
-        shown = note.known[key] = described(type(module).__name__, ported, *_classes_and_shares(module))
+        shown = note.known[key] = describe(
+            type(module).__name__, ported, *_classes_and_shares(module)
+        )
         if not shown.autocasts:
             return plainly()
     if shown.text:  # by the first call, whose shares may be others

@@ -12,14 +12,19 @@ import jax
 from flax import nnx as flax_nnx
 from flax.errors import TraceContextError
 
-from mpmodules._own_code import told_apart
+from mpmodules._own_code import key_of_call
 from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
 from mpmodules.nnx._pure_calls import StatefulCall
 from mpmodules.nnx._registry import is_ours
 from policy.casting import cast_floating, is_floating
 from policy.islands import as_in_force
-from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, read_parameter, with_float32_sums
+from policy.own_parameters import (
+    CANNOT_BE_TRACED,
+    needs_float32_sums,
+    read_parameter,
+    with_float32_sums,
+)
 from policy.policy import Policy
 from policy.pure_calls import UnreturnableError
 from policy.scope import current_scope
@@ -91,7 +96,9 @@ def _variables(tree: Any) -> Iterator[Any]:
         if isinstance(leaf, flax_nnx.Variable):
             yield leaf
         elif isinstance(leaf, flax_nnx.Module):
-            yield from (node for _, node in flax_nnx.iter_graph(leaf) if isinstance(node, flax_nnx.Variable))
+            yield from (
+                node for _, node in flax_nnx.iter_graph(leaf) if isinstance(node, flax_nnx.Variable)
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,7 +124,9 @@ class _Reads(threading.local):
 
 
 reads = _Reads()
-_get_value, _set_value, _getattr = (getattr(flax_nnx.Param, n) for n in ("get_value", "set_value", "__getattr__"))
+_get_value, _set_value, _getattr = (
+    getattr(flax_nnx.Param, n) for n in ("get_value", "set_value", "__getattr__")
+)
 
 
 class _Written(BaseException):
@@ -149,7 +158,9 @@ def _value_for_reader(self: Any, **index: Any) -> Any:
         return _get_value(self, **index)
     if not current_scope().marks_reads:
         return _read(self, _get_value(self, **index))
-    value = _read(self, _get_value(self))  # read first: the rows of a half table are summed up in float32
+    value = _read(
+        self, _get_value(self)
+    )  # read first: the rows of a half table are summed up in float32
     return value[index["index"]] if index and index["index"] is not ... else value
 
 
@@ -178,17 +189,27 @@ flax_nnx.Param.__getattr__ = _attribute_for_reader
 # Calls
 # ---------------------------------------------------------------------------------------------------------------------
 
-_written: dict[Hashable, frozenset[str]] = {}  # the parameters that a method writes back, by their paths
+_written: dict[
+    Hashable, frozenset[str]
+] = {}  # the parameters that a method writes back, by their paths
 
 
 def reads_own_params(module: Any) -> bool:
     """Returns whether a call may read parameters of users' modules in another dtype than they are stored in."""
-    if reads.are_marked or not is_users(type(module)) or not isinstance(module.dtype_policy, Policy):
+    if (
+        reads.are_marked
+        or not is_users(type(module))
+        or not isinstance(module.dtype_policy, Policy)
+    ):
         return False  # a text that was set by hand is refused where the call begins
     modules: list[Any] = [node for _, node in flax_nnx.iter_modules(module) if is_users(type(node))]
     params = [param for node in modules for param in touched_params(node)]
-    stored = {leaf.dtype for param in params for leaf in jax.tree.leaves(param) if is_floating(leaf)}
-    computed = {node.dtype_policy.compute_dtype for node in modules if isinstance(node.dtype_policy, Policy)}
+    stored = {
+        leaf.dtype for param in params for leaf in jax.tree.leaves(param) if is_floating(leaf)
+    }
+    computed = {
+        node.dtype_policy.compute_dtype for node in modules if isinstance(node.dtype_policy, Policy)
+    }
     dtypes = stored | computed
     return bool(stored) and (len(dtypes) > 1 or any(dtype.itemsize < 4 for dtype in dtypes))
 
@@ -205,11 +226,13 @@ def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     """
     call = StatefulCall(module, name, args, kwargs, named=False)
     policy = as_in_force(module.dtype_policy, current_scope())
-    key = type(module), name, told_apart(args, kwargs)
+    key = type(module), name, key_of_call(args, kwargs)
     written = _written_by(key)
     while True:
         try:
-            return call.finish(_run(call, written, is_traced=needs_float32_sums(policy, *call.trees)))
+            return call.finish(
+                _run(call, written, is_traced=needs_float32_sums(policy, *call.trees))
+            )
         except UnreturnableError:
             return _as_it_is(module, name, args, kwargs)
         except _Written as write:
@@ -239,7 +262,10 @@ def _run(call: StatefulCall, written: frozenset[str], *, is_traced: bool) -> Any
     if is_traced:
         try:
             return with_float32_sums(pure, *call.trees)
-        except (*CANNOT_BE_TRACED, TraceContextError):  # the latter: it writes to a variable outside of the module
+        except (
+            *CANNOT_BE_TRACED,
+            TraceContextError,
+        ):  # the latter: it writes to a variable outside of the module
             pass
     return pure(*call.trees)
 

@@ -26,7 +26,9 @@ def _paths(module: flax_nnx.Module) -> dict[tuple[str, ...], flax_nnx.Module]:
         if isinstance(node, flax_nnx.Module):
             found[path] = node
         for keys, child in children_of(node):
-            if not isinstance(child, flax_nnx.Variable) and id(child) not in above:  # a cycle ends where it closes
+            if (
+                not isinstance(child, flax_nnx.Variable) and id(child) not in above
+            ):  # a cycle ends where it closes
                 visit(child, (*path, *keys), above | {id(child)})
 
     visit(module, (), frozenset({id(module)}))
@@ -91,7 +93,9 @@ def apply_policy(
     paths = _paths(model)
     model_name = type(model).__name__
     rules.check({"/".join(path): type(module) for path, module in paths.items()}, model=model_name)
-    holding: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # what the modules below each inherit
+    holding: dict[
+        tuple[str, ...], tuple[Policy, Source]
+    ] = {}  # what the modules below each inherit
     plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
         where = "/".join(path) or type(module).__name__
@@ -105,5 +109,11 @@ def apply_policy(
         if planned is None or (source.own and source.kind == "rule" and not planned[1].own):
             plan[id(module)] = module, effective_in_port(module, held, source, options, where=where)
     for module, effective in plan.values():
-        adopt(module, cast(Policy, effective.policy), effective.source, options, is_root=module is model)
+        adopt(
+            module,
+            cast(Policy, effective.policy),
+            effective.source,
+            options,
+            is_root=module is model,
+        )
     return model

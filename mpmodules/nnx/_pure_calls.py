@@ -99,10 +99,14 @@ class StatefulCall:
       copies: while the method runs, the copies of the nodes; just after it, also the objects that it returned.
     """
 
-    def __init__(self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, named: bool):
+    def __init__(
+        self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, named: bool
+    ):
         leaves, self._treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_reference)
         self._is_node = [_is_object(leaf) for leaf in leaves]
-        self.nodes = tuple(leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one)
+        self.nodes = tuple(
+            leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one
+        )
         inputs = [leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one]
         self._graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
         self._name, self._named = name, named
@@ -110,7 +114,9 @@ class StatefulCall:
         self.copies: tuple[Any, ...] = ()
         self._edits: list[_Edit] = []
 
-    def inside(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[..., Any]:
+    def inside(
+        self, context: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> Callable[..., Any]:
         """Returns the pure function, whose method runs in a context.
 
         Raises (the function):
@@ -128,7 +134,12 @@ class StatefulCall:
             self.copies = ()  # they may hold tracers
             results = _Results(known)
             variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
-            return results.carried(out), variables, self._edited(known, before, results), results.made
+            return (
+                results.carried(out),
+                variables,
+                self._edited(known, before, results),
+                results.made,
+            )
 
         return pure
 
@@ -139,11 +150,15 @@ class StatefulCall:
         root, args, kwargs = jax.tree.unflatten(self._treedef, filled)
         return getattr(root, self._name)(*args, **kwargs)
 
-    def _edited(self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results) -> list[Any]:
+    def _edited(
+        self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results
+    ) -> list[Any]:
         """Notes the attributes that the call set or deleted; returns the values of those that hold arrays."""
         edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
         values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
-        self._edits = [dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits]
+        self._edits = [
+            dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
+        ]
         return values
 
     def finish(self, returned: tuple[Any, Any, Any, Any]) -> Any:
@@ -157,7 +172,11 @@ class StatefulCall:
         known += made
         results = iter(values)
         for edit in self._edits:
-            _put_in_place(known[edit.index], edit, _given_back(next(results), known) if edit.is_dynamic else edit.value)
+            _put_in_place(
+                known[edit.index],
+                edit,
+                _given_back(next(results), known) if edit.is_dynamic else edit.value,
+            )
         return _given_back(out, known)
 
 
@@ -191,13 +210,19 @@ def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
     """Returns the attributes of an object that differ from those before."""
     after, found = _attributes(node), []
     for name, (treedef, leaves) in after.items():
-        if name in before and before[name][0] == treedef and all(map(_is_identical, leaves, before[name][1])):
+        if (
+            name in before
+            and before[name][0] == treedef
+            and all(map(_is_identical, leaves, before[name][1]))
+        ):
             continue
         for leaf in leaves:
             if not is_reference(leaf):
                 require_returnable(leaf)
         is_dynamic = any(is_reference(leaf) or isinstance(leaf, jax.Array) for leaf in leaves)
-        found.append(_Edit(index, name, bool(node._pytree__nodes.get(name)), vars(node)[name], is_dynamic))
+        found.append(
+            _Edit(index, name, bool(node._pytree__nodes.get(name)), vars(node)[name], is_dynamic)
+        )
     return found + [_Edit(index, name) for name in before if name not in after]
 
 
@@ -214,7 +239,9 @@ def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
 
 def _given_back(tree: Any, known: Sequence[Any]) -> Any:
     """Returns a tree with the objects given in the places of their copies."""
-    return jax.tree.map(lambda x: known[x.index] if isinstance(x, _Known) else x, tree, is_leaf=is_reference)
+    return jax.tree.map(
+        lambda x: known[x.index] if isinstance(x, _Known) else x, tree, is_leaf=is_reference
+    )
 
 
 def _is_same(new: Any, old: Any) -> bool:

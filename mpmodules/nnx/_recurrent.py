@@ -47,18 +47,33 @@ class Cell(Layer):
 
     _adopts_children: ClassVar[bool] = True
 
-    def _policy_arguments(self, upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _policy_arguments(
+        self, upstream_init: Callable[..., None], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         parameters = inspect.signature(upstream_init).parameters.values()
-        defaults = {p.name: p.default for p in parameters if is_initialiser(p.name) and p.name not in kwargs}
+        defaults = {
+            p.name: p.default for p in parameters if is_initialiser(p.name) and p.name not in kwargs
+        }
         return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         if method.__name__ != "__call__":
             return method(self, *args, **kwargs)
-        inside = (getattr(part, "dtype_policy", None) for part in vars(self).values() if isinstance(part, Module))
-        mixes = any(policy != self.dtype_policy for policy in inside)  # those may have another output_dtype
+        inside = (
+            getattr(part, "dtype_policy", None)
+            for part in vars(self).values()
+            if isinstance(part, Module)
+        )
+        mixes = any(
+            policy != self.dtype_policy for policy in inside
+        )  # those may have another output_dtype
         with mixing_allowed(mixes):
             return step_in(self.dtype, functools.partial(method, self), args, kwargs)
 
@@ -191,7 +206,9 @@ class RNN(Module, flax_nnx.RNN):
 def _widened(cell: Any, dtype: Any) -> Any:
     """Copies a cell with parameters at least as wide as `dtype`."""
     graphdef, params, rest = flax_nnx.split(cell, flax_nnx.Param, ...)
-    return flax_nnx.merge(graphdef, jax.tree.map(lambda x: widen(x, dtype), params), rest, copy=True)
+    return flax_nnx.merge(
+        graphdef, jax.tree.map(lambda x: widen(x, dtype), params), rest, copy=True
+    )
 
 
 class Bidirectional(Module, flax_nnx.Bidirectional):

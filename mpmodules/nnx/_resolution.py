@@ -30,7 +30,9 @@ T = TypeVar("T")
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def own_policy(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Policy | None, dict[str, Any]]:
+def own_policy(
+    cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Policy | None, dict[str, Any]]:
     """Returns the policy given as `dtype_policy=`, and the keyword arguments that go on to ``__init__``.
 
     An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by position.
@@ -80,7 +82,11 @@ def policy_to_capture(cls: type, own: Policy | None, scope: Scope) -> tuple[Poli
 
 
 def dtype_arguments(
-    layer: Any, upstream_init: Callable[..., None], policy: Policy | None, source: Source, kwargs: dict[str, Any]
+    layer: Any,
+    upstream_init: Callable[..., None],
+    policy: Policy | None,
+    source: Source,
+    kwargs: dict[str, Any],
 ) -> tuple[Effective, dict[str, Any]]:
     """Returns the policy that a layer obeys, and its keyword arguments with the policy's dtypes put in.
 
@@ -117,7 +123,9 @@ def dtype_arguments(
 
 def is_initialiser(name: str) -> bool:
     """Returns whether an argument of that name is an initialiser of parameters."""
-    return name.endswith(("_init", "_initializer")) and name != "carry_init"  # a carry's is no parameter's
+    return (
+        name.endswith(("_init", "_initializer")) and name != "carry_init"
+    )  # a carry's is no parameter's
 
 
 def is_complex(dtype: Any) -> bool:
@@ -127,13 +135,18 @@ def is_complex(dtype: Any) -> bool:
 
 def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
     """Refuses a policy given to a container whose children were built before it, which it can't reach."""
-    given = [x for x in jax.tree.leaves(arguments, is_leaf=is_reference) if isinstance(x, flax_nnx.Module)]
+    given = [
+        x
+        for x in jax.tree.leaves(arguments, is_leaf=is_reference)
+        if isinstance(x, flax_nnx.Module)
+    ]
     strangers = sorted(
         {
             type(child).__name__
             for outside in given
             for _, child in flax_nnx.iter_modules(outside)
-            if (hasattr(child, "param_dtype") or obeys_policies(child)) and not _follows(child, policy)
+            if (hasattr(child, "param_dtype") or obeys_policies(child))
+            and not _follows(child, policy)
         }
     )
     if strangers:
@@ -159,17 +172,27 @@ def _captured_from(module: Any, policy: Policy) -> bool:
         return False
     same: dict[str, Any] = {}
     if getattr(module, "_explicit_dtype", None) is not None:
-        same |= {"compute_dtype": policy.compute_dtype, "output_dtype": policy.output_dtype, "reduction_dtype": None}
+        same |= {
+            "compute_dtype": policy.compute_dtype,
+            "output_dtype": policy.output_dtype,
+            "reduction_dtype": None,
+        }
     if getattr(module, "_explicit_param_dtype", None) is not None:
         same["param_dtype"] = policy.param_dtype
-    return captured.replace(**same) == policy.replace(**{name: value for name, value in same.items() if value is None})
+    return captured.replace(**same) == policy.replace(
+        **{name: value for name, value in same.items() if value is None}
+    )
 
 
 def warn_of_scope(module: Any, scope: Scope) -> None:
     """Warns where a built module is called in a scope whose policy it did not capture."""
     if is_under_construction(module):  # its policy is captured when it is built
         return
-    if scope.policy is not None and not scope.boundary_open and not _captured_from(module, scope.policy):
+    if (
+        scope.policy is not None
+        and not scope.boundary_open
+        and not _captured_from(module, scope.policy)
+    ):
         captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
         warn_once(
             f"{type(module).__name__} was built under {captured}, and the scope around this call, '{scope.policy}', "
@@ -182,7 +205,9 @@ def warn_of_scope(module: Any, scope: Scope) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def carried(module: Any, path: tuple[str, ...], rules: PolicyRules, model: str) -> tuple[Any, Source] | None:
+def carried(
+    module: Any, path: tuple[str, ...], rules: PolicyRules, model: str
+) -> tuple[Any, Source] | None:
     """Returns the policy of a module below the root, from its own `dtype_policy=` or else a rule, and its source."""
     source: Source = getattr(module, "_policy_source", NO_SOURCE)
     if path and source.own and source.kind == "argument":
@@ -226,7 +251,11 @@ def in_policy(module: Any, policy: Policy | None) -> Any:
     """Returns a view of a module of ours that computes as `policy` says: the one captured, or that of an island."""
     if policy == module.dtype_policy:
         return module
-    dtypes = {} if policy is None or getattr(module, "dtype", None) is None else {"dtype": policy.compute_dtype}
+    dtypes = (
+        {}
+        if policy is None or getattr(module, "dtype", None) is None
+        else {"dtype": policy.compute_dtype}
+    )
     return viewed(module, dtype_policy=policy, **dtypes)
 
 

@@ -35,7 +35,12 @@ class RoPE(Layer, flax_nnx.RoPE):
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         arguments = dict(zip(("x", "input_positions"), args, strict=False)) | kwargs
         x = arguments["x"]
@@ -50,14 +55,18 @@ class RoPE(Layer, flax_nnx.RoPE):
         view = viewed(
             self,
             **{
-                name: None if table is None else types.SimpleNamespace(value=table[...].astype(wide))
+                name: None
+                if table is None
+                else types.SimpleNamespace(value=table[...].astype(wide))
                 for name, table in tables.items()
             },
         )
         arguments["x"] = jnp.asarray(x, wide)
         with mixing_allowed():  # with x64 enabled, Flax's angles are float64
             rotated = method(view, **arguments)
-        return cast_array(rotated, jnp.result_type(x) if policy is None else returned_dtype(policy, crosses))
+        return cast_array(
+            rotated, jnp.result_type(x) if policy is None else returned_dtype(policy, crosses)
+        )
 
 
 def dot_product_attention_with_rope(

@@ -16,7 +16,12 @@ class Dropout(Layer, flax_nnx.Dropout):
     """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype. Masks are Flax's own."""
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         if policy is not None and args:

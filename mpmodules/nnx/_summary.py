@@ -10,13 +10,13 @@ from typing import Any
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
-from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, taking_what, with_columns
+from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, with_columns, with_signature_of
 from mpmodules.nnx._registry import obeys_policies
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 
 
-@taking_what(flax_nnx.tabulate)
+@with_signature_of(flax_nnx.tabulate)
 def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **kwargs: Any) -> str:
     """`flax.nnx.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
 
@@ -43,7 +43,9 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
         return _with_columns(obj, input_args, kwargs, policy_columns)
 
 
-def _with_columns(obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any], policy_columns: bool | None) -> str:
+def _with_columns(
+    obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any], policy_columns: bool | None
+) -> str:
     is_shown = kwargs.pop("row_filter", _OPTIONS["row_filter"].default)
     cells: list[Cells] = []
 

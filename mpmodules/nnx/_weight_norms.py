@@ -27,7 +27,9 @@ class ReparameterizedWeights(BuiltWithDtypes):
     gets them in Flax's `dtype`. The stored weights are rounded to the dtype that they were stored in.
     """
 
-    _handed: list[tuple[Any, Any]] | None = None  # while a call is under way: the weights, and their stored dtypes
+    _handed: list[tuple[Any, Any]] | None = (
+        None  # while a call is under way: the weights, and their stored dtypes
+    )
 
     def _run(self, upstream_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs Flax's call, and then rounds the weights to their stored dtype."""
@@ -42,9 +44,13 @@ class ReparameterizedWeights(BuiltWithDtypes):
         """Puts normalised weights in place for the call under way."""
         stored = weights.get_value().dtype
         dtype = normalised.dtype
-        if self.dtype_policy is None:  # what Flax hands on: what weights and its own parameters have in common
+        if (
+            self.dtype_policy is None
+        ):  # what Flax hands on: what weights and its own parameters have in common
             with mixing_allowed():
-                inferred = jnp.result_type(stored, self.param_dtype if getattr(self, "use_scale", True) else stored)
+                inferred = jnp.result_type(
+                    stored, self.param_dtype if getattr(self, "use_scale", True) else stored
+                )
             dtype = inferred if self.dtype is None else self.dtype
         if self._handed is None:  # not in a call: what stays
             dtype = stored
@@ -56,7 +62,11 @@ class ReparameterizedWeights(BuiltWithDtypes):
         """Returns the dtype in which the norm of `arrays` is taken."""
         wide = reduction_dtype(*arrays)
         policy = self.dtype_policy
-        return wide if policy is None or functional.is_wider(wide, policy.reduction_dtype) else policy.reduction_dtype
+        return (
+            wide
+            if policy is None or functional.is_wider(wide, policy.reduction_dtype)
+            else policy.reduction_dtype
+        )
 
 
 def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,5 +135,7 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
             if (*path, name) in self.batch_stats:
                 self._widen_statistic(self.batch_stats[*path, name])
         weights = orig_param.replace(functional.widen(stored, wide))
-        flax_nnx.SpectralNorm._spectral_normalize_inplace(viewed(self, dtype=wide), path, weights, update_stats)
+        flax_nnx.SpectralNorm._spectral_normalize_inplace(
+            viewed(self, dtype=wide), path, weights, update_stats
+        )
         self._hand_on(orig_param, weights.get_value())

@@ -17,14 +17,21 @@ init = jax.nn.initializers.lecun_normal()
 SHAPES = {
     "attention": {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)},
     "mlp": {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)},
-    "experts": {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)},
+    "experts": {
+        "router": (WIDTH, EXPERTS),
+        "up": (EXPERTS, WIDTH, HIDDEN),
+        "down": (EXPERTS, HIDDEN, WIDTH),
+    },
 }
 
 
 def rotated(x: jax.Array) -> jax.Array:
     """Rotates the halves of (B, T, N, H) by the position; tables are float32, the result is as x is."""
     frequencies = jnp.exp(-0.3 * jnp.arange(x.shape[-1] // 2, dtype=jnp.float32))
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None] * frequencies[None, None, None]
+    angles = (
+        jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None]
+        * frequencies[None, None, None]
+    )
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
@@ -34,7 +41,9 @@ def attention(x: jax.Array, qkv: Any, out: Any) -> jax.Array:
     heads = (x @ qkv).reshape(*x.shape[:-1], HEADS, -1)
     q, k, v = jnp.split(heads, 3, -1)
     logits = jnp.einsum("btnh,bsnh->bnts", rotated(q), rotated(k))
-    return jnp.einsum("bnts,bsnh->btnh", policy.reductions.softmax(logits), v).reshape(x.shape) @ out
+    return (
+        jnp.einsum("bnts,bsnh->btnh", policy.reductions.softmax(logits), v).reshape(x.shape) @ out
+    )
 
 
 def mlp(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:

@@ -33,10 +33,26 @@ TAKES_A_POLICY = {
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ("bf17", ValueError, "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half, bfloat16, bf16, "),
-        ("x=f32", ValueError, "dtype_policy='x=f32'): Unknown key 'x' in 'x=f32': it should be params, compute, "),
-        ("p=int8", ValueError, "dtype_policy='p=int8'): Unknown dtype 'int8': it should be one of half, "),
-        (jnp.bfloat16, TypeError, "A policy should be a Policy or its text form such as 'mixed_bfloat16' or "),
+        (
+            "bf17",
+            ValueError,
+            "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half, bfloat16, bf16, ",
+        ),
+        (
+            "x=f32",
+            ValueError,
+            "dtype_policy='x=f32'): Unknown key 'x' in 'x=f32': it should be params, compute, ",
+        ),
+        (
+            "p=int8",
+            ValueError,
+            "dtype_policy='p=int8'): Unknown dtype 'int8': it should be one of half, ",
+        ),
+        (
+            jnp.bfloat16,
+            TypeError,
+            "A policy should be a Policy or its text form such as 'mixed_bfloat16' or ",
+        ),
         (3, TypeError, "dtype_policy=3): A policy should be a Policy or its text form"),
     ],
 )
@@ -62,7 +78,9 @@ def test_a_bad_rule_is_refused_where_it_is_given(pattern, error, text):
         use_policy(None, rules={"head": "f31"})
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn, jnp.bool_], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.float8_e4m3fn, jnp.bool_], ids=lambda d: jnp.dtype(d).name
+)
 def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
     name = jnp.dtype(dtype).name
     text = (
@@ -84,17 +102,23 @@ def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
 
 def test_float64_without_x64_is_refused_when_used_and_not_when_made():
     model = Net(dtype_policy="f64")
-    with pytest.raises(ValueError, match=r"A policy asks for float64, but JAX runs with x64 disabled"):
+    with pytest.raises(
+        ValueError, match=r"A policy asks for float64, but JAX runs with x64 disabled"
+    ):
         model.init(KEY, X)
     with pytest.raises(ValueError, match="A policy asks for float64"):
         nn.apply_policy(flax_nn.Dense(3), "f64")
 
 
 def test_apply_policy_says_what_it_takes():
-    with pytest.raises(TypeError, match=r"apply_policy takes a linen module here, but got 3 of type int\."):
+    with pytest.raises(
+        TypeError, match=r"apply_policy takes a linen module here, but got 3 of type int\."
+    ):
         nn.apply_policy(3, "bf16")  # type: ignore[type-var]
     bound = flax_nn.Dense(3).bind({"params": {}})
-    with pytest.raises(ValueError, match="takes an unbound model; apply the policy before bind, init or apply"):
+    with pytest.raises(
+        ValueError, match="takes an unbound model; apply the policy before bind, init or apply"
+    ):
         nn.apply_policy(bound, "bf16")
     with pytest.raises(ValueError, match="Unknown dtype 'bf17'"):
         nn.apply_policy(flax_nn.Dense(3), "bf17")

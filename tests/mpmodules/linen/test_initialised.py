@@ -44,7 +44,9 @@ def test_a_traced_init_counts(make):
     model = Net()
     with use_policy("mixed_bfloat16"):
         make(model.init)(jax.random.key(0), X)
-    with pytest.warns(DtypePolicyWarning, match=r"use_policy\(None\) around the call says that no policy is meant"):
+    with pytest.warns(
+        DtypePolicyWarning, match=r"use_policy\(None\) around the call says that no policy is meant"
+    ):
         model.apply(Net().init(jax.random.key(0), X), X)
 
 

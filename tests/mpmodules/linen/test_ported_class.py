@@ -40,7 +40,11 @@ def registered(cls: Any) -> Any:
 
     @functools.wraps(constructor)
     def init(self, *args, **kwargs):
-        fields = [field for field in dataclasses.fields(self) if field.name not in ("name", "parent", "dtype")]
+        fields = [
+            field
+            for field in dataclasses.fields(self)
+            if field.name not in ("name", "parent", "dtype")
+        ]
         config = {field.name: getattr(self, field.name, None) for field in fields}
         config |= {field.name: value for field, value in zip(fields, args, strict=False)}
         self.register(**config | {name: value for name, value in kwargs.items() if name in config})
@@ -110,9 +114,17 @@ def test_state_added_after_construction_is_there_on_the_port_and_its_copies():
     model.register(_class_name="Registered")
     ported = apply_policy(model, MIXED)
     again = apply_policy(ported, "float32")
-    for port in (ported, again, copy.copy(ported), copy.deepcopy(ported), pickle.loads(pickle.dumps(ported))):
+    for port in (
+        ported,
+        again,
+        copy.copy(ported),
+        copy.deepcopy(ported),
+        pickle.loads(pickle.dumps(ported)),
+    ):
         assert port.config == model.config == {"width": 5, "depth": 1, "_class_name": "Registered"}
-    assert ported == apply_policy(Registered(5), MIXED) and hash(ported) == hash(apply_policy(Registered(5), MIXED))
+    assert ported == apply_policy(Registered(5), MIXED) and hash(ported) == hash(
+        apply_policy(Registered(5), MIXED)
+    )
 
 
 class ByWidth(nn.Module):
@@ -182,7 +194,19 @@ class Overriding(Base):
 
 
 LIFTED = nn.remat(Base)
-METHODS = ("__call__", "setup", "encode", "message", "named", "saved", "_private", "apply", "init", "bind", "tabulate")
+METHODS = (
+    "__call__",
+    "setup",
+    "encode",
+    "message",
+    "named",
+    "saved",
+    "_private",
+    "apply",
+    "init",
+    "bind",
+    "tabulate",
+)
 
 
 OF_A_LAYER = ("__call__", "setup", "apply", "init", "bind", "tabulate")
@@ -190,14 +214,18 @@ MODELS = [(Base(), METHODS), (Plain(), METHODS), (Overriding(), METHODS), (LIFTE
 MODELS += [(nn.Dense(3), OF_A_LAYER), (our_nn.Dense(3), OF_A_LAYER)]
 
 
-@pytest.mark.parametrize(("model", "name"), [(model, name) for model, names in MODELS for name in names])
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model, names in MODELS for name in names]
+)
 def test_the_methods_of_a_ports_class_are_those_of_the_models_class(model, name):
     assert getattr(type(apply_policy(model, MIXED)), name) is getattr(type(model), name)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_that_two_classes_inherit_is_one_object_in_both_ports(name):
-    assert getattr(type(apply_policy(Plain(), MIXED)), name) is getattr(type(apply_policy(Another(), "f32")), name)
+    assert getattr(type(apply_policy(Plain(), MIXED)), name) is getattr(
+        type(apply_policy(Another(), "f32")), name
+    )
 
 
 def test_a_model_that_asks_for_overrides_runs_as_it_did():
@@ -307,7 +335,9 @@ def test_a_users_subclass_of_a_layer_keeps_its_methods():
     variables = jax.eval_shape(ported.init, KEY, X)
     assert matmul_dtypes(ported, X) == {"bfloat16"}
     assert matmul_dtypes(apply_policy(Adapter(4), MIXED), X) == {"bfloat16"}
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(ported.apply, variables, X))} == {"float32"}
+    assert {
+        leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(ported.apply, variables, X))
+    } == {"float32"}
 
 
 @registered
@@ -320,7 +350,9 @@ class RegisteredDense(nn.Dense, Configured):
 
 
 def test_a_users_subclass_of_a_layer_keeps_its_constructor():
-    assert matmul_dtypes(apply_policy(nn.Sequential([RegisteredDense(3)]), MIXED), X) == {"bfloat16"}
+    assert matmul_dtypes(apply_policy(nn.Sequential([RegisteredDense(3)]), MIXED), X) == {
+        "bfloat16"
+    }
     assert matmul_dtypes(apply_policy(RegisteredDense(3), MIXED), X) == {"bfloat16"}
 
 

@@ -38,7 +38,9 @@ def dot_dtype(model: Any, x: Any = X) -> str:
 
 
 def stored_dtype(model: Any) -> str:
-    (dtype,) = {leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init(KEY, X)))}
+    (dtype,) = {
+        leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init(KEY, X)))
+    }
     return dtype
 
 
@@ -52,7 +54,9 @@ def test_an_explicit_dtype_wins_over_the_layers_own_policy():
 
 def test_the_layers_own_policy_wins_over_a_rule():
     with use_policy(None, rules={"layer": F16}):
-        assert dot_dtype(Wrap(lambda n, name: nn.Dense(n, name=name, dtype_policy=BF16))) == "bfloat16"
+        assert (
+            dot_dtype(Wrap(lambda n, name: nn.Dense(n, name=name, dtype_policy=BF16))) == "bfloat16"
+        )
 
 
 def test_a_rule_wins_over_an_enclosing_modules_policy():
@@ -171,7 +175,9 @@ def test_a_complex_dtype_is_kept_under_a_policy_and_is_no_boundary():
     with use_policy("mixed_bfloat16"), warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         layer = nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)
-        out, variables = jax.eval_shape(lambda: layer.init_with_output(KEY, X.astype(jnp.complex64)))
+        out, variables = jax.eval_shape(
+            lambda: layer.init_with_output(KEY, X.astype(jnp.complex64))
+        )
     assert out.dtype == jnp.complex64
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"complex64"}
 
@@ -266,7 +272,10 @@ def test_an_open_call_wins_over_the_parent_chain():
             return Borrows(layer, dtype_policy=F16)(x), layer(x)
 
     out = jax.eval_shape(lambda: Owner(dtype_policy=BF16).init_with_output(KEY, X)[0])
-    assert [o.dtype.name for o in out] == ["bfloat16", "bfloat16"]  # the second boundary is the owner's
+    assert [o.dtype.name for o in out] == [
+        "bfloat16",
+        "bfloat16",
+    ]  # the second boundary is the owner's
     variables = Owner(dtype_policy=BF16).init(KEY, X)
     dots = named(operations(Owner(dtype_policy=BF16).apply, variables, X), "dot_general")
     assert [dot.inputs[0] for dot in dots] == ["float16", "bfloat16"]

@@ -69,7 +69,9 @@ def test_every_layer_of_ours_is_documented_and_has_flax_s_parameters():
         assert ours.__doc__ != theirs.__doc__
         names = [name for name in inspect.signature(ours).parameters if name != "dtype_policy"]
         assert names == list(inspect.signature(theirs.__init__).parameters)[1:]
-        assert list(inspect.signature(ours.__call__).parameters) == list(inspect.signature(theirs.__call__).parameters)
+        assert list(inspect.signature(ours.__call__).parameters) == list(
+            inspect.signature(theirs.__call__).parameters
+        )
 
 
 def test_help_describes_flaxs_arguments_and_ours():
@@ -81,8 +83,12 @@ def test_help_describes_flaxs_arguments_and_ours():
     ):
         assert text.count(line) == 1
     for theirs, ours in LAYER_OF.items():
-        for name in re.findall(r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE):
-            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), f"{ours.__name__}: {name}"
+        for name in re.findall(
+            r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE
+        ):
+            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), (
+                f"{ours.__name__}: {name}"
+            )
         assert (ours.__doc__ or "").count("  dtype_policy: ") == 1, ours.__name__
 
 
@@ -167,7 +173,9 @@ def test_capturing_every_method_s_output_shows_what_flax_shows(policy):
                 return self.norm(self.features(x))
 
         model = Model(rngs=module.Rngs(0), **options)
-        forward = flax_nnx.capture(model, flax_nnx.Intermediate, method_outputs=flax_nnx.Intermediate)
+        forward = flax_nnx.capture(
+            model, flax_nnx.Intermediate, method_outputs=flax_nnx.Intermediate
+        )
         out, state = forward(X)
         assert isinstance(model.linear, module.Linear)
         np.testing.assert_array_equal(model(X), out)

@@ -55,7 +55,10 @@ def test_a_dtype_policy_is_stronger_than_a_path_rule_of_apply_policy():
     with use_policy("f32"):
         model: Any = nnx.Sequential(linear(), linear(dtype_policy="f16"))
     nnx.apply_policy(model, "mixed_bfloat16", {"layers/.*": "bf16"})
-    assert [str(layer.dtype_policy.compute_dtype) for layer in model.layers] == ["bfloat16", "float16"]
+    assert [str(layer.dtype_policy.compute_dtype) for layer in model.layers] == [
+        "bfloat16",
+        "float16",
+    ]
 
 
 def test_a_rule_is_stronger_than_the_enclosing_module_and_block():
@@ -121,7 +124,9 @@ def test_the_effective_policy_is_formed_field_by_field(layer, given, arguments, 
         "Linear": lambda **k: nnx.Linear(4, 4, rngs=nnx.Rngs(0), **k),
         "LayerNorm": lambda **k: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **k),
         "Embed": lambda **k: nnx.Embed(4, 4, rngs=nnx.Rngs(0), **k),
-        "MultiHeadAttention": lambda **k: nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=False, **k),
+        "MultiHeadAttention": lambda **k: nnx.MultiHeadAttention(
+            2, 4, rngs=nnx.Rngs(0), decode=False, **k
+        ),
     }[layer]
 
     def built():
@@ -140,7 +145,10 @@ def test_the_effective_policy_is_formed_field_by_field(layer, given, arguments, 
 def test_a_param_dtype_of_float32_that_was_given_differs_from_one_that_was_not():
     with use_policy("bf16"):
         assert linear().kernel.dtype == BF16
-        with pytest.warns(DtypePolicyWarning, match=r"obeys its own param_dtype=float32 against the policy in force"):
+        with pytest.warns(
+            DtypePolicyWarning,
+            match=r"obeys its own param_dtype=float32 against the policy in force",
+        ):
             assert linear(param_dtype=F32).kernel.dtype == F32
 
 
@@ -161,7 +169,9 @@ def test_an_explicit_dtype_that_defeats_the_policy_warns_once_and_is_obeyed():
         with use_policy("mixed_bfloat16"):
             layers = [linear(dtype=F32, param_dtype=F16) for _ in range(3)]
     assert len(caught) == 1
-    assert {(layer.dtype, layer.kernel.dtype) for layer in layers} == {(jnp.dtype(F32), jnp.dtype(F16))}
+    assert {(layer.dtype, layer.kernel.dtype) for layer in layers} == {
+        (jnp.dtype(F32), jnp.dtype(F16))
+    }
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         linear(dtype=F32, param_dtype=F16)
 

@@ -17,7 +17,9 @@ ELEMENTWISE: dict[str, dict[str, str]] = {
     **dict.fromkeys(("RNN", "Bidirectional"), _LSTM),
 }
 
-_FLIP = {"scatter-add": "the transpose of reversing a sequence: a permutation, each place is added to once"}
+_FLIP = {
+    "scatter-add": "the transpose of reversing a sequence: a permutation, each place is added to once"
+}
 
 # By wing, case and primitive: sums that round nothing.
 UNROUNDED_SUMS: dict[tuple[str, str], dict[str, str]] = {
