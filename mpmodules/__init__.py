@@ -1,4 +1,4 @@
-"""Flax modules with explicit dtype policies. The layers are in `mpmodules.linen` and `mpmodules.nnx`."""
+"""Flax modules with explicit dtype policies, in `mpmodules.linen` and `mpmodules.nnx`."""
 
 # ruff: noqa: E402  (our `policy` is looked for before it is imported)
 

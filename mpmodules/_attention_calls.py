@@ -1,4 +1,6 @@
-"""Calls of Flax's attention functions, alike in both wings: dropout, sown weights and the choice of a kernel."""
+"""Calls of Flax's attention functions, alike in both wings: dropout, sown weights and the choice of
+a kernel.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ def without_weights(
     value: Array,
     **options: Any,
 ) -> Array | None:
-    """Computes attention by a kernel, or by XLA where the weights themselves are not needed; else returns None.
+    """Computes attention by a kernel, or by XLA where the weights themselves are not needed.
+
+    Else returns None.
 
     Args:
       kernel: the result of `kernel_of_call`.

@@ -66,7 +66,9 @@ class Crossing:
         return None
 
     def keep_carry(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a call's outputs with its carry in dtypes at least as wide as those of the one given."""
+        """Returns a call's outputs with its carry in dtypes at least as wide as those of the one
+        given.
+        """
         return outputs
 
 
@@ -74,7 +76,9 @@ PLAIN = Crossing()
 
 
 def cast_outputs(policy: Policy, outputs: Any, *, has_carry: bool) -> Any:
-    """Casts floating outputs to output_dtype, but not the carry where there is one: the first of a pair."""
+    """Casts floating outputs to output_dtype, but not the carry where there is one: the first of a
+    pair.
+    """
     if has_carry and is_pair(outputs):
         return outputs[0], boundary.cast_outputs(policy, outputs[1], is_leaf=is_reference)
     return boundary.cast_outputs(policy, outputs, is_leaf=is_reference)
@@ -92,5 +96,7 @@ def signature_without_self(method: Callable[..., Any]) -> inspect.Signature:
 
 
 def returned_dtype(policy: Policy, crosses: bool) -> np.dtype:
-    """Returns the dtype of a layer's result: output_dtype where its call is a boundary, else compute_dtype."""
+    """Returns the dtype of a layer's result: output_dtype where its call is a boundary, else
+    compute_dtype.
+    """
     return policy.output_dtype if crosses else policy.compute_dtype

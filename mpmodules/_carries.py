@@ -1,4 +1,6 @@
-"""Recurrent carries: boundaries leave them uncast, and a cell returns its carry in the dtype of the one given."""
+"""Recurrent carries: boundaries leave them uncast, and a cell returns its carry in the dtype of the
+one given.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from policy.casting import cast_array, cast_floating, is_floating
 
 
 class StepCrossing(Crossing):
-    """The casts of a cell's step, from carry and input to carry and output: the carry is left uncast."""
+    """The casts of a cell's step, from carry and input to carry and output: the carry is left
+    uncast.
+    """
 
     leading: ClassVar[int] = 1
     keeps: ClassVar[tuple[str, ...]] = ("carry",)
@@ -31,7 +35,9 @@ class StepCrossing(Crossing):
 
 
 class LoopCrossing(Crossing):
-    """The casts of a loop over a cell: its `initial_carry` is left uncast, and the carry that it may return."""
+    """The casts of a loop over a cell: its `initial_carry` is left uncast, and the carry that it
+    may return.
+    """
 
     keeps: ClassVar[tuple[str, ...]] = ("initial_carry",)
 
@@ -56,8 +62,8 @@ def with_carry(carry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arg
 def with_given_dtypes(outputs: Any, given: Any) -> Any:
     """Casts the carry in a cell's outputs to the dtypes of the one given, wherever these are wider.
 
-    Thus a float32 carry keeps its type through a loop of half-precision steps. A carry is never rounded to a narrower
-    dtype of the first one.
+    Thus a float32 carry keeps its type through a loop of half-precision steps. A carry is never
+    rounded to a narrower dtype of the first one.
     """
     if not is_pair(outputs) or jax.tree.structure(outputs[0]) != jax.tree.structure(given):
         return outputs
@@ -79,12 +85,14 @@ def step_in(
     """Runs one step of a Flax cell with carry and output in `dtype`.
 
     Args:
-      dtype: the cell's computation dtype. None (infer it), or one that is not floating, leaves the step as it is.
+      dtype: the cell's computation dtype. None (infer it), or one that is not floating, leaves the
+        step as it is.
       step: the cell's ``__call__``, from carry and input to carry and output.
       args, kwargs: its arguments.
 
     Returns:
-      The new carry, in `dtype` or in the wider dtype that the given one had, and the output in `dtype`.
+      The new carry, in `dtype` or in the wider dtype that the given one had, and the output in
+      `dtype`.
     """
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return step(*args, **kwargs)
@@ -94,7 +102,8 @@ def step_in(
 
 
 def indexing_lengths(seq_lengths: jax.Array | None) -> jax.Array | None:
-    """Casts a loop's lengths to JAX's default integer dtype, that of the indices which Flax adds them to.
+    """Casts a loop's lengths to JAX's default integer dtype, that of the indices which Flax adds
+    them to.
 
     In x64 mode strict promotion refuses int64 indices with int32 lengths.
     """

@@ -1,4 +1,6 @@
-"""Mistakes in how a module is built: each is refused by its class, the argument, the value and the way out."""
+"""Mistakes in how a module is built: each is refused by its class, the argument, the value and the
+way out.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[
     )
     if unknown in _CLASS_ATTRIBUTES:
         error.args = (
-            f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the class.",
+            f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the "
+            "class.",
         )
     elif unknown in _NAMES_OF_A_POLICY or (
         unknown and difflib.get_close_matches(unknown, ["dtype_policy"])
@@ -74,11 +77,11 @@ def _is_policy(value: Any) -> bool:
     return False
 
 
-def require_dtypes(what: str, given: Mapping[str, Any]) -> None:
+def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
     """Refuses dtype arguments of a layer that are no dtypes.
 
     Args:
-      what: the layer's class, for messages.
+      layer: the name of the layer's class, for messages.
       given: the layer's arguments, by name.
 
     Raises:
@@ -96,7 +99,9 @@ def require_dtypes(what: str, given: Mapping[str, Any]) -> None:
                 f"={shown}" if _is_policy(value) else ", such as dtype_policy='mixed_bfloat16'"
             )
             raise TypeError(
-                f"{what}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or 'bfloat16'. A policy is given "
+                f"{layer}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or "
+                "'bfloat16'. "
+                "A policy is given "
                 f"as dtype_policy{example}."
             ) from None
 
@@ -120,7 +125,8 @@ def require_names(cls: type, attribute: str, names: Any, *, example: str) -> Non
     ):
         shown = (names,) if isinstance(names, str) else (example,)
         raise TypeError(
-            f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write {attribute} = {shown!r}."
+            f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write "
+            f"{attribute} = {shown!r}."
         )
 
 
@@ -128,7 +134,7 @@ def require_keep_inputs(cls: Any) -> None:
     """Refuses a class whose `keep_inputs` names no argument of its public methods.
 
     Raises:
-      TypeError: it is one text, or holds what is none.
+      TypeError: it is one text, or holds something that is no text.
       ValueError: no public method takes an argument of a name in it.
     """
     keep = cls.keep_inputs
@@ -139,7 +145,8 @@ def require_keep_inputs(cls: Any) -> None:
     unknown = [] if known is None else [name for name in keep if name not in known]
     if unknown and known is not None:
         raise ValueError(
-            f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public methods take "
+            f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
+            "methods take "
             f"{', '.join(sorted(known)) or 'no arguments'}."
         )
     _checked.add(cls)
@@ -160,7 +167,8 @@ def _arguments_of(cls: type) -> set[str] | None:
 
 
 def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
-    """Refuses a module whose attribute `dtype_policy` was set to another policy than it was built under.
+    """Refuses a module whose attribute `dtype_policy` was set to another policy than it was built
+    under.
 
     Raises:
       ValueError: the policy came too late for the parts of the module.
@@ -175,7 +183,8 @@ def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
     """Returns the error of a policy that was set as an attribute of a module."""
     name = type(module).__name__
     return ValueError(
-        f"{name}.dtype_policy was set to {stored!r} by hand, which no layer inside obeys: a policy is captured while a "
+        f"{name}.dtype_policy was set to {stored!r} by hand, which no layer inside obeys: a policy "
+        "is captured while a "
         f"module is built. Build it with {name}(..., dtype_policy={stored!r}), or call "
         "mpmodules.nnx.apply_policy(model, policy)."
     )

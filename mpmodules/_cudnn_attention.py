@@ -15,7 +15,9 @@ Array = jax.Array
 def fits_cudnn(
     query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None
 ) -> bool:
-    """Returns whether the kernel takes these shapes and dtypes on this process's device, forward and backward."""
+    """Returns whether the kernel takes these shapes and dtypes on this process's device, forward
+    and backward.
+    """
     width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
     if (
         width > _widest_head()
@@ -30,9 +32,12 @@ def fits_cudnn(
 
 
 def _widest_head() -> int:
-    """Returns the widest head that the kernel takes on this process's device; 0 where there is no such kernel.
+    """Returns the widest head that the kernel takes on this process's device.
 
-    Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256 from 9.0 on.
+    0 where there is no such kernel.
+
+    Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256
+    from 9.0 on.
     """
     device = jax.local_devices()[0]
     capability = str(getattr(device, "compute_capability", ""))

@@ -13,10 +13,13 @@ from mpmodules.functional import HalfSafe, is_half
 def half_safe_inits(
     inits: Mapping[str, Callable[..., Any] | None], param_dtype: DTypeLike
 ) -> dict[str, HalfSafe]:
-    """Returns initialisers, by name, that also work in half precision; none where parameters are not half.
+    """Returns initialisers, by name, that also work in half precision.
+
+    None where parameters are not half.
 
     Args:
-      inits: the initialisers of a layer, by argument or field; entries that can't be called are left out.
+      inits: the initialisers of a layer, by argument or field; entries that can't be called are
+        left out.
       param_dtype: the dtype of the layer's parameters.
     """
     if not is_half(param_dtype):

@@ -1,4 +1,6 @@
-"""Names of models, odd names of modules, and dtype arguments of layers, noted for `policy` where a call is traced."""
+"""Names of models, odd names of modules, and dtype arguments of layers, noted for `policy` where a
+call is traced.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _root = _Root()
 
 
 def model_name(module: flax_nn.Module) -> str:
-    """Returns what a model is called on JAX's name stack."""
+    """Returns the name of a model on JAX's name stack."""
     return module.name or type(module).__name__
 
 

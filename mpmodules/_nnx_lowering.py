@@ -1,4 +1,6 @@
-"""Calls of nnx modules lowered to calls of pure functions, whose parameters and other state are arguments."""
+"""Calls of nnx modules lowered to calls of pure functions, whose parameters and other state are
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable,
 
 
 def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
-    """Lowers a call of a module or method, or with modules among its arguments, to a call of a pure function.
+    """Lowers a call of a module or method, or with modules among its arguments, to a call of a pure
+    function.
 
-    Every `nnx.Param` of the modules is a parameter, and the call's updates of their state are put in place. A
-    `nnx.State` is a tree of arrays, as for `jax.jit`: what is merged from it and changes does not change it.
+    Every `nnx.Param` of the modules is a parameter, and the call's updates of their state are put
+    in place. A `nnx.State` is a tree of arrays, as for `jax.jit`: changes of modules that are
+    merged from it do not change it.
     """
     module, method = _holder(fn)
     is_node = lambda leaf: isinstance(leaf, _NODES)  # noqa: E731
@@ -47,9 +51,11 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
 
 
 def _hashable(graph: Any) -> Any:
-    """Returns a key for a graphdef: itself, or where lists, dicts or sets are static in it, the contents of those.
+    """Returns a key for a graphdef: itself, or where lists, dicts or sets are static in it, the
+    contents of those.
 
-    A graphdef that has no key is returned as it is: one of arrays or modules that are static, which may change.
+    A graphdef that has no key is returned as it is: one of arrays or modules that are static, which
+    may change.
     """
     try:
         hash(graph)
@@ -71,7 +77,7 @@ def _frozen(value: Any) -> Any:
     """Returns static data as a hashable value.
 
     Raises:
-      TypeError: it holds modules or variables, which are equal to themselves whatever they hold.
+      TypeError: it holds modules or variables, which compare by identity.
     """
     if isinstance(value, _NODES):
         raise TypeError(f"{type(value).__name__} is no static data.")
@@ -87,7 +93,10 @@ def _frozen(value: Any) -> Any:
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
-    """Returns the module that a function is, or is a method of, or None; and the function of module and arguments."""
+    """Returns the module that a function is, or is a method of, or None.
+
+    And the function of module and arguments.
+    """
     if isinstance(fn, flax_nnx.Module):
         return fn, lambda module, *args, **kwargs: module(*args, **kwargs)
     owner = getattr(fn, "__self__", None)

@@ -1,4 +1,6 @@
-"""Paths of nnx modules on JAX's name stack, where Flax puts none, noted for `policy` where a call is traced."""
+"""Paths of nnx modules on JAX's name stack, where Flax puts none, noted for `policy` where a call
+is traced.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from policy.policy import Policy
 
 
 class _Naming(threading.local):
-    """The paths of the modules that are being named in this thread, by identity, and the call under way."""
+    """The paths of the modules that are being named in this thread, by identity, and the call under
+    way.
+    """
 
     def __init__(self) -> None:
         self.paths: dict[int, tuple[str, ...]] = {}
@@ -33,16 +37,20 @@ classes_lock = threading.RLock()  # held by whoever replaces methods of classes
 
 
 def holds_items(module: Any) -> bool:
-    """Returns whether a module reads every attribute as an item of it, or as a variable, so that none can be added."""
+    """Returns whether a module reads every attribute as an item of it, or as a variable, so that
+    none can be added.
+    """
     return isinstance(module, flax_nnx.Dict | flax_nnx.bridge.ToNNX)
 
 
 @contextlib.contextmanager
 def named_modules(node: Any) -> Iterator[None]:
-    """Puts the paths of `node`'s modules on JAX's name stack, below the root's class, while this thread calls them.
+    """Puts the paths of `node`'s modules on JAX's name stack, below the root's class, while this
+    thread calls them.
 
-    Their classes' `__call__` are wrapped meanwhile; calls of other instances, or in other threads, are not named. nnx's
-    transformations call copies of modules: each carries its path in a static attribute, so `node` must be a copy.
+    Their classes' `__call__` are wrapped meanwhile; calls of other instances, or in other threads,
+    are not named. nnx's transformations call copies of modules: each carries its path in a static
+    attribute, so `node` must be a copy.
     """
     modules = [(path, module) for root in _roots(node) for path, module in _below(root)]
     classes = {type(module) for _, module in modules if callable(module)}
@@ -110,7 +118,8 @@ def _wrap(cls: type) -> None:
 
         @functools.wraps(cast(Any, cls).__call__)
         def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Looked up now, since a port may have replaced it, and in `cls`, since a subclass may have called this one.
+            # Looked up now, since a port may have replaced it, and in `cls`, since a subclass may
+            # have called this one.
             own = _inherited(cls) if patch[0] is None else patch[0]
             call = own.__get__(self, type(self))
             path = _path_of(self)
@@ -146,12 +155,18 @@ def _unwrap(cls: type) -> None:
 
 
 def defined(cls: type, name: str) -> Any:
-    """Returns a method as a class defines it, without the naming that may be around it; None where it defines none."""
+    """Returns a method as a class defines it, without the naming that may be around it.
+
+    None where it defines none.
+    """
     return _patched[cls][0] if name == "__call__" and cls in _patched else vars(cls).get(name)
 
 
 def redefine(cls: type, name: str, method: Any) -> None:
-    """Replaces a method that a class defines, inside of the naming that may be around it. Call under `classes_lock`."""
+    """Replaces a method that a class defines, inside of the naming that may be around it.
+
+    Call under `classes_lock`.
+    """
     if name == "__call__" and cls in _patched:
         _patched[cls][0] = method
     else:

@@ -1,4 +1,6 @@
-"""Helpers of both wings' normalisations: their reduction axes, and a call taken apart so that JAX traces it once."""
+"""Helpers of both wings' normalisations: their reduction axes, and a call taken apart so that JAX
+traces it once.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from policy.policy import Policy
 UNUSED = frozenset(("scale_init", "bias_init", "rngs", "parent", "name"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a layer reduces over: methods of both wings' layers
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def no_region(layer: Any, x: jax.Array) -> Region | None:
@@ -35,7 +37,10 @@ def no_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that a LayerNorm reduces over; None where Flax refuses them, or those of its features."""
+    """Returns the axes that a LayerNorm reduces over.
+
+    None where Flax refuses them, or those of its features.
+    """
     axes = _listed(layer.reduction_axes)
     return (
         Region.of(axes, x.ndim)
@@ -61,7 +66,8 @@ def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
 def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """Returns the axes that an InstanceNorm reduces over, or None where Flax refuses them.
 
-    Those are all but the batch's, which is the first and can't be one of the features', and the features'.
+    Those are all but the batch's, which is the first and can't be one of the features', and the
+    features'.
     """
     features = _listed(layer.feature_axes)
     if not _are_axes(features, x.ndim) or any(axis % x.ndim == 0 for axis in features):
@@ -70,7 +76,10 @@ def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that a BatchNorm reduces over, all but the features'; None where Flax refuses them."""
+    """Returns the axes that a BatchNorm reduces over, all but the features'.
+
+    None where Flax refuses them.
+    """
     features = _listed(layer.axis)
     return (
         Region.of(_without(range(x.ndim), x.ndim, features), x.ndim)
@@ -89,7 +98,10 @@ def _are_axes(axes: Iterable[int], ndim: int) -> bool:
 
 
 def _without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:
-    """Returns `axes` of an array of `ndim` axes without those `left_out`; negative ones count from the end."""
+    """Returns `axes` of an array of `ndim` axes without those `left_out`.
+
+    Negative ones count from the end.
+    """
     out = {axis % ndim for axis in _listed(left_out)}
     return [axis % ndim for axis in axes if axis % ndim not in out]
 
@@ -100,9 +112,9 @@ def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted({axis % ndim for axis in _listed(axes)}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A call in closed form
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def takes_exact_moments(
@@ -113,10 +125,11 @@ def takes_exact_moments(
     rest: Iterable[str],
     policy: Policy,
 ) -> bool:
-    """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest.
+    """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32
+    for the rest.
 
-    A user's method, and arguments that Flax refuses, are left to Flax's code. So is an epsilon that is an array: it may
-    be traced, differentiated, or one of many.
+    A user's method, and arguments that Flax refuses, are left to Flax's code. So is an epsilon that
+    is an array: it may be traced, differentiated, or one of many.
 
     Args:
       args, rest: the arguments of the call beside `x`.
@@ -156,15 +169,16 @@ def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
         return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A BatchNorm without elements to take statistics of
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def has_no_statistics(
     layer: Any, method: Callable[..., Any], x: Any, args: Sequence[Any], rest: Any
 ) -> bool:
-    """Returns whether a call is to update a layer's running statistics with those of an empty array.
+    """Returns whether a call is to update a layer's running statistics with those of an empty
+    array.
 
     Args:
       args, rest: the arguments of the call beside `x`.
@@ -185,7 +199,9 @@ def running_average_flag(args: Sequence[Any], rest: Mapping[str, Any]) -> bool |
 def by_running_average(
     args: Sequence[Any], rest: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call, beside its input, for one that normalises by the running statistics."""
+    """Returns the arguments of a call, beside its input, for one that normalises by the running
+    statistics.
+    """
     return (True, *args[1:]) if args else (), dict(rest) if args else {
         **rest,
         "use_running_average": True,
@@ -197,8 +213,8 @@ def masked_statistics(
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Computes a BatchNorm's statistics of the elements that a mask keeps.
 
-    Devices of the layer's axis name that have no such element are left out, and the others count alike, as in Flax.
-    Promotes dtypes, so that it runs under standard promotion.
+    Devices of the layer's axis name that have no such element are left out, and the others count
+    alike, as in Flax. Promotes dtypes, so that it runs under standard promotion.
 
     Args:
       layer: its options say how.
@@ -208,8 +224,8 @@ def masked_statistics(
       running: the mean and the variance before the call.
 
     Returns:
-      The mean and the variance to normalise by, and the running ones after the call. Both are the running ones before
-      it, for features of which no element is kept.
+      The mean and the variance to normalise by, and the running ones after the call. Both are the
+      running ones before it, for features of which no element is kept.
     """
     x, mask = x.astype(jnp.promote_types(x.dtype, jnp.float32)), jnp.asarray(mask, bool)
     count = jnp.sum(broadcast_like(mask, x), axes, dtype=x.dtype)
@@ -237,14 +253,16 @@ def masked_statistics(
     return {n: jnp.where(share > 0, found[n], running[n]) for n in found}, updated
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A call of Flax's code
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class NormalizationCall(abc.ABC):
-    """A call of a normalisation by Flax's code, as a function of layer and input; each wing implements it.
+    """A call of a normalisation by Flax's code, as a function of layer and input.
+
+    Each wing implements it.
 
     Attributes:
       method: Flax's.
@@ -261,7 +279,9 @@ class NormalizationCall(abc.ABC):
     rest: tuple[tuple[str, Any], ...]
 
     def is_of(self, layer: Any, module: str) -> bool:
-        """Returns whether Flax's own method is called on a class of `module`, with only flags beside its input."""
+        """Returns whether Flax's own method is called on a class of `module`, with only flags
+        beside its input.
+        """
         flags = (*self.args, *(value for _, value in self.rest))
         is_own = type(layer).__module__ == module and is_flax(self.method)
         return (
@@ -271,7 +291,9 @@ class NormalizationCall(abc.ABC):
         )
 
     def is_masked(self, layer: Any) -> bool:
-        """Returns whether Flax's own BatchNorm is to take statistics of what a mask keeps."""
+        """Returns whether Flax's own BatchNorm is to take statistics of the elements that a mask
+        keeps.
+        """
         rest = dict(self.rest)
         takes = layer._running and layer._takes_statistics(running_average_flag(self.args, rest))
         return bool(takes) and rest.get("mask") is not None and is_flax(self.method)
@@ -282,7 +304,10 @@ class NormalizationCall(abc.ABC):
 
 
 def frozen(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Hashable], ...] | None:
-    """Returns the fields that determine a layer's program, hashable; None where one of them is not."""
+    """Returns the fields that determine a layer's program, hashable.
+
+    None where one of them is not.
+    """
     found = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in fields if n not in UNUSED)
     try:
         hash(found)

@@ -1,6 +1,8 @@
-"""Operands of matmul and convolution layers: hooks in the place of Flax's `promote_dtype`, for both wings.
+"""Operands of matmul and convolution layers: hooks in the place of Flax's `promote_dtype`, for both
+wings.
 
-Flax's linen layers call ``promote_dtype(inputs, kernel, bias, dtype=...)``; those of nnx hand over one tuple.
+Flax's linen layers call ``promote_dtype(inputs, kernel, bias, dtype=...)``; those of nnx hand over
+one tuple.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def operands_of(arrays: tuple[Any, ...]) -> Operands:
 
 @dataclasses.dataclass(frozen=True)
 class PromoteToAccumulator:
-    """A `promote_dtype` that casts the operands to compute_dtype and a bias to the accumulator's dtype."""
+    """A `promote_dtype` that casts the operands to compute_dtype and a bias to the accumulator's
+    dtype.
+    """
 
     compute_dtype: np.dtype
     accumulator_dtype: np.dtype
@@ -42,7 +46,9 @@ class PromoteToAccumulator:
 
 
 class DetachedOperands:
-    """A `promote_dtype` like `PromoteToAccumulator`, whose operands, but not the bias, have no gradient."""
+    """A `promote_dtype` like `PromoteToAccumulator`, whose operands, but not the bias, have no
+    gradient.
+    """
 
     def __init__(self, promote: PromoteToAccumulator):
         self._promote = promote
@@ -83,13 +89,14 @@ class DetachedBiases:
         reduction_dtype: DTypeLike,
         shape_of: Callable[[jax.Array, Operands], Sequence[int]],
     ) -> jax.Array:
-        """Returns a layer's result, and gives the biases in it their gradients, summed in `reduction_dtype`.
+        """Returns a layer's result, and gives the biases in it their gradients, summed in
+        `reduction_dtype`.
 
         Args:
           y: the result.
           reduction_dtype: the dtype of the sum.
-          shape_of: returns the shape in which the bias was added to `y`, from `y` and the operands as they entered
-            the matmul: inputs, kernel and bias.
+          shape_of: returns the shape in which the bias was added to `y`, from `y` and the operands
+            as they entered the matmul: inputs, kernel and bias.
         """
         for bias, operands in self._added:
             y = with_bias_gradient(y, bias, shape_of(y, operands), reduction_dtype)

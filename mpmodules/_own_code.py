@@ -1,7 +1,9 @@
-"""A port's own code, in modules that know of no policy: where it multiplies or needs float32, autocast runs it.
+"""A port's own code, in modules that know of no policy: where it multiplies or needs float32,
+autocast runs it.
 
-Such a port is traced with its own code in float32 and its layers in their policies' dtypes, each handing on float32;
-autocast then runs what is between the layers. A port whose layers do all of that is called as it is.
+Such a port is traced with its own code in float32 and its layers in their policies' dtypes, each
+handing on float32; autocast then runs the code between the layers. A port whose layers do all of
+that is called as it is.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ from policy.sources import Source
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
 _ADVICE = (
-    ": apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is meant, or "
-    "own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the dtype attributes of such "
+    ": apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is "
+    "meant, or "
+    "own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the dtype "
+    "attributes of such "
     "modules, and functions of `policy` (einsum, reductions) obey the policy in force."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The result of looking at a call of a port: how its own code is to run.
+    """The decision on the own code of a port's call.
 
     Attributes:
       autocasts: whether autocast is to run it.
@@ -56,7 +60,9 @@ class Decisions:
         self._lock = threading.Lock()
 
     def told(self, cls: type, text: str) -> str:
-        """Returns the text of a class's first warning: other calls of it show other shares, and are not told again."""
+        """Returns the text of a class's first warning: other calls of it show other shares, and are
+        not told again.
+        """
         return self._told.setdefault(cls, text)
 
     def get(self, key: Hashable) -> Decision | None:
@@ -78,13 +84,16 @@ class Decisions:
 
 
 def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Returns what tells calls of one method apart that may run other code: their structure, flags and modes."""
+    """Returns a key for a method's call: calls that may run other code have other structures, flags
+    or modes.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
     return treedef, tuple(leaf if isinstance(leaf, (bool, str)) else None for leaf in leaves)
 
 
 def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source) -> Any:
-    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no boundary.
+    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no
+    boundary.
 
     Args:
       call: calls it.
@@ -100,7 +109,8 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
 
 
 def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
-    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves it as it is.
+    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves
+    it as it is.
 
     Args:
       call: calls it, its inputs cast.
@@ -117,7 +127,10 @@ def tracing() -> contextlib.AbstractContextManager[Any]:
 
 
 def marked(outputs: Any, carry: Any = None) -> Any:
-    """Returns a layer's outputs in float32, marked for autocast; a carry keeps the dtypes of the one given."""
+    """Returns a layer's outputs in float32, marked for autocast.
+
+    A carry keeps the dtypes of the one given.
+    """
     if carry is not None and isinstance(outputs, tuple) and len(outputs) == 2:
         return _marked_carry(outputs[0], carry), marked(outputs[1])
     return jax.tree.map(
@@ -138,7 +151,8 @@ def _marked_carry(new: Any, given: Any) -> Any:
 def describe(
     name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]
 ) -> Decision:
-    """Returns how much of a model's multiplying is code of its own, by class, and what can be done.
+    """Returns the decision on a model's own code, and a warning with its share of the FLOPs and the
+    remedies.
 
     Args:
       name: of the model's class.
@@ -153,7 +167,10 @@ def describe(
         return Decision(call.needs_float32())
     total = call.matmuls()
     flops = {cls: count / total for cls, count in by_class.items()}
-    text = f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes ({_listed(flops)})"
+    text = (
+        f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes "
+        f"({_listed(flops)})"
+    )
     if sum(held.values()) >= 0.005:
         text += f", whose modules hold {_shares(held)} of its parameters ({_listed(held)})"
     return Decision(True, text + _ADVICE)

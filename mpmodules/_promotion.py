@@ -1,4 +1,6 @@
-"""Standard dtype promotion for Flax's code, where it mixes dtypes that strict promotion would refuse."""
+"""Standard dtype promotion for Flax's code, where it mixes dtypes that strict promotion would
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -8,5 +10,7 @@ import jax
 
 
 def mixing_allowed(allowed: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Puts JAX's standard promotion in force for a block, or with `allowed=False` leaves promotion as it is."""
+    """Puts JAX's standard promotion in force for a block, or with `allowed=False` leaves promotion
+    as it is.
+    """
     return jax.numpy_dtype_promotion("standard") if allowed else contextlib.nullcontext()

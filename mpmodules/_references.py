@@ -13,8 +13,9 @@ from flax.core import Scope
 def is_reference(x: Any) -> bool:
     """Returns whether `x` is, or is tied to, state that a copy would lose.
 
-    nnx Modules, Rngs and Variables are pytrees: a tree map over them gives the same dropout mask at every call and
-    loses the updates of batch statistics. linen Modules, Scopes and Variables are references as well.
+    nnx Modules, Rngs and Variables are pytrees: a tree map over them gives the same dropout mask at
+    every call and loses the updates of batch statistics. linen Modules, Scopes and Variables are
+    references as well.
     """
     return isinstance(
         x,

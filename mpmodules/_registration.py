@@ -1,4 +1,4 @@
-"""Flax's modules made known to `policy`, which imports no Flax, and its optimizer states to Flax."""
+"""Flax's modules made known to `policy`, which imports no Flax, and our states to Flax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from policy.tracing import LOWERINGS
 
 
 def register() -> None:
-    """Registers the names, references, calls and variables of Flax's modules, and how states are saved."""
+    """Registers the names, references, calls and variables of Flax's modules, and how states are
+    saved.
+    """
     NOTING.append(noting_modules)
     REFERENCES.append(is_reference)
     LOWERINGS.append(lowered)

@@ -1,4 +1,6 @@
-"""Notes on JAX's errors for scans whose carries change their dtypes, with the boundaries that change them."""
+"""Notes on JAX's errors for scans whose carries change their dtypes, with the boundaries that
+change them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _ADVICE = "Modules inside are boundaries with a policy of their own"
 def scan_explained(
     crossed: Mapping[str, Effective], at: str | None = None, *, lifting: str = ""
 ) -> Iterator[None]:
-    """Adds, to JAX's error for a scan whose carry changes its dtype, the boundaries inside that change dtypes.
+    """Adds, to JAX's error for a scan whose carry changes its dtype, the boundaries inside that
+    change dtypes.
 
     Args:
       crossed: the boundaries crossed, by path or class; read when the error arrives.
@@ -34,9 +37,12 @@ def scan_explained(
         if inside and "carry" in str(error) and not explained:
             listed = ", ".join(f"'{name}' ({_described(inside[name])})" for name in sorted(inside))
             error.add_note(
-                f"{_ADVICE}: {listed}. A layer inside of a model keeps float32 to itself under the policy "
-                "'f32_inside', and hands on what the code around it computes in. Where one is the body of a scan, "
-                f"give it the policy that its caller obeys, {lifting}or cast the carry to its output_dtype before the "
+                f"{_ADVICE}: {listed}. A layer inside of a model keeps float32 to itself under the "
+                "policy "
+                "'f32_inside', and hands on what the code around it computes in. Where one is the "
+                "body of a scan, "
+                f"give it the policy that its caller obeys, {lifting}or cast the carry to its "
+                "output_dtype before the "
                 "scan."
             )
         raise

@@ -1,7 +1,8 @@
 """Optimizer states in `flax.serialization`: `to_state_dict`, `to_bytes` and back.
 
-Flax knows dicts, lists and named tuples; the other classes in a `MixedPrecisionState` are registered here. Numbers that
-are part of a tree's structure (a loss scale's period and bounds, a fixed scale) come from the target, as shapes do.
+Flax knows dicts, lists and named tuples; the other classes in a `MixedPrecisionState` are
+registered here. Numbers that are part of a tree's structure (a loss scale's period and bounds, a
+fixed scale) come from the target, as shapes do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def _loss_scale_from(target: DynamicLossScale, state: dict[str, Any]) -> Dynamic
     names = _names(target)
     if set(state) != set(names):
         raise ValueError(
-            f"The saved loss scale should have {', '.join(names)}, but got {', '.join(sorted(state)) or 'nothing'}: "
+            f"The saved loss scale should have {', '.join(names)}, but got "
+            f"{', '.join(sorted(state)) or 'nothing'}: "
             "restore into one of the same kind and hysteresis."
         )
     return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in names])
@@ -66,8 +68,10 @@ def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
             else f" It was made by {saved.optimizer}, not {target.optimizer}."
         )
         raise ValueError(
-            f"The optimizer state was saved with {_text(saved)}, and can't be restored into one with {_text(target)}."
-            f"{by} Restore it into a state of the transform that saved it, and convert(state, params, to=tx) that."
+            f"The optimizer state was saved with {_text(saved)}, and can't be restored into one "
+            f"with {_text(target)}."
+            f"{by} Restore it into a state of the transform that saved it, and convert(state, "
+            "params, to=tx) that."
         )
     return target
 

@@ -1,6 +1,7 @@
 """JAX's splash attention for TPUs, forward and backward, over arrays of (B..., T, N, H).
 
-Everything here is traced when a program is lowered for a TPU: a program for other platforms never imports the kernel.
+Everything here is traced when a program is lowered for a TPU: a program for other platforms never
+imports the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Array = jax.Array
 
 INTERPRET = False  # True in tests: Pallas's interpreter, on any platform
 LANES = 128  # block lengths are multiples of it
-_BLOCK = 512  # the longest block whose float32 logits leave room for the others in a core's vector memory
+# The longest block whose float32 logits leave room for the others in a core's vector memory.
+_BLOCK = 512
 _LONGEST_KEYS = 2048  # up to which keys and values stay in that memory while backward reads them
 _WIDEST_KEYS = 128  # the widest head for which they do
 
@@ -84,7 +86,9 @@ def forward_with_residuals(
     is_causal: bool,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Computes `forward`, and its residual: the logarithms of the softmax's denominators, (B..., N, T) in float32."""
+    """Computes `forward`, and its residual: the logarithms of the softmax's denominators, (B..., N,
+    T) in float32.
+    """
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, interpret)
     with _as_written():
         out, (log_sum,) = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
@@ -103,7 +107,9 @@ def backward(
     is_causal: bool,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    """Computes the cotangents of queries, keys and values, from the results of `forward_with_residuals`."""
+    """Computes the cotangents of queries, keys and values, from the results of
+    `forward_with_residuals`.
+    """
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
     with _as_written():
         operands = [_scaled(query), *map(_heads_first, (key, value, out, cotangent))]
@@ -121,7 +127,8 @@ def _pullback(
     log_sum: Array,
     cotangent: Array,
 ) -> tuple[Array, ...]:
-    """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward is not run again.
+    """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward
+    is not run again.
 
     Raises:
       NotImplementedError: JAX's kernel has other residuals.
@@ -211,8 +218,8 @@ def _kernel(
 def _block_sizes(queries: int, keys: int, width: int, *, is_full: bool) -> Any:
     """Chooses blocks of up to 512 queries by 512 keys.
 
-    Where all keys fit in one block of backward, one kernel returns all three gradients and reads the logits' operands
-    once. Masked blocks can be skipped only where there are several.
+    Where all keys fit in one block of backward, one kernel returns all three gradients and reads
+    the logits' operands once. Masked blocks can be skipped only where there are several.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

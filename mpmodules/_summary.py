@@ -27,7 +27,9 @@ def cells_of(policy: Policy | None, source: Source) -> Cells:
 
 
 def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Copies a function of Flax's with other values for some of its module's names. Flax itself is not changed.
+    """Copies a function of Flax's with other values for some of its module's names.
+
+    Flax itself is not changed.
 
     Raises:
       RuntimeError: the function's module has no such name.
@@ -36,8 +38,10 @@ def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     missing = [name for name in names if name not in namespace]
     if code is None or missing:
         raise RuntimeError(
-            f"This version of Flax draws its summaries in another way ({', '.join(missing) or repr(function)} is not "
-            "there), so that no columns can be added. Pass policy_columns=False for Flax's own table."
+            "This version of Flax draws its summaries in another way "
+            f"({', '.join(missing) or repr(function)} is not "
+            "there), so that no columns can be added. Pass policy_columns=False for Flax's own "
+            "table."
         )
     twin = types.FunctionType(
         code, namespace | names, function.__name__, function.__defaults__, function.__closure__

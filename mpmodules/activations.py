@@ -1,7 +1,8 @@
-"""The functions among Flax's activations that half precision breaks, under their names and arguments there.
+"""The functions among Flax's activations that half precision breaks, under their names and
+arguments there.
 
-Half in, reduction_dtype inside, half out; the residual is the half input itself. In float32 each is JAX's own function,
-bit for bit where no policy holds.
+Half in, reduction_dtype inside, half out; the residual is the half input itself. In float32 each is
+JAX's own function, bit for bit where no policy holds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
 ) -> Any:
-    """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`. See `policy.reductions.logsumexp`."""
+    """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`.
+
+    See `policy.reductions.logsumexp`.
+    """
     return reductions.logsumexp(a, axis, b, keepdims, return_sign, where)
 
 
@@ -44,10 +48,13 @@ def standardize(
     *,
     algorithm: str | None = None,
 ) -> jax.Array:
-    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype; returns the dtype of `x`.
+    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype.
 
-    Under a policy, and for half inputs, a variance that is not given does not cancel where the mean is large
-    (`policy.reductions.standardize`). Without a policy, float32 gives the result of `jax.nn.standardize`.
+    Returns the dtype of `x`.
+
+    Under a policy, and for half inputs, a variance that is not given does not cancel where the mean
+    is large (`policy.reductions.standardize`). Without a policy, float32 gives the result of
+    `jax.nn.standardize`.
 
     Args:
       algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.
@@ -67,7 +74,8 @@ def standardize(
 
 
 def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
-    """Computes x where it is not negative and slope * x elsewhere, in reduction_dtype, rounded once to x's dtype.
+    """Computes x where it is not negative and slope * x elsewhere, in reduction_dtype, rounded once
+    to x's dtype.
 
     Args:
       x: floating, any shape.

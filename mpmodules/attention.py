@@ -1,4 +1,6 @@
-"""Attention's maths, which both wings share: half-precision matmuls, logits and softmax in reduction_dtype."""
+"""Attention's maths, which both wings share: half-precision matmuls, logits and softmax in
+reduction_dtype.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ Array = jax.Array
 
 
 def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
-    """Refuses queries, keys and values whose ranks, batch axes, heads, widths or lengths do not fit.
+    """Refuses queries, keys and values whose ranks, batch axes, heads, widths or lengths do not
+    fit.
 
     Args:
       query: (B..., T, N, H); `key`: (B..., S, K, H); `value`: (B..., S, K, any width).
@@ -37,7 +40,8 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
         )
     if len({x.shape[:-3] for x in arrays}) != 1:
         raise ValueError(
-            f"q, k, v batch dims must match, but got shapes {', '.join(str(x.shape) for x in arrays)}."
+            "q, k, v batch dims must match, but got shapes "
+            f"{', '.join(str(x.shape) for x in arrays)}."
         )
     if value is not None and key.shape[-3] != value.shape[-3]:
         raise ValueError(f"k, v lengths must match, but got {key.shape[-3]} and {value.shape[-3]}.")
@@ -53,12 +57,16 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
 
 
 def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None:
-    """Returns the dtype to cast attention's operands to: `dtype`, or None for complex ones, which no policy casts."""
+    """Returns the dtype to cast attention's operands to: `dtype`, or None for complex ones, which
+    no policy casts.
+    """
     return None if current_policy() is not None and complex_input(operands) is not None else dtype
 
 
 def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
-    """Allows promotion while Flax decodes in x64 mode, where it adds its int32 counter to int64 indices."""
+    """Allows promotion while Flax decodes in x64 mode, where it adds its int32 counter to int64
+    indices.
+    """
     mixes = decoding and jax.config.read("jax_enable_x64")
     return mixing_allowed(mixes)
 
@@ -76,9 +84,10 @@ def dot_product_attention(
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) v where the weights themselves are not needed.
 
-    The sum of the values is divided by the sum of the exponentials, not each weight; and backward takes the sum of
-    weights times their cotangents from the result, as FlashAttention does (Dao et al. 2022, section B.2). That leaves
-    two matmuls each way with elementwise operations around them, and no pass over all weights more than by hand.
+    The sum of the values is divided by the sum of the exponentials, not each weight; and backward
+    takes the sum of weights times their cotangents from the result, as FlashAttention does (Dao et
+    al. 2022, section B.2). That leaves two matmuls each way with elementwise operations around
+    them, and no pass over all weights more than by hand.
 
     Args:
       query: (B..., T, N, H), half precision.
@@ -101,7 +110,8 @@ def dot_product_attention(
     )
     if heads == key_heads or value.shape[-2] != key_heads or not is_each_or_all:
         return attend(query, key, value, bias, mask)
-    # Mapped over the query heads of a key head. XLA for TPUs fuses little into matmuls whose heads are reshaped.
+    # Mapped over the query heads of a key head. XLA for TPUs fuses little into matmuls whose heads
+    # are reshaped.
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
     bias, bias_axis = _by_key_head(bias, key_heads)
     mask, mask_axis = _by_key_head(mask, key_heads)
@@ -112,7 +122,9 @@ def dot_product_attention(
 
 
 def _by_key_head(x: ArrayLike | None, key_heads: int) -> tuple[Array | None, int | None]:
-    """Splits the heads of a bias or mask (B..., N, T, S): (B..., K, N / K, T, S), and the axis to map over, if any."""
+    """Splits the heads of a bias or mask (B..., N, T, S): (B..., K, N / K, T, S), and the axis to
+    map over, if any.
+    """
     if x is None or np.ndim(x) < 3 or np.shape(x)[-3] == 1:
         return (None if x is None else jnp.asarray(x)), None
     x = jnp.asarray(x)
@@ -130,7 +142,9 @@ def _attention(
     precision: Any,
     reduction_dtype: DTypeLike,
 ) -> Array:
-    """Computes attention of as many query heads as key heads, or of any number by XLA's grouped matmuls."""
+    """Computes attention of as many query heads as key heads, or of any number by XLA's grouped
+    matmuls.
+    """
     logits = _logits(query, key, bias, mask, is_causal, precision, None, reduction_dtype)
     if not key.shape[-3]:  # no exponential to divide by
         return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
@@ -144,16 +158,21 @@ def _attention(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(precision: Any, logits: Array, value: Array) -> Array:
-    """Computes softmax(logits) value, rounded once; its residual is the exponentials in the values' dtype."""
+    """Computes softmax(logits) value, rounded once.
+
+    Its residual is the exponentials in the values' dtype.
+    """
     return _exponentials(precision, logits, value)[2].astype(value.dtype)
 
 
 def _exponentials(precision: Any, logits: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Returns the exponentials (B..., N, T, S) in half, their sums (B..., T, N, 1), and the unrounded result."""
+    """Returns the exponentials (B..., N, T, S) in half, their sums (B..., T, N, 1), and the
+    unrounded result.
+    """
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     exponentials = jnp.exp(logits - highest).astype(value.dtype)
-    # Of the rounded ones, which every matmul multiplies: so the weights add up to 1, and the gradient by a row's logits
-    # to 0, but for float32's rounding.
+    # Of the rounded ones, which every matmul multiplies: so the weights add up to 1, and the
+    # gradient by a row's logits to 0, but for float32's rounding.
     total = jnp.swapaxes(jnp.sum(exponentials.astype(logits.dtype), axis=-1, keepdims=True), -2, -3)
     weigh = accumulating(functools.partial(weighted_values, precision=precision), logits.dtype)
     return exponentials, total, weigh(exponentials, value) / total
@@ -191,8 +210,9 @@ def _attend_jvp(
             )
         return through.astype(value.dtype)
 
-    # Checkpointed, so that nothing is kept but the exponentials and what is as small as the result. Behind the barrier
-    # XLA can't keep the logits instead, which are twice as large, and take the exponentials again.
+    # Checkpointed, so that nothing is kept but the exponentials and what is as small as the result.
+    # Behind the barrier XLA can't keep the logits instead, which are twice as large, and take the
+    # exponentials again.
     kept = (lax.optimization_barrier(exponentials), total, result, rounded_off, value)
     return result, jax.checkpoint(derivative, prevent_cse=False)(
         *kept, logits_tangent, value_tangent
@@ -214,21 +234,25 @@ def dot_product_attention_weights(
     reduction_dtype: DTypeLike = jnp.float32,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Computes softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the matmul's accumulator on.
+    """Computes softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the
+    matmul's accumulator on.
 
-    Axes: B batch (any number), T query, S key, N query heads, K key heads (a divisor of N), H head width. This is
-    `jax.nn.dot_product_attention`'s contract: logits and softmax are never rounded to the operands' dtype.
+    Axes: B batch (any number), T query, S key, N query heads, K key heads (a divisor of N), H head
+    width. This is `jax.nn.dot_product_attention`'s contract: logits and softmax are never rounded
+    to the operands' dtype.
 
     Args:
       query: (B..., T, N, H), half or full precision.
       key: (B..., S, K, H), the same dtype.
       bias: added to the logits; broadcastable to (B..., N, T, S).
-      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S). A row without any key left is uniform.
+      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S). A row without any key
+        left is uniform.
       is_causal: masks out the keys after each query.
       precision: as in `jax.lax`.
       einsum: computes the logits instead of ours, `einsum(subscripts, query, key)`.
-      reduction_dtype: what logits and softmax are in; at least float32.
-      dtype: of the weights; None is `reduction_dtype`. Backward keeps the weights in it, nothing else of their size.
+      reduction_dtype: the dtype of logits and softmax; at least float32.
+      dtype: of the weights; None is `reduction_dtype`. Backward keeps the weights in it, nothing
+        else of their size.
 
     Returns:
       (B..., N, T, S) in `dtype`.
@@ -250,7 +274,9 @@ def _logits(
     einsum: Callable[..., Array] | None,
     reduction_dtype: DTypeLike,
 ) -> Array:
-    """Computes q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in `reduction_dtype`."""
+    """Computes q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in
+    `reduction_dtype`.
+    """
     heads, key_heads = query.shape[-2], key.shape[-2]
     if einsum is not None:
         logits = einsum("...qhd,...khd->...hqk", query, key).astype(reduction_dtype)
@@ -271,7 +297,9 @@ def _logits(
 
 
 def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
-    """Lowers the logits where `mask` is False (or 0) and, where causal, at the keys after each query."""
+    """Lowers the logits where `mask` is False (or 0) and, where causal, at the keys after each
+    query.
+    """
     allowed = jnp.ones((1,) * logits.ndim, bool) if mask is None else jnp.asarray(mask).astype(bool)
     allowed = jnp.broadcast_to(allowed, logits.shape)
     if is_causal:
@@ -279,7 +307,8 @@ def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
             lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - axis) for axis in (2, 1)
         )
         allowed = jnp.logical_and(allowed, keys <= queries)
-    # Half of the lowest number: a bias on top of it can't reach -inf, and a row of it is uniform, not NaN.
+    # Half of the lowest number: a bias on top of it can't reach -inf, and a row of it is uniform,
+    # not NaN.
     return jnp.where(
         allowed, logits, np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype)
     )
@@ -287,7 +316,10 @@ def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _rounded_softmax(dtype: np.dtype, logits: Array) -> Array:
-    """Computes softmax over the last axis, rounded once to `dtype`; its residual is the rounded weights alone."""
+    """Computes softmax over the last axis, rounded once to `dtype`.
+
+    Its residual is the rounded weights alone.
+    """
     return jax.nn.softmax(logits, axis=-1).astype(dtype)
 
 
@@ -299,11 +331,13 @@ def _rounded_softmax_jvp(
 
     def derivative(weights: Array, tangent: Array) -> Array:
         wide = weights.astype(tangent.dtype)
-        # Rounded weights sum to almost 1: dividing by that sum keeps the gradient's own sum over the keys at 0.
+        # Rounded weights sum to almost 1: dividing by that sum keeps the gradient's own sum over
+        # the keys at 0.
         mean = jnp.sum(wide * tangent, -1, keepdims=True) / jnp.sum(wide, -1, keepdims=True)
         return (wide * (tangent - mean)).astype(dtype)
 
-    # Checkpointed whole: that sum too is had again from the weights, in the pass of backward that reads them anyway.
+    # Checkpointed whole: that sum too is had again from the weights, in the pass of backward that
+    # reads them anyway.
     return weights, jax.checkpoint(derivative, prevent_cse=False)(weights, tangents[0])
 
 
@@ -338,7 +372,10 @@ def weighted_values(
 
 
 def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLike) -> Array:
-    """Computes an einsum of two operands; returns its accumulator where `dtype` is wider than they are."""
+    """Computes an einsum of two operands.
+
+    Returns its accumulator where `dtype` is wider than they are.
+    """
     if not is_wider(dtype, lhs.dtype):
         return jnp.einsum(subscripts, lhs, rhs, precision=precision)
     dtype = jnp.dtype(dtype)
@@ -356,7 +393,8 @@ def _accumulated(subscripts: str, precision: Any, dtype: np.dtype, lhs: Array, r
 def dropout(
     weights: Array, rate: float, *, broadcast: bool, batch_axes: int, rng: Array | None
 ) -> Array:
-    """Drops attention weights with probability `rate` and scales the rest by 1 / (1 - rate), as Flax does.
+    """Drops attention weights with probability `rate` and scales the rest by 1 / (1 - rate), as
+    Flax does.
 
     Args:
       weights: (B..., N, T, S).

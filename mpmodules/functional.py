@@ -41,22 +41,27 @@ def complex_input(arguments: Sequence[Any]) -> np.dtype | None:
 
 
 def widen(x: Any, dtype: DTypeLike) -> Any:
-    """Casts a floating array to `dtype` where that is wider than its own; returns anything else as it is."""
+    """Casts a floating array to `dtype` where that is wider than its own.
+
+    Returns anything else as it is.
+    """
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating) or not is_wider(dtype, x.dtype):
         return x
     return jnp.asarray(x, dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Initial values
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfSafe:
-    """An initialiser that also works in half precision: one that JAX can't run there is run in float32 and cast.
+    """An initialiser that also works in half precision: one that JAX can't run there is run in
+    float32 and cast.
 
-    The orthogonal initialisers are such: no QR decomposition takes half. One that runs in half is run in half.
+    The orthogonal initialisers are such: no QR decomposition takes half. One that runs in half is
+    run in half.
     """
 
     init: Callable[..., Array]
@@ -74,7 +79,10 @@ class HalfSafe:
 
 @functools.lru_cache(maxsize=256)
 def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Returns whether JAX can lower an initialiser for a dtype; some releases refuse it while tracing."""
+    """Returns whether JAX can lower an initialiser for a dtype.
+
+    Some releases refuse it while tracing.
+    """
     try:
         jax.jit(lambda key: init(key, shape, dtype)).lower(
             jax.eval_shape(lambda: jax.random.key(0))
@@ -84,9 +92,9 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Matmuls that return their accumulator
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def with_operand_gradients(
@@ -94,8 +102,9 @@ def with_operand_gradients(
 ) -> Array:
     """Returns `y`, and gives `lhs` and `rhs` their gradients through `bilinear(lhs, rhs)`.
 
-    For an operation that can return its accumulator, but can't be replaced by `accumulating`: `y` is that accumulator,
-    or contains it. The forward program stays as it is, and both backward operations run in the operands' dtype.
+    For an operation that can return its accumulator, but can't be replaced by `accumulating`: `y`
+    is that accumulator, or contains it. The forward program stays as it is, and both backward
+    operations run in the operands' dtype.
 
     Args:
       y: the operation's result, made of operands behind a `stop_gradient`.
@@ -124,17 +133,26 @@ def accumulating_dot_general(accumulator_dtype: DTypeLike) -> Callable[..., Arra
 
 
 def accumulating_conv(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """Makes a stand-in for `lax.conv_general_dilated` that returns its accumulator; see `accumulating`."""
+    """Makes a stand-in for `lax.conv_general_dilated` that returns its accumulator.
+
+    See `accumulating`.
+    """
     return _AccumulatingOp(lax.conv_general_dilated, jnp.dtype(accumulator_dtype))
 
 
 def accumulating_einsum(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """Makes a stand-in for `jnp.einsum` of two operands that returns its accumulator; see `accumulating`."""
+    """Makes a stand-in for `jnp.einsum` of two operands that returns its accumulator.
+
+    See `accumulating`.
+    """
     return _AccumulatingEinsum(jnp.einsum, jnp.dtype(accumulator_dtype))
 
 
 class _AccumulatingOp:
-    """An operation that returns its accumulator; equal operations compare equal, and so do layers that hold them."""
+    """An operation that returns its accumulator.
+
+    Equal operations compare equal, and so do layers that hold them.
+    """
 
     def __init__(self, operation: Callable[..., Array], dtype: np.dtype):
         self._key = (operation, dtype)
@@ -168,8 +186,9 @@ def with_bias_gradient(
 ) -> Array:
     """Returns `y`, which contains the bias already, and gives the bias its gradient.
 
-    Where a bias is cast to half and then broadcast, JAX sums its gradient to half. Here the sum is in
-    `reduction_dtype`, and is rounded once, to the bias's dtype; the forward program stays as it is.
+    Where a bias is cast to half and then broadcast, JAX sums its gradient to half. Here the sum is
+    in `reduction_dtype`, and is rounded once, to the bias's dtype; the forward program stays as it
+    is.
 
     Args:
       y: floating, any shape; the bias was added to it behind a `stop_gradient`.
@@ -193,7 +212,8 @@ def _bias_tangent(
     if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing
         return y, tangent
     wide = widen(bias_tangent, reduction_dtype).reshape(shape)
-    # Broadcast before the cast: transposed, cast before the sum. The cotangent is in memory for the matmul before it.
+    # Broadcast before the cast: transposed, cast before the sum. The cotangent is in memory for the
+    # matmul before it.
     through = materialized(broadcast_like(wide, y).astype(y.dtype))
     return y, through if isinstance(tangent, SymbolicZero) else tangent + through
 
@@ -203,7 +223,9 @@ _with_bias_gradient.defjvp(_bias_tangent, symbolic_zeros=True)
 
 
 def broadcast_like(x: Array, like: Array) -> Array:
-    """Broadcasts `x` to the shape of `like`, sharded alike along explicit axes: else the cotangent is gathered."""
+    """Broadcasts `x` to the shape of `like`, sharded alike along explicit axes: else the cotangent
+    is gathered.
+    """
     sharding = jax.typeof(like).sharding
     return jnp.broadcast_to(x, like.shape, out_sharding=None if sharding.mesh.empty else sharding)
 

@@ -1,4 +1,6 @@
-"""Normalisation of half-precision arrays, for both wings: exact statistics, and the derivative in closed form."""
+"""Normalisation of half-precision arrays, for both wings: exact statistics, and the derivative in
+closed form.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,21 @@ def normalize(
     epsilon: float,
     dtype: DTypeLike,
 ) -> tuple[Array, Array, Array]:
-    """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias in float32, and rounds the result once.
+    """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias in float32, and rounds the
+    result once.
 
     Backward keeps `x` as it came, the mean and the variance, and reads `x` twice.
 
     Args:
       x: half precision, any shape that is not empty.
       scale, bias: float32, with the rank of `x` and broadcastable to it; or None.
-      region: what shares a mean and a variance.
+      region: the elements that share a mean and a variance.
       epsilon: added to the variance.
       dtype: of the result.
 
     Returns:
-      The normalised array in `dtype`; the mean and the variance, float32, which broadcast against `x`.
+      The normalised array in `dtype`; the mean and the variance, float32, which broadcast against
+      `x`.
     """
     y, centre, offset, variance = traced_once(_normalize, region, float(epsilon), jnp.dtype(dtype))(
         x, scale, bias
@@ -84,7 +88,8 @@ def _normalize_jvp(
         None if isinstance(t, SymbolicZero) else t for t in tangents
     )
     if scale_tangent is not None or bias_tangent is not None:
-        # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep these until then.
+        # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep
+        # these until then.
         scale_tangent, bias_tangent = lax.optimization_barrier((scale_tangent, bias_tangent))
 
     def derivative(
@@ -102,8 +107,8 @@ def _normalize_jvp(
         centred = x.astype(jnp.float32) - centre
         mean_tangent = variance_tangent = by_element = None
         if all(factor.shape[axis] == 1 for axis in region.axes):
-            # The factors come after the sums: those of the transpose are then the scale's and the bias's as well, and
-            # an element is multiplied and added to as seldom as can be.
+            # The factors come after the sums: those of the transpose are then the scale's and the
+            # bias's as well, and an element is multiplied and added to as seldom as can be.
             if x_tangent is not None:
                 wide = x_tangent.astype(jnp.float32)
                 mean_tangent, along = region.mean(wide), region.mean(wide * centred)
@@ -137,7 +142,8 @@ def _normalize_jvp(
             return through, mean_tangent, None, variance_tangent
         return through, jnp.zeros_like(mean_tangent), mean_tangent, variance_tangent
 
-    # Checkpointed: the normalised array is computed again from `x`, in the kernels of backward that read `x` anyway.
+    # Checkpointed: the normalised array is computed again from `x`, in the kernels of backward that
+    # read `x` anyway.
     kept = (x, scale, centre, offset, variance)
     tangents_out = jax.checkpoint(derivative, prevent_cse=False)(
         *kept, x_tangent, scale_tangent, bias_tangent

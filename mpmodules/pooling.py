@@ -1,7 +1,7 @@
-"""Pooling for both wings: windows are summed in reduction_dtype, whatever the input is, forward and backward.
+"""Pooling for both wings: windows are summed in reduction_dtype, forward and backward.
 
-Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32 and wider each
-function is Flax's own.
+Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32
+and wider each function is Flax's own.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def pool(
 ) -> jax.Array:
     """Reduces each window of `inputs` to one value; `flax.linen.pool` in reduction_dtype.
 
-    A maximum or minimum is exact in any dtype, but its gradient is a sum over the windows that an input is in. Where
-    at most four windows overlap (3x3 with strides of 2), both stay in the input's dtype: a sum of four terms rounds
-    three times, by 1.5 ulp of its largest partial sum at most. Where more than four windows overlap, both are in
-    reduction_dtype.
+    A maximum or minimum is exact in any dtype, but its gradient is a sum over the windows that an
+    input is in. Where at most four windows overlap (3x3 with strides of 2), both stay in the
+    input's dtype: a sum of four terms rounds three times, by 1.5 ulp of its largest partial sum at
+    most. Where more than four windows overlap, both are in reduction_dtype.
 
     Args:
       inputs: (batch..., window dims..., features), or without any batch axis. Half in, half out.
@@ -70,7 +70,10 @@ def _most_windows(window_shape: Sequence[int], strides: Sequence[int] | None) ->
 
 
 def _start(init: Any, dtype: Any) -> Any:
-    """Returns the initial value in the reduction's dtype; a concrete one stays concrete, since JAX reads its value."""
+    """Returns the initial value in the reduction's dtype.
+
+    A concrete one stays concrete, since JAX reads its value.
+    """
     if not hasattr(init, "dtype"):
         return init
     return init.astype(dtype) if isinstance(init, Tracer) else np.asarray(init).astype(dtype)
@@ -107,7 +110,8 @@ def max_pool(
 ) -> jax.Array:
     """Returns the maximum of each window, which is exact; arguments as in `pool`.
 
-    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the input's dtype.
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
+    input's dtype.
     """
     return pool(inputs, -jnp.inf, lax.max, window_shape, strides, padding)
 
@@ -120,6 +124,7 @@ def min_pool(
 ) -> jax.Array:
     """Returns the minimum of each window, which is exact; arguments as in `pool`.
 
-    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the input's dtype.
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
+    input's dtype.
     """
     return pool(inputs, jnp.inf, lax.min, window_shape, strides, padding)

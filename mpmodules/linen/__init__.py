@@ -1,4 +1,4 @@
-"""`flax.linen` with dtype policies: all that it exports, with layers that obey policies in place of its own."""
+"""`flax.linen` with dtype policies: all that it exports, with layers that obey policies."""
 
 from __future__ import annotations
 

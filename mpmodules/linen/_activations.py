@@ -17,10 +17,11 @@ from policy.precedence import Effective
 
 
 class PReLU(Layer, flax_nn.PReLU):
-    """`flax.linen.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is summed wide.
+    """`flax.linen.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is
+    summed wide.
 
-    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are multiplied in
-    reduction_dtype and rounded once.
+    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are
+    multiplied in reduction_dtype and rounded once.
     """
 
     param_dtype: Any = None
@@ -47,7 +48,8 @@ class PReLU(Layer, flax_nn.PReLU):
             slopes.append(flax_nn.PReLU.param(self, name, *args, **kwargs))
             return slopes[-1]
 
-        # Flax's own method makes or reads the slope; what it would compute with it in half is left to one number.
+        # Flax's own method makes or reads the slope; what it would compute with it in half is left
+        # to one number.
         with fields_set(self, fields | {"param": read}):
             method(self, jnp.zeros((), jnp.float32))
         return activations.prelu(inputs, slopes[-1])

@@ -1,4 +1,6 @@
-"""Flax's layers made ours as they are called: the interceptor that does it, and where it is in force."""
+"""Flax's layers made ours as they are called: the interceptor that does it, and where it is in
+force.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from policy.scope import current_scope
 
 @functools.cache
 def adopting_class(cls: type) -> type | None:
-    """Returns our class for instances of a Flax layer `cls`, or of a subclass of one; None of other classes."""
+    """Returns our class for instances of a Flax layer `cls`, or of a subclass of one.
+
+    None of other classes.
+    """
     for base in cls.__mro__:
         ours = LAYER_OF.get(base)
         if ours is not None and hasattr(ours, "_call_layer"):
@@ -62,7 +67,10 @@ def _combined(cls: Any, ours: type) -> type:
 
 
 def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
-    """Turns an instance of Flax's layer into ours; the policy decides each dtype that is not in `keep`."""
+    """Turns an instance of Flax's layer into ours.
+
+    The policy decides each dtype that is not in `keep`.
+    """
     namespace = module.__dict__
     for name in {"dtype", "param_dtype"}.intersection(namespace) - set(keep):
         namespace[name] = None
@@ -81,13 +89,16 @@ def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
 
 
 class Adopter:
-    """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey policies.
+    """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey
+    policies.
 
     Args:
       keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
-      composites: whether modules that are no layers are boundaries too, and their parameters follow the policy.
-      dtype_fields: whether the dtype fields of modules that are no layers hold the policy's dtypes in their calls.
-      cast_submodules: whether what such a submodule hands on is cast to its caller's compute_dtype.
+      composites: whether modules that are no layers are boundaries too, and their parameters follow
+        the policy.
+      dtype_fields: whether the dtype fields of modules that are no layers hold the policy's dtypes
+        in their calls.
+      cast_submodules: whether such a submodule's outputs are cast to its caller's compute_dtype.
     """
 
     def __init__(
@@ -124,8 +135,8 @@ class Adopter:
             return run_setup(module, lambda: self._set(module, next_fun)(*args, **kwargs))
         if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
             return next_fun(*args, **kwargs)
-        # A method of ours comes with its boundary around it; one that was looked up before the instance was adopted
-        # (self.embed.attend(self.embed(x)) does that) comes without.
+        # A method of ours comes with its boundary around it; one that was looked up before the
+        # instance was adopted (self.embed.attend(self.embed(x)) does that) comes without.
         if known and ("_policy_boundary" in vars(context.orig_method.func) or is_innermost(module)):
             return next_fun(*args, **kwargs)
 
@@ -175,12 +186,14 @@ def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
 def layers_inside(
     policy: Policy | None, declared: Mapping[str, Any]
 ) -> contextlib.AbstractContextManager[Any]:
-    """Makes the Flax layers that Flax's code creates inside of a layer of ours obey policies and rules too.
+    """Makes the Flax layers that Flax's code creates inside of a layer of ours obey policies and
+    rules too.
 
     Args:
-      policy: the policy of the layer of ours. Where it is None, rules may still reach the layers inside, and where its
-        dtype arguments are half, their sums are ours.
-      declared: the dtype arguments that the layer of ours was given; with no policy, its layers inherit them.
+      policy: the policy of the layer of ours. Where it is None, rules may still reach the layers
+        inside, and where its dtype arguments are half, their sums are ours.
+      declared: the dtype arguments that the layer of ours was given; with no policy, its layers
+        inherit them.
     """
     names = ("dtype", "param_dtype")
     given = [] if policy is not None else [name for name in names if declared.get(name) is not None]

@@ -1,4 +1,6 @@
-"""Attention layers: projections and weighted sums in compute_dtype, logits and softmax in reduction_dtype."""
+"""Attention layers: projections and weighted sums in compute_dtype, logits and softmax in
+reduction_dtype.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from policy.precedence import Effective
 
 
 class Attention(Module):
-    """Base class of attention layers, which count as modules and pass their dtypes to the layers that they create."""
+    """Base class of attention layers, which count as modules and pass their dtypes to the layers
+    that they create.
+    """
 
     _dtype_fields: ClassVar[bool] = True
 
@@ -50,8 +54,9 @@ class Attention(Module):
 class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention` that obeys policies.
 
-    Projections and the weighted sum of values run in compute_dtype, logits and softmax in reduction_dtype, with
-    dropout, sown weights, masks and decoding alike. An `attention_fn` of the user's own is obeyed.
+    Projections and the weighted sum of values run in compute_dtype, logits and softmax in
+    reduction_dtype, with dropout, sown weights, masks and decoding alike. An `attention_fn` of the
+    user's own is obeyed.
     """
 
     param_dtype: Any = None

@@ -25,7 +25,8 @@ from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope, current_scope, enter
 
-# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
+# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's
+# own.
 NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
 _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 
@@ -33,10 +34,10 @@ _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 def install_boundaries(cls: Any) -> None:
     """Puts the boundary around each public method that `cls` adds, and around its setup.
 
-    Interceptors and summaries of Flax see the uncast inputs and the final outputs: its machinery is outside of the
-    boundary. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it transforms, our
-    mark included. A mark that points to another function therefore identifies such a method, which gets a boundary
-    outside of the transform.
+    Interceptors and summaries of Flax see the uncast inputs and the final outputs: its machinery is
+    outside of the boundary. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of
+    the method that it transforms, our mark included. A mark that points to another function
+    therefore identifies such a method, which gets a boundary outside of the transform.
     """
     fields = {field.name for field in dataclasses.fields(cls)}
     names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
@@ -53,7 +54,8 @@ def install_boundaries(cls: Any) -> None:
         if not inspect.isfunction(method) or hasattr(method, "nowrap"):
             continue
         if method is inspect.getattr_static(flax_nn.Module, name, None):
-            continue  # a wrapped copy here would come before the layer's own in the order of inheritance
+            # A wrapped copy here would come before the layer's own in the order of inheritance.
+            continue
         mark = method.__dict__.get("_policy_boundary")
         if mark is method:
             continue
@@ -91,7 +93,9 @@ def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[...,
 
 
 def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs `setup` under the module's policy, whichever entry reaches it: params made there need their dtype."""
+    """Runs `setup` under the module's policy, whichever entry reaches it: params made there need
+    their dtype.
+    """
 
     @functools.wraps(setup)
     def call(self: Any) -> Any:
@@ -102,7 +106,9 @@ def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
-    """Runs a module's setup under its policy, and a layer's with its fields as the policy wants them."""
+    """Runs a module's setup under its policy, and a layer's with its fields as the policy wants
+    them.
+    """
     scope = current_scope()
     effective = effective_policy(module, scope)
     if not getattr(type(module), "_is_layer", False):
@@ -139,11 +145,13 @@ def run_method(
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
 
     Args:
-      lifted: `method` is a transformed one, which calls another boundary of the same module inside of the transform:
-        only the casts and the scope are applied here.
-      own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
-        inputs are the user's business, and the layer's own method is a call inside.
-      cast_result: whether outputs are cast to the compute_dtype in force where the method is called.
+      lifted: `method` is a transformed one, which calls another boundary of the same module inside
+        of the transform: only the casts and the scope are applied here.
+      own_body: `method` is the layer's own. Around a user's method on top of a layer only the
+        fields are set: its inputs are the user's business, and the layer's own method is a call
+        inside.
+      cast_result: whether outputs are cast to the compute_dtype in force where the method is
+        called.
     """
     scope, given = current_scope(), args
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
@@ -236,7 +244,9 @@ def _cast_inputs(
 
 @contextlib.contextmanager
 def _scan_carries_explained(module: Any, crosses: bool, effective: Effective) -> Iterator[None]:
-    """Notes a boundary, and adds those inside of it to JAX's error for a scan whose carry changes its dtype."""
+    """Notes a boundary, and adds those inside of it to JAX's error for a scan whose carry changes
+    its dtype.
+    """
     path = "/".join(module.path)
     if crosses and effective.policy is not None:
         calls.crossed[path] = effective

@@ -16,7 +16,9 @@ from policy.scope import Scope
 
 
 class _Calls(threading.local):
-    """The module calls under way in this thread, and the modules that the root call has seen so far."""
+    """The module calls under way in this thread, and the modules that the root call has seen so
+    far.
+    """
 
     def __init__(self) -> None:
         self.paths: list[tuple[str, ...]] = []
@@ -28,7 +30,9 @@ class _Calls(threading.local):
         self.recorded: Recorded | None = None
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
-        """Notes the policy that a module obeys in a call, where a summary or a report is being made."""
+        """Notes the policy that a module obeys in a call, where a summary or a report is being
+        made.
+        """
         path = path_of(module)
         if path is not None:
             note_obeyed(model_of(module), "/".join(path), effective.policy)
@@ -39,7 +43,8 @@ class _Calls(threading.local):
 class Recorded:
     """The calls of Flax's modules and ours, in order, with the policies that ours obey in them.
 
-    In each call, `intercept` runs first, outside of our boundary, and `note` adds the policy inside of it.
+    In each call, `intercept` runs first, outside of our boundary, and `note` adds the policy inside
+    of it.
     """
 
     def __init__(self) -> None:
@@ -98,7 +103,10 @@ calls = _Calls()
 
 @contextlib.contextmanager
 def roots_unchecked() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Makes no call in a block a root's, and has no setup validated there; yields a context that undoes both."""
+    """Makes no call in a block a root's, and has no setup validated there.
+
+    Yields a context that undoes both.
+    """
     outer, validates = calls.seen, calls.validates
     calls.seen, calls.validates = {} if outer is None else outer, False
     try:
@@ -128,9 +136,10 @@ def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
 
 
 def model_of(module: flax_nn.Module) -> str:
-    """Returns what the model is called that a module is part of: by its class, or by the name it was given.
+    """Returns the name of the model that a module is part of: its class's, or the one it was given.
 
-    The copies of modules that Flax's transforms call know of nothing above: they are the root call's.
+    The copies of modules that Flax's transforms call know of nothing above: they are the root
+    call's.
     """
     while isinstance(module.parent, flax_nn.Module):
         module = module.parent
@@ -170,8 +179,8 @@ def note_seen(path: tuple[str, ...], cls: type) -> None:
 def _check_rules(root: Any, scope: Scope) -> None:
     """Checks the rules in force against the modules called and those that hold variables.
 
-    Class rules are checked only where every module that holds variables was called: a call of one method of many, or
-    of a cached inner jit, says nothing about the classes of the rest.
+    Class rules are checked only where every module that holds variables was called: a call of one
+    method of many, or of a cached inner jit, says nothing about the classes of the rest.
     """
     if scope.rules is None or not scope.rules.strict or calls.seen is None:
         return

@@ -33,28 +33,41 @@ def dot_product_attention_weights(
     einsum_dot_general: Callable[..., jax.Array] | None = None,
     einsum: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """`flax.linen.dot_product_attention_weights`, with logits and softmax in reduction_dtype whatever the inputs are.
+    """`flax.linen.dot_product_attention_weights`, with logits and softmax in reduction_dtype.
 
     Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
 
     Args:
-      query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width), where the key heads divide
-        the heads (Flax's own function takes equal ones only).
+      query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width), where the
+        key heads divide the heads (Flax's own function takes equal ones only).
 
     Returns:
-      Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`); with `force_fp32_for_softmax` in
-      float32 where no policy holds, as Flax's.
+      Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`); with
+      `force_fp32_for_softmax` in float32 where no policy holds, as Flax's.
 
     Raises:
-      ValueError: both `einsum` and `precision` or `einsum_dot_general` are given, or a dropout rate without a key.
+      ValueError: both `einsum` and `precision` or `einsum_dot_general` are given, or a dropout rate
+        without a key.
     """
     dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype(query, key, dtype=dtype)
     if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
         return flax_nn.dot_product_attention_weights(
-            query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
-            module, force_fp32_for_softmax, einsum_dot_general, einsum,
-        )  # fmt: skip
+            query,
+            key,
+            bias,
+            mask,
+            broadcast_dropout,
+            dropout_rng,
+            dropout_rate,
+            deterministic,
+            dtype,
+            precision,
+            module,
+            force_fp32_for_softmax,
+            einsum_dot_general,
+            einsum,
+        )
     if (precision or einsum_dot_general) and einsum:
         raise ValueError(
             "precision/einsum_dot_general and einsum are mutually exclusive: give only one of them."
@@ -93,23 +106,24 @@ def dot_product_attention(
     *,
     implementation: Literal["xla", "cudnn", "splash"] | None = None,
 ) -> jax.Array:
-    """`flax.linen.dot_product_attention`, with logits and softmax in reduction_dtype whatever the inputs are.
+    """`flax.linen.dot_product_attention`, with logits and softmax in reduction_dtype.
 
     Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width), where the key
-        heads divide the heads (Flax's own function takes equal ones only).
-      implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is neither; None
-        chooses (`mpmodules.fused_attention.fused_kernel` says when).
+      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads,
+        width), where the key heads divide the heads (Flax's own function takes equal ones only).
+      implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
+        neither; None chooses (`mpmodules.fused_attention.fused_kernel` says when).
 
     Returns:
-      (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with `force_fp32_for_softmax` in float32
-      where no policy holds, as Flax's.
+      (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with
+      `force_fp32_for_softmax` in float32 where no policy holds, as Flax's.
 
     Raises:
-      ValueError: one of the two einsums without the other, or together with `precision` or `einsum_dot_general`;
-        shapes that do not fit; an `implementation` that can't do what is asked for.
+      ValueError: one of the two einsums without the other, or together with `precision` or
+        `einsum_dot_general`; shapes that do not fit; an `implementation` that lacks a feature that
+        is asked for.
     """
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
@@ -117,23 +131,48 @@ def dot_product_attention(
     has_einsum = einsum_dot_general is not None or qk_attn_weights_einsum is not None
     wide_weights = force_fp32_for_softmax and current_policy() is None
     kernel = kernel_of_call(
-        implementation, query, key, value, bias=bias, mask=mask, is_causal=False, dropout=dropout,
-        is_sown=module is not None, precision=precision,
-        others={"an einsum of one's own": has_einsum, "force_fp32_for_softmax without a policy": wide_weights},
-    )  # fmt: skip
+        implementation,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        is_causal=False,
+        dropout=dropout,
+        is_sown=module is not None,
+        precision=precision,
+        others={
+            "an einsum of one's own": has_einsum,
+            "force_fp32_for_softmax without a policy": wide_weights,
+        },
+    )
     if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
         return flax_nn.dot_product_attention(
-            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
-            precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            broadcast_dropout,
+            dropout_rng,
+            dropout_rate,
+            deterministic,
+            dtype,
+            precision,
+            module,
+            force_fp32_for_softmax,
+            einsum_dot_general,
+            qk_attn_weights_einsum,
             attn_weights_value_einsum,
-        )  # fmt: skip
+        )
     if bool(qk_attn_weights_einsum) != bool(attn_weights_value_einsum):
         raise ValueError(
             "qk_attn_weights_einsum and attn_weights_value_einsum must be specified together."
         )
     if (precision or einsum_dot_general) and qk_attn_weights_einsum:
         raise ValueError(
-            "precision/einsum_dot_general and qk_attn_weights_einsum/attn_weights_value_einsum are mutually "
+            "precision/einsum_dot_general and qk_attn_weights_einsum/attn_weights_value_einsum are "
+            "mutually "
             "exclusive: give only one of them."
         )
     needs_weights = dropout.is_on or module is not None or has_einsum or wide_weights
@@ -142,9 +181,21 @@ def dot_product_attention(
     if attended is not None:
         return attended
     weights = dot_product_attention_weights(
-        query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
-        force_fp32_for_softmax, einsum_dot_general=einsum_dot_general, einsum=qk_attn_weights_einsum,
-    )  # fmt: skip
+        query,
+        key,
+        bias,
+        mask,
+        broadcast_dropout,
+        dropout_rng,
+        dropout_rate,
+        deterministic,
+        None,
+        precision,
+        module,
+        force_fp32_for_softmax,
+        einsum_dot_general=einsum_dot_general,
+        einsum=qk_attn_weights_einsum,
+    )
     if einsum_dot_general is not None:
         attn_weights_value_einsum = functools.partial(
             jnp.einsum, precision=precision, _dot_general=einsum_dot_general

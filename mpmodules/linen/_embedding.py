@@ -23,9 +23,10 @@ from policy.precedence import Effective
 class Embed(Layer, flax_nn.Embed):
     """`flax.linen.Embed` that obeys policies.
 
-    The lookup reads the stored table and the result is cast afterwards, so that the gradient of a token is summed over
-    its occurrences in reduction_dtype (a table stored in half is widened first, which XLA fuses into the lookup).
-    `attend` is a matmul in compute_dtype; where it is a boundary with a wider output_dtype it returns its accumulator.
+    The lookup reads the stored table and the result is cast afterwards, so that the gradient of a
+    token is summed over its occurrences in reduction_dtype (a table stored in half is widened
+    first, which XLA fuses into the lookup). `attend` is a matmul in compute_dtype; where it is a
+    boundary with a wider output_dtype it returns its accumulator.
     """
 
     param_dtype: Any = None
@@ -40,7 +41,9 @@ class Embed(Layer, flax_nn.Embed):
         return fields | half_safe_fields(self, fields["param_dtype"])  # the table is made in setup
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """Returns the inner products of a query (..., features) with each embedding: (..., num_embeddings)."""
+        """Returns the inner products of a query (..., features) with each embedding: (...,
+        num_embeddings).
+        """
         if self._accumulates_in is None:
             undecorated: Any = inspect.unwrap(
                 flax_nn.Embed.attend

@@ -39,9 +39,9 @@ def foreign_module_set(module: Any, *, dtype_fields: bool) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Dtype fields
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
@@ -55,14 +55,17 @@ def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _parameters_in(dtype: np.dtype, module: Any) -> Iterator[None]:
-    """Makes the parameters that the module creates come in `dtype`; their initialisers run as they are written."""
+    """Makes the parameters that the module creates come in `dtype`.
+
+    Their initialisers run as they are written.
+    """
 
     def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = type(module).param(module, name, _cast_after(init_fn, dtype), *args, **kwargs)
@@ -75,7 +78,8 @@ def _parameters_in(dtype: np.dtype, module: Any) -> Iterator[None]:
             init_fn = _cast_after(init_fn, dtype)
         return type(module).variable(module, col, name, init_fn, *args, **kwargs)
 
-    # On the instance, not its class: other threads call other instances. What a module calls so itself stays.
+    # On the instance, not its class: other threads call other instances. What a module calls so
+    # itself stays.
     namespace = vars(module)
     ours = {
         name: function
@@ -96,15 +100,15 @@ def _cast_after(init_fn: Callable[..., Any], dtype: np.dtype) -> Callable[..., A
     return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Outputs
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def in_compute_dtype(
     policy: Policy, outputs: Any, *, has_carry: bool, module: Any, args: tuple[Any, ...]
 ) -> Any:
-    """Casts to compute_dtype what a submodule hands on, but no carry that was given in another dtype.
+    """Casts a submodule's outputs to compute_dtype, but no carry that was given in another dtype.
 
     Args:
       policy: the policy in force where the submodule is called.
@@ -119,7 +123,8 @@ def in_compute_dtype(
         return cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
     carry, rest = outputs
     if jax.tree.structure(carry) == jax.tree.structure(args[0]):
-        # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type than the first.
+        # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type
+        # than the first.
         carry = jax.tree.map(
             lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0]
         )

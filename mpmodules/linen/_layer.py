@@ -1,4 +1,6 @@
-"""The base class of our linen layers, which puts the policy's dtypes in Flax's own fields for a call."""
+"""The base class of our linen layers, which puts the policy's dtypes in Flax's own fields for a
+call.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,22 @@ from policy.precedence import Effective
 class Layer(Module):
     """A Flax layer that obeys policies.
 
-    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold the policy's dtypes.
+    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold
+    the policy's dtypes.
     """
 
     _is_layer: ClassVar[bool] = True
     _dtype_fields: ClassVar[bool] = True
-    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before any rounding.
+    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before
+    # any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
 
     def _policy_fields(
         self, policy: Policy | None, output_dtype: Any, method_name: str
     ) -> dict[str, Any]:
-        """Returns the dataclass fields to set for a call of `method_name` that is to return `output_dtype`."""
+        """Returns the dataclass fields to set for a call of `method_name` that is to return
+        `output_dtype`.
+        """
         return dtype_fields(self, policy)
 
     def _call_layer(
@@ -67,7 +73,8 @@ def half_safe_fields(
     Args:
       layer: the layer.
       param_dtype: the dtype of its parameters.
-      defaults: whether Flax's own defaults are among them; those of most layers run in half as they are.
+      defaults: whether Flax's own defaults are among them; those of most layers run in half as they
+        are.
     """
     given = {
         field.name: getattr(layer, field.name)
@@ -79,6 +86,6 @@ def half_safe_fields(
 
 
 def declared_field(module: Any, name: str) -> Any:
-    """Returns the value that the user gave for a field, whatever is in it for the length of a call."""
+    """Returns the value that the user gave for a field, which may hold another during a call."""
     declared = module.__dict__.get("_declared_fields")
     return module.__dict__.get(name) if declared is None else declared.get(name)

@@ -24,9 +24,11 @@ from policy.precedence import Effective
 def accumulator_fields(
     layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any
 ) -> dict:
-    """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is wider than compute.
+    """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is
+    wider than compute.
 
-    An operation or a `promote_dtype` of the user's own is left in place: then the result is widened afterwards.
+    An operation or a `promote_dtype` of the user's own is left in place: then the result is widened
+    afterwards.
 
     Args:
       hook: the name of the field that takes the operation.
@@ -49,13 +51,16 @@ def accumulator_fields(
 
 
 class Biased(Layer):
-    """Base class of the matmul and convolution layers: the gradient of a half bias is summed in reduction_dtype."""
+    """Base class of the matmul and convolution layers: the gradient of a half bias is summed in
+    reduction_dtype.
+    """
 
     @flax_nn.nowrap
     def _bias_shape(
         self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        """Returns the shape in which the bias is added to `y`, or None to leave its gradient to Flax.
+        """Returns the shape in which the bias is added to `y`, or None to leave its gradient to
+        Flax.
 
         Args:
           operands: inputs, kernel and bias as they entered the matmul.
@@ -89,8 +94,9 @@ class Biased(Layer):
 class Accumulating(Biased):
     """Base class of layers whose operation can't be replaced, but takes `preferred_element_type`.
 
-    With that alone, both backward operations would run as float32 times half, or not at all. So Flax's method runs on
-    operands without a gradient; the gradient is that of the same method in compute_dtype.
+    With that alone, both backward operations would run as float32 times half, or not at all. So
+    Flax's method runs on operands without a gradient; the gradient is that of the same method in
+    compute_dtype.
     """
 
     def _call_layer(
@@ -152,8 +158,9 @@ class Accumulating(Biased):
 class Dense(Biased, flax_nn.Dense):
     """`flax.linen.Dense` that obeys policies.
 
-    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
-    A Dense that is a boundary with a wider output_dtype returns the matmul's accumulator.
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
+    and so is the result. A Dense that is a boundary with a wider output_dtype returns the matmul's
+    accumulator.
     """
 
     param_dtype: Any = None

@@ -13,13 +13,16 @@ import numpy as np
 
 from mpmodules.functional import trailing, with_bias_gradient
 
-# For each function of a cell's, the gate that it is applied to at each of its calls, or None for something else.
+# For each function of a cell's, the gate that it is applied to at each of its calls, or None for
+# something else.
 Gates = dict[str, tuple[str | None, ...]]
 _NAMES = ("hi", "hf", "hg", "ho")
 
 
 def gates_of(cell: Any) -> Gates | None:
-    """Returns the gates that the functions of `cell` are applied to, or None where they can't be determined."""
+    """Returns the gates that the functions of `cell` are applied to, or None where they can't be
+    determined.
+    """
     call = inspect.unwrap(type(cell).__call__)
     for cls in reversed(
         type(cell).__mro__
@@ -32,10 +35,12 @@ def gates_of(cell: Any) -> Gates | None:
 
 @functools.cache
 def applied_gates(cls: Any) -> Gates | None:
-    """Returns the gate that each call of `gate_fn` and `activation_fn` gets in a class of Flax's, by running it.
+    """Returns the gate that each call of `gate_fn` and `activation_fn` gets in a class of Flax's,
+    by running it.
 
-    The cell has one feature, kernels of zeros and another bias for each gate, so that a function gets exactly its
-    gate's bias. The functions return 0, so that no other value is taken for a bias.
+    The cell has one feature, kernels of zeros and another bias for each gate, so that a function
+    gets exactly its gate's bias. The functions return 0, so that no other value is taken for a
+    bias.
 
     Returns:
       None where the class can't be run so, or does not apply exactly one function to each gate.
@@ -59,7 +64,9 @@ def applied_gates(cls: Any) -> Gates | None:
 
 
 def _given_to_functions(cls: Any) -> dict[str, list[jax.Array]]:
-    """Returns the argument of each call of a cell's functions, where the biases of its gates are 1, 2, 3 and 4."""
+    """Returns the argument of each call of a cell's functions, where the biases of its gates are 1,
+    2, 3 and 4.
+    """
     given: dict[str, list[jax.Array]] = {"gate_fn": [], "activation_fn": []}
 
     def recording(name: str) -> Any:
@@ -81,8 +88,9 @@ def _given_to_functions(cls: Any) -> dict[str, list[jax.Array]]:
 class GateBiases:
     """Hooks of a cell that sum the gradients of its gates' biases in reduction_dtype.
 
-    Flax adds all four biases to one matmul's result, and has no hook there. So they are read behind a `stop_gradient`,
-    and each gets its gradient where its gate's sum is complete: where the gate's function is applied to it.
+    Flax adds all four biases to one matmul's result, and has no hook there. So they are read behind
+    a `stop_gradient`, and each gets its gradient where its gate's sum is complete: where the gate's
+    function is applied to it.
     """
 
     def __init__(self, cell: Any, gates: Gates, reduction_dtype: Any):

@@ -38,7 +38,9 @@ else:  # an ABCMeta: a module can have abstract classes and protocols among its 
 
 
 class _ModuleMeta(_MetaOfProtocol):
-    """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks survive a port."""
+    """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks
+    survive a port.
+    """
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
@@ -72,7 +74,8 @@ class _ModuleMeta(_MetaOfProtocol):
 
 # What a layer's docstring says of the argument.
 _DTYPE_POLICY = (
-    "a `Policy` or its text form; None obeys a rule, the module around the layer, or the scope. Where the layer has "
+    "a `Policy` or its text form; None obeys a rule, the module around the layer, or the scope. "
+    "Where the layer has "
     "dtype and param_dtype, one that is not given is the policy's."
 )
 
@@ -80,22 +83,26 @@ _DTYPE_POLICY = (
 class Module(flax_nn.Module, metaclass=_ModuleMeta):
     """`flax.linen.Module` with a dtype policy.
 
-    A module's call is a *boundary* when it obeys another policy than the one in force, or when none is open yet: its
-    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Every layer inside returns
-    compute_dtype. That holds for every public method that is called from outside.
+    A module's call is a *boundary* when it obeys another policy than the one in force, or when none
+    is open yet: its floating inputs are cast to compute_dtype and its floating outputs to
+    output_dtype. Every layer inside returns compute_dtype. That holds for every public method that
+    is called from outside.
 
     Attributes:
       dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is made.
-      keep_params: names of parameters that no policy touches: ``self.param`` stores and returns them as their
-        initialisers make them. A class attribute: ``keep_params = ("scale",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
+        module is made.
+      keep_params: names of parameters that no policy touches: ``self.param`` stores and returns
+        them as their initialisers make them. A class attribute: ``keep_params = ("scale",)``.
 
-    A method of a user's reads floating parameters in compute_dtype. They are stored in param_dtype, and their gradients
-    are summed in float32 over all uses. ``self.param(..., compute_dtype=jnp.float32)`` reads one in another dtype.
+    A method of a user's reads floating parameters in compute_dtype. They are stored in param_dtype,
+    and their gradients are summed in float32 over all uses. ``self.param(...,
+    compute_dtype=jnp.float32)`` reads one in another dtype.
     """
 
-    # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position reaches it.
+    # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position
+    # reaches it.
     if (
         TYPE_CHECKING
     ):  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
@@ -190,7 +197,9 @@ Module.__annotations__["dtype_policy"] = (
 
 
 def _keep_from_flax(cls: type) -> None:
-    """Keeps our private methods out of Flax's method machinery: interceptors, name stacks, tables of calls."""
+    """Keeps our private methods out of Flax's method machinery: interceptors, name stacks, tables
+    of calls.
+    """
     for name, attribute in vars(cls).items():
         if inspect.isfunction(attribute) and name.startswith("_") and not name.startswith("__"):
             attribute.nowrap = True  # type: ignore[attr-defined]

@@ -44,7 +44,9 @@ from policy.remembering import keeping_inputs, keeping_inputs_once
 
 
 class _Deferred:
-    """Stands for a variable while its layer runs inside of a transform: writes are collected and applied afterwards."""
+    """Stands for a variable while its layer runs inside of a transform: writes are collected and
+    applied afterwards.
+    """
 
     def __init__(self, variable: Any, updates: dict[str, jax.Array], name: str):
         self._variable, self._updates, self._name = variable, updates, name
@@ -61,14 +63,15 @@ class _Deferred:
 class Normalization(Layer):
     """Base class of the normalisations.
 
-    The input is widened to reduction_dtype before the statistics, scale and bias are read in reduction_dtype, and the
-    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
-    half input is that input and the statistics, no float32 copy.
+    The input is widened to reduction_dtype before the statistics, scale and bias are read in
+    reduction_dtype, and the result is rounded once. Where the layer is a boundary, nothing is
+    rounded on the way in. The residuals of a half input are that input and the statistics, no
+    float32 copy.
 
-    `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] - E[x]^2, under a
-    policy a variance that does not cancel: of half inputs exact sums in one pass (`mpmodules.moments`), of others one
-    pass over data shifted by a few of its elements, and two passes where there is a mask or an axis name. A value given
-    by the user is obeyed.
+    `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] -
+    E[x]^2, under a policy a variance that does not cancel: of half inputs exact sums in one pass
+    (`mpmodules.moments`), of others one pass over data shifted by a few of its elements, and two
+    passes where there is a mask or an axis name. A value given by the user is obeyed.
     """
 
     _region: ClassVar[Callable[..., Region | None]] = no_region
@@ -135,7 +138,7 @@ class Normalization(Layer):
         """Returns the result, from exact statistics, and updates running statistics.
 
         Raises:
-          _NotThere: Flax's code is to run, which makes what is missing or refuses what doesn't fit.
+          _NotThere: Flax's code is to run, which makes missing variables and refuses others.
         """
         region = self._region(x)
         cls = type(self)  # a user's `param` and `variable` are to be asked
@@ -171,7 +174,10 @@ class Normalization(Layer):
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        """Returns Flax's `param`; while the layer runs under a policy the value is read in reduction_dtype."""
+        """Returns Flax's `param`.
+
+        While the layer runs under a policy the value is read in reduction_dtype.
+        """
         value = super().param(name, init_fn, *init_args, **kwargs)
         return value if self._reads_in is None else cast_array(value, self._reads_in)
 
@@ -204,7 +210,9 @@ class _Run(NormalizationCall):
     def _masked(
         self, layer: Any, x: jax.Array, region: Region
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Normalises by the statistics of what the mask keeps, handed to Flax's method as running ones."""
+        """Normalises by the statistics of unmasked elements, handed to Flax's method as running
+        ones.
+        """
         args, rest = by_running_average(self.args, dict(self.rest))
         shape = tuple(x.shape[axis] for axis in feature_axes(layer, x.ndim))
         running = {name: layer._stored("batch_stats", name, shape) for name in layer._running}
@@ -214,7 +222,9 @@ class _Run(NormalizationCall):
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are alike."""
+    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are
+    alike.
+    """
     parts = _parts(layer, run)
     if parts is not None:
         with contextlib.suppress(_NotThere):
@@ -239,7 +249,9 @@ _VARIABLES = {"params": ("scale", "bias"), "batch_stats": ("mean", "var")}
 
 
 def _parts(layer: Any, run: _Run) -> _Parts | None:
-    """Returns the parts of a layer whose call is Flax's own and needs nothing else of it, else None."""
+    """Returns the parts of a layer whose call is Flax's own and needs nothing else of it, else
+    None.
+    """
     fields = frozen((field.name, getattr(layer, field.name)) for field in dataclasses.fields(layer))
     if fields is None or layer.is_initializing() or not run.is_of(layer, __name__):
         return None
@@ -279,7 +291,9 @@ def _run_apart(
 
 
 class LayerNorm(Normalization, flax_nn.LayerNorm):
-    """`flax.linen.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
@@ -288,14 +302,18 @@ class LayerNorm(Normalization, flax_nn.LayerNorm):
 
 
 class RMSNorm(Normalization, flax_nn.RMSNorm):
-    """`flax.linen.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
 
 class GroupNorm(Normalization, flax_nn.GroupNorm):
-    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
@@ -304,7 +322,9 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
 
 
 class InstanceNorm(Normalization, flax_nn.InstanceNorm):
-    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
@@ -313,13 +333,14 @@ class InstanceNorm(Normalization, flax_nn.InstanceNorm):
 
 
 class BatchNorm(Normalization, flax_nn.BatchNorm):
-    """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+    """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
 
-    Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Running statistics are stored in the wider of float32 and reduction_dtype, not in param_dtype.
 
-    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running statistics, which
-    stay as they are; devices of `axis_name` whose mask keeps none are left out. Without a policy they become NaN, as
-    in Flax.
+    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
+    statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
+    Without a policy they become NaN, as in Flax.
     """
 
     param_dtype: Any = None
@@ -351,7 +372,10 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
         *init_args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Returns Flax's `variable`; running statistics are created in the wider of reduction_dtype and float32."""
+        """Returns Flax's `variable`.
+
+        Running statistics are created in the wider of reduction_dtype and float32.
+        """
         make, reads_in = init_fn, self._reads_in
         if make is not None and reads_in is not None:
             init_fn = lambda *args, **kwargs: functional.widen(make(*args, **kwargs), reads_in)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Calls of linen ports whose own code multiplies: traced as pure functions, and run under autocast."""
+"""Calls of linen ports whose own code multiplies: traced as pure functions and autocast."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def call_port(
     *,
     plainly: Callable[[], Any],
 ) -> Any:
-    """Calls the outermost method of a port in force, its own code under autocast where it multiplies.
+    """Calls the outermost method of a port in force, its own code under autocast where it
+    multiplies.
 
     Args:
       module: the port, bound; its scope and its adopter are in force.
@@ -90,10 +91,10 @@ def _key(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, A
 def _shown(
     module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Decision | None:
-    """Returns what a call shows of the code that no layer makes; nothing of the trace remains.
+    """Returns the decision on a call from a trace of it, of which nothing remains.
 
-    None where it can't be traced in float32, as code that asks for another dtype: it is called as it is, and says
-    itself what is wrong.
+    None where it can't be traced in float32, as code that asks for another dtype: it is called as
+    it is, and raises its own error.
     """
     found: list[Decision] = []
     seen: dict[tuple[str, ...], type] = {}
@@ -117,7 +118,9 @@ def _shown(
 
 
 def _traced(method: Method, then: Callable[[Ported], Any]) -> Method:
-    """Returns `method` as a pure function of variables and arguments, traced in float32 and handed to `then`."""
+    """Returns `method` as a pure function of variables and arguments, traced in float32 and handed
+    to `then`.
+    """
     return lifted(method, lambda call, *trees: then(traced(call, *trees)), tracing)
 
 

@@ -44,13 +44,15 @@ def param(
     """Declares a parameter, and returns it in the compute_dtype of the policy in force.
 
     Args:
-      name, init_fn, init_args, init_kwargs: as in `flax.linen.Module.param`. Under a policy, floating results of
-        `init_fn` are stored in param_dtype.
+      name, init_fn, init_args, init_kwargs: as in `flax.linen.Module.param`. Under a policy,
+        floating results of `init_fn` are stored in param_dtype.
       unbox: whether a boxed value is returned without its box. Boxed ones are returned as stored.
-      compute_dtype: the dtype to read it in; None for the policy's. A policy must be in force for either.
+      compute_dtype: the dtype to read it in; None for the policy's. A policy must be in force for
+        either.
 
     Returns:
-      The parameter. Its gradient is summed in float32 and returned in the dtype that it is stored in.
+      The parameter. Its gradient is summed in float32 and returned in the dtype that it is stored
+      in.
     """
     cls = type(self)
     if not is_users(cls) or name in cls.keep_params:
@@ -73,13 +75,15 @@ def _cast_after(init_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
     return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), policy.param_dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def install(cls: Any) -> None:
-    """Makes the calls of a user's class, through which Flax runs every method, ones that may read parameters."""
+    """Makes the calls of a user's class, through which Flax runs every method, ones that may read
+    parameters.
+    """
     if is_users(cls) and cls._call_wrapped_method is _call_plainly:
         cls._call_wrapped_method = _call_reading
 
@@ -88,7 +92,9 @@ def install(cls: Any) -> None:
 def _call_reading(
     module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a method of a module; where it reads parameters of its own, their gradients are summed in float32.
+    """Calls a method of a module.
+
+    Where it reads parameters of its own, their gradients are summed in float32.
 
     Args:
       module: the module.
@@ -145,7 +151,9 @@ def _reads_own_params(
 
 
 def _holds_params_of_others(module: Any) -> bool:
-    """Returns whether a module's methods may read parameters of a user's modules that it has as attributes."""
+    """Returns whether a module's methods may read parameters of a user's modules that it has as
+    attributes.
+    """
     if _users_children(module):
         return True
     if type(module).setup is flax_nn.Module.setup:
@@ -159,7 +167,9 @@ def _holds_params_of_others(module: Any) -> bool:
 
 
 def _users_children(module: Any) -> bool:
-    """Returns whether a user's module with parameters of its own is an attribute of a bound module, as far as bound."""
+    """Returns whether a user's module with parameters of its own is an attribute of a bound module,
+    as far as bound.
+    """
     attributes = {name: value for name, value in vars(module).items() if name != "parent"}
     leaves = jax.tree.leaves(attributes, is_leaf=is_reference)
     children = [
@@ -174,7 +184,10 @@ def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def own_params(module: Any) -> dict[str, Any]:
-    """Returns the floating parameters that a bound module holds itself, as stored; those of modules in it are none."""
+    """Returns the floating parameters that a bound module holds itself, as stored.
+
+    Those of modules in it are none.
+    """
     params = module.scope.variables().get("params", {})
     return {
         name: value

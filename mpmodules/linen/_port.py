@@ -26,39 +26,42 @@ def apply_policy(
 ) -> M:
     """Returns the same linen model under a policy and rules, without an edit.
 
-    Every Flax layer in the model, at whatever depth, obeys the policy: in compact and setup style, shared, scanned,
-    rematerialised, vmapped and jitted, and inside Flax's own composites. Parameters that other modules create
-    themselves come in param_dtype. Functions (pooling, softmax) and matmuls of the model's own run under autocast.
+    Every Flax layer in the model, at any depth, obeys the policy: in compact and setup style,
+    shared, scanned, rematerialised, vmapped and jitted, and inside Flax's own composites.
+    Parameters that other modules create themselves come in param_dtype. Functions (pooling,
+    softmax) and matmuls of the model's own run under autocast.
 
     Args:
-      model: an unbound linen module, Flax's own or ours. A `dtype_policy` that it carries itself is replaced.
+      model: an unbound linen module, Flax's own or ours. A `dtype_policy` that it carries itself is
+        replaced.
       policy: a Policy or its text form.
       rules: `PolicyRules` or an argument for them; paths are those of the model's variables.
-      keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An explicit `param_dtype`
-        can't be told from the default and never does.
-      dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are neither ours nor layers of Flax's
-        hold the policy's compute_dtype and param_dtype during their setup and calls, for models that hand
-        ``self.dtype`` on to functions and casts. A field that holds a floating dtype or None is set, to a name, a
-        scalar type or a `np.dtype` as it was.
-      cast_submodules: whether the floating outputs of modules below the root that are neither ours nor layers of
-        Flax's (its `Sequential` and `Bidirectional` are none) are cast to the compute_dtype of the module that calls
-        them, so that branches in float32 and in half meet in one dtype. A scan's or a cell's carry keeps the dtype that
-        it was given in.
-      own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
-        under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
-        "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, of which
-        a warning tells once, and where the code adds up rows or computes exponentials, logarithms or roots, which half
-        precision can't bear. As "keep" beside the three options above.
+      keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An
+        explicit `param_dtype` can't be told from the default and never does.
+      dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are neither ours
+        nor layers of Flax's hold the policy's compute_dtype and param_dtype during their setup and
+        calls, for models that hand ``self.dtype`` on to functions and casts. A field that holds a
+        floating dtype or None is set, to a name, a scalar type or a `np.dtype` as it was.
+      cast_submodules: whether the floating outputs of modules below the root that are neither ours
+        nor layers of Flax's (its `Sequential` and `Bidirectional` are none) are cast to the
+        compute_dtype of the module that calls them, so that branches in float32 and in half meet in
+        one dtype. A scan's or a cell's carry keeps the dtype that it was given in.
+      own_code: the treatment of matmuls and convolutions that no layer makes. "autocast": the
+        model's own code runs under `policy.autocast`, traced in float32, by the policies that hold
+        at each module; layers run as layers. "keep": it runs in the dtypes that it meets. None:
+        under autocast where there are such matmuls, of which a warning tells once, and where the
+        code adds up rows or computes exponentials, logarithms or roots, which half precision can't
+        bear. As "keep" beside the three options above.
 
     Returns:
-      An instance of a subclass of the model's class with the same name, constructor, fields, state, variables and
-      methods; equal for equal arguments, and picklable. A submodule taken out of a bound model and called by itself is
-      not covered.
+      An instance of a subclass of the model's class with the same name, constructor, fields, state,
+      variables and methods; equal for equal arguments, and picklable. A submodule taken out of a
+      bound model and called by itself is not covered.
 
     Raises:
       TypeError: `model` is no linen module.
-      ValueError: `model` is bound, the policy or rules are malformed, `own_code` is none of the above, or options
-        contradict each other.
+      ValueError: `model` is bound, the policy or rules are malformed, `own_code` is none of the
+        above, or options contradict each other.
     """
     if not isinstance(model, flax_nn.Module):
         raise not_a_model(model, "a linen module", other="mpmodules.nnx")

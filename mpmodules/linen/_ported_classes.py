@@ -22,9 +22,9 @@ from policy.islands import as_in_force
 from policy.scope import Scope, current_scope, enter
 from policy.sources import Source
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The instance
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class _Bare(flax_nn.Module):
@@ -43,7 +43,7 @@ def fields_of(model: flax_nn.Module) -> dict[str, Any]:
 
 
 def state_of(model: flax_nn.Module) -> dict[str, Any]:
-    """Returns what a constructor of the model's own left on the instance beside its fields, as a config."""
+    """Returns the attributes of the instance beside its fields, such as a config."""
     fields = {f.name for f in dataclasses.fields(model) if f.init}
     return {name: value for name, value in vars(model).items() if name not in fields | _FLAX_STATE}
 
@@ -54,9 +54,9 @@ def rebuild(base: type, options: PortOptions, fields: dict[str, Any], state: dic
     return ported
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The class
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class _Entered(threading.local):
@@ -99,17 +99,23 @@ class _Port:
 
     @property
     def under_way(self) -> bool:
-        """Returns whether a method of the model was entered in this thread: one that it calls is not entered again."""
+        """Returns whether a method of the model was entered in this thread: one that it calls is
+        not entered again.
+        """
         return self in _entered.ports
 
     def outermost(
         self, module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls ``method(module, *args, **kwargs)``, the outermost method of a bound model, under scope and adopter."""
+        """Calls ``method(module, *args, **kwargs)``, the outermost method of a bound model, under
+        scope and adopter.
+        """
         return self._run(lambda: method(module, *args, **kwargs), module, method, args, kwargs)
 
     def entering(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method that does not run through Flax's `_call_wrapped_method`, entered all the same."""
+        """Returns a method that does not run through Flax's `_call_wrapped_method`, entered all the
+        same.
+        """
 
         @functools.wraps(method)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +125,8 @@ class _Port:
             def plainly() -> Any:
                 if is_ours(self.base):
                     return method(module, *args, **kwargs)
-                # No interceptor sees it: the boundary is outside of it, as it is around a method of ours already.
+                # No interceptor sees it: the boundary is outside of it, as it is around a method of
+                # ours already.
                 return run_method(module, method, args, kwargs, lifted=True)
 
             return self._run(plainly, module, method, args, kwargs)
@@ -154,13 +161,17 @@ class _Port:
 
 
 def _is_transformed(method: Callable[..., Any]) -> bool:
-    """Returns whether a method is transformed, as in nn.scan(Block): it wraps one that Flax wrapped."""
+    """Returns whether a method is transformed, as in nn.scan(Block): it wraps one that Flax
+    wrapped.
+    """
     return getattr(getattr(method, "__wrapped__", None), "method_handler_wrapped", False)
 
 
 @functools.cache
 def _ported_class(base: Any, options: PortOptions) -> Any:
-    """Makes the subclass of `base` whose calls enter the scope and the adopter, and which is `base` in all else."""
+    """Makes the subclass of `base` whose calls enter the scope and the adopter, and which is `base`
+    in all else.
+    """
     port = _Port(base, options)
     call_wrapped_method = (
         base._call_wrapped_method
@@ -208,8 +219,8 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
 def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
     """Returns the public methods that Flax does not wrap, or wraps inside of a transform only.
 
-    Those are the methods that nn.scan, nn.remat, ... transformed, those of bases that are no modules, and those with a
-    compact name scope.
+    Those are the methods that nn.scan, nn.remat, ... transformed, those of bases that are no
+    modules, and those with a compact name scope.
     """
     fields = {field.name for field in dataclasses.fields(base)}
     names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)}
@@ -231,8 +242,8 @@ def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
 def _taking_methods(entry: Callable[..., Any], others: dict[str, Any]) -> Callable[..., Any]:
     """Wraps `apply` and its like, so that any ``method=`` enters the port.
 
-    One of `others` that is given as the base class's function is looked up by name. A function of a module that is no
-    method of it, as encoder-decoder models have for each half, runs as one.
+    One of `others` that is given as the base class's function is looked up by name. A function of a
+    module that is no method of it, as encoder-decoder models have for each half, runs as one.
     """
     named = {method.__get__(None): name for name, method in others.items()}
 

@@ -1,4 +1,6 @@
-"""Calls of linen methods as calls of pure functions: variables and random keys go in, updates of them come out."""
+"""Calls of linen methods as calls of pure functions: variables and random keys go in, updates of
+them come out.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from mpmodules.linen._calls import roots_unchecked
 
 Method = Callable[..., Any]
 Run = Callable[[Callable[..., Any], Any, Any, Any], Any]
-"""From a pure function and its three arguments, parameters, other state and inputs, to its result."""
+"""Returns the result of a pure function of parameters, other state and inputs, and of those."""
 
 
 def lifted(
@@ -75,7 +77,9 @@ def _transform(
 
 
 def put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Sets the counters of a scope's random streams, and those of scopes inside of it, to what they were."""
+    """Sets the counters of a scope's random streams, and those of scopes inside of it, to their
+    earlier values.
+    """
     for key in list(counters):
         if key not in before:
             del counters[key]

@@ -1,4 +1,4 @@
-"""Recurrent cells and the loops over them: cells compute, and keep their carry, in compute_dtype."""
+"""Recurrent cells and the loops over them: carries and computation in compute_dtype."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ from policy.scope import current_scope
 class RNNCellBase(Module, flax_nn.RNNCellBase):
     """`flax.linen.RNNCellBase` that obeys policies: the base class of a recurrent cell of your own.
 
-    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
-    cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
-    through a scan. `initialize_carry` is no boundary: its result is not cast.
+    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype;
+    the carry is never cast. Under a policy the new carry has the dtypes of the one given where
+    these are wider, so that its type is kept through a scan. `initialize_carry` is no boundary: its
+    result is not cast.
     """
 
     _crossing: ClassVar[Crossing] = StepCrossing()
 
 
 class Cell(Layer):
-    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
+    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in
+    param_dtype.
 
-    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own dtype, so that its type
-    is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
+    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own
+    dtype, so that its type is kept through a loop. With no policy, carry and output are in an
+    explicit `dtype`.
     """
 
     def _policy_fields(
@@ -99,7 +102,10 @@ class Cell(Layer):
 
     @flax_nn.nowrap
     def _cast_carry(self, carry: Any) -> Any:
-        """Casts a carry to the cell's computation dtype; a cell that infers its dtype leaves it as it is."""
+        """Casts a carry to the cell's computation dtype.
+
+        A cell that infers its dtype leaves it as it is.
+        """
         dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
         return cast_floating(carry, dtype) if _is_floating(dtype) else carry
 
@@ -117,10 +123,11 @@ class SimpleCell(Cell, flax_nn.SimpleCell):
 class LSTMCell(Cell, flax_nn.LSTMCell):
     """`flax.linen.LSTMCell` that obeys policies.
 
-    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
-    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
-    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
-    Initialisers that JAX can't run in half precision run in float32.
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an
+    `RNN` the gradient of each is summed over the steps in reduction_dtype, and rounded once.
+    Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
+    its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    half precision run in float32.
     """
 
     param_dtype: Any = None
@@ -129,8 +136,8 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
 
-    Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that matches nothing but
-    its parts is refused.
+    Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that
+    matches nothing but its parts is refused.
     """
 
     param_dtype: Any = None
@@ -177,10 +184,11 @@ class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
 
 
 class RNN(Module, flax_nn.RNN):
-    """`flax.linen.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
+    """`flax.linen.RNN` that carries a policy: its call is a boundary, as any module's is, but never
+    for the carry.
 
-    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one of Flax's) to the
-    carry returned, so that one call can go on where another ended.
+    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one
+    of Flax's) to the carry returned, so that one call can go on where another ended.
     """
 
     _dtype_fields: ClassVar[bool] = True
@@ -218,9 +226,9 @@ class RNN(Module, flax_nn.RNN):
     def _may_widen(self) -> bool:
         """Returns whether the loop may pass its half parameters to the cell in float32.
 
-        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the values are the same,
-        and the gradient of each is summed over the steps in float32: JAX sums that of a loop's constant in the
-        constant's own dtype.
+        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the
+        values are the same, and the gradient of each is summed over the steps in float32: JAX sums
+        that of a loop's constant in the constant's own dtype.
         """
         is_upstreams = isinstance(self.cell, Cell) and is_upstream(
             inspect.unwrap(type(self.cell).__call__)
@@ -231,6 +239,8 @@ class RNN(Module, flax_nn.RNN):
 
 
 class Bidirectional(Module, flax_nn.Bidirectional):
-    """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
+    """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but
+    never for the carry.
+    """
 
     _crossing: ClassVar[Crossing] = LoopCrossing()

@@ -12,23 +12,31 @@ LAYER_OF: dict[type, type] = {}
 
 
 def is_ours(cls: type | None) -> bool:
-    """Returns whether a class is one of ours, rather than one of Flax's that only passes ``issubclass(_, Module)``."""
+    """Returns whether a class is one of ours, rather than one of Flax's that only passes
+    ``issubclass(_, Module)``.
+    """
     return hasattr(cls, "_is_layer")
 
 
 def obeys_policies(module: Any) -> bool:
-    """Returns whether `module` is one of ours: an instance of our classes, or one that was adopted."""
+    """Returns whether `module` is one of ours, or was adopted."""
     return is_ours(type(module))
 
 
 @functools.cache
 def layer_class(cls: type) -> Any:
-    """Returns our class for a Flax class, or for a user's that derives from it; None for other classes."""
+    """Returns our class for a Flax class, or for a user's that derives from it.
+
+    None for other classes.
+    """
     return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
 
 
 def crossing_of(module: Any, name: str) -> Crossing:
-    """Returns the casts of a call of a module's method of that name; only ``__call__`` takes and returns a carry."""
+    """Returns the casts of a call of a module's method of that name.
+
+    Only ``__call__`` takes and returns a carry.
+    """
     return _crossing_of(type(module)) if name == "__call__" else PLAIN
 
 

@@ -1,4 +1,6 @@
-"""The policy that a linen module obeys, and the dtype fields that Flax's code sees of it during a call."""
+"""The policy that a linen module obeys, and the dtype fields that Flax's code sees of it during a
+call.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def _carried(
 def _inherited(
     module: Any, path: tuple[str, ...] | None, scope: Scope
 ) -> tuple[Policy | None, Source]:
-    """Returns the caller's policy; where no module of ours is calling, the policy that its ancestors would obey."""
+    """Returns the caller's policy.
+
+    Where no module of ours is calling, the policy that its ancestors would obey.
+    """
     in_force = scope.policy, source_in_force()
     if not path or (not scope.rules and calls.paths):
         return in_force
@@ -92,7 +97,9 @@ def where(module: Any) -> str:
 
 
 def declared_dtypes(module: Any) -> Mapping[str, Any]:
-    """Returns the dtype arguments that the user gave a layer, whatever its fields hold for the length of a call."""
+    """Returns the dtype arguments that the user gave a layer, whose fields may hold others during a
+    call.
+    """
     declared = module.__dict__.get("_declared_fields")
     if declared is None:
         declared = {name: module.__dict__.get(name) for name in ("dtype", "param_dtype")}
@@ -123,7 +130,8 @@ def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
 def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
     """Puts other values in a layer's dataclass fields for the length of a block.
 
-    The user's values stay in `_declared_fields` meanwhile; a block inside a block restores the outer's values.
+    The user's values stay in `_declared_fields` meanwhile; a block inside a block restores the
+    outer's values.
     """
     namespace = module.__dict__
     outermost = "_declared_fields" not in namespace

@@ -13,7 +13,10 @@ from policy.precedence import Effective
 
 
 class Dropout(Layer, flax_nn.Dropout):
-    """`flax.linen.Dropout` that obeys policies: a floating input is cast to compute_dtype. The masks are Flax's."""
+    """`flax.linen.Dropout` that obeys policies: a floating input is cast to compute_dtype.
+
+    The masks are Flax's.
+    """
 
     _dtype_fields: ClassVar[bool] = True
 

@@ -24,7 +24,8 @@ def tabulate(
     policy_columns: bool | None = None,
     **named_options: Any,
 ) -> Callable[..., str]:
-    """`flax.linen.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
+    """`flax.linen.tabulate`, with two columns more: the policy that each module obeys, and where it
+    comes from.
 
     The policy is in its short text form, empty where none holds. The source is one of
 
@@ -33,14 +34,14 @@ def tabulate(
     - ``rule: 'encoder/.*'`` or ``rule: Dense``, of the module itself or of one above;
     - ``enclosing module: encoder``, the nearest that carries a policy by an argument;
     - ``scope``, a `use_policy` block, or ``global``, `set_policy`;
-    - ``none``, and ``none: Flax's own`` of one that knows of no policy, whatever is in force.
+    - ``none``, and ``none: Flax's own`` of one that obeys no policy, even where one is in force.
 
     Args:
       module: the module to tabulate.
       rngs: as `Module.init` takes them.
       *options, **named_options: all that `flax.linen.tabulate` takes.
-      policy_columns: whether our columns are there. By default they are where any module obeys a policy: without one
-        the table is Flax's.
+      policy_columns: whether our columns are there. By default they are where any module obeys a
+        policy: without one the table is Flax's.
 
     Returns:
       A function of the method's arguments that returns the table as text.
@@ -76,7 +77,9 @@ def tabulate(
 def tabulate_method(
     module: flax_nn.Module, rngs: Any, *args: Any, policy_columns: bool | None = None, **kwargs: Any
 ) -> str:
-    """Runs `tabulate` as `Module.tabulate` does: its options by name, and the arguments of the tabulated method."""
+    """Runs `tabulate` as `Module.tabulate` does: its options by name, and the arguments of the
+    tabulated method.
+    """
     names = ("depth", "show_repeated", "mutable", "console_kwargs", "table_kwargs", "column_kwargs")
     names = (*names, "compute_flops", "compute_vjp_flops")
     options = {name: kwargs.pop(name) for name in names if name in kwargs}
@@ -84,7 +87,9 @@ def tabulate_method(
 
 
 def _obeyed(recorded: Recorded) -> Callable[[tuple[str, ...], str], Effective | None]:
-    """Returns a function that gives the policies of a method's calls one by one, in the order of the table's rows."""
+    """Returns a function that gives the policies of a method's calls one by one, in the order of
+    the table's rows.
+    """
     calls = {call: iter(obeyed) for call, obeyed in recorded.obeyed.items()}
     return lambda path, method: next(calls.get((path, method), iter(())), None)
 
@@ -97,7 +102,9 @@ def _cells(table: Any, recorded: Recorded) -> list[Cells]:
 
 
 def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
-    """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root, without path rules."""
+    """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root,
+    without path rules.
+    """
     obeyed = functools.cache(lambda: _obeyed(recorded))  # asked once all calls are recorded
 
     def flops(call: Any, *which: bool) -> tuple[int, int]:

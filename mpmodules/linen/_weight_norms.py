@@ -1,4 +1,7 @@
-"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; stored weights keep their dtype."""
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype.
+
+Stored weights keep their dtype.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,14 @@ from policy.reductions import reduction_dtype
 
 
 class ReparameterizedWeights(Module):
-    """Base class of both wrappers, which count as modules and pass normalised weights to the layer inside.
+    """Base class of both wrappers, which count as modules and pass normalised weights to the layer
+    inside.
 
-    Weights are widened to reduction_dtype before their norm is taken. While the layer initialises (and wherever the
-    params are mutable) Flax stores the normalised weights: there they are rounded to the weights' dtype, so that
-    param_dtype holds. Everywhere else the layer gets them unrounded under a policy, and rounds them once, as it would
-    any weight; with no policy it gets them in Flax's `dtype`.
+    Weights are widened to reduction_dtype before their norm is taken. While the layer initialises
+    (and wherever the params are mutable) Flax stores the normalised weights: there they are rounded
+    to the weights' dtype, so that param_dtype holds. Everywhere else the layer gets them unrounded
+    under a policy, and rounds them once, as it would any weight; with no policy it gets them in
+    Flax's `dtype`.
     """
 
     _dtype_fields: ClassVar[bool] = True
@@ -57,7 +62,8 @@ class ReparameterizedWeights(Module):
     def _normalised(
         self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any
     ) -> jax.Array:
-        """Computes ``normalise(weights)`` in reduction_dtype, and returns it in the dtype that the layer inside gets.
+        """Computes ``normalise(weights)`` in reduction_dtype, and returns it in the dtype that the
+        layer inside gets.
 
         Args:
           normalise: Flax's own function: weights in, weights of the same shape out.
@@ -83,7 +89,9 @@ class ReparameterizedWeights(Module):
 
     @flax_nn.nowrap
     def _inferred_dtype(self, weights: jax.Array) -> Any:
-        """Returns Flax's result dtype where none is given: the one that weights and its own parameters promote to."""
+        """Returns Flax's result dtype where none is given: the one that weights and its own
+        parameters promote to.
+        """
         with mixing_allowed():
             return jnp.result_type(
                 weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights
@@ -91,13 +99,18 @@ class ReparameterizedWeights(Module):
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        """Returns Flax's `param`; while weights are being normalised the value is read in reduction_dtype."""
+        """Returns Flax's `param`.
+
+        While weights are being normalised the value is read in reduction_dtype.
+        """
         value = super().param(name, init_fn, *init_args, **kwargs)
         return value if self._reads_in is None else functional.widen(value, self._reads_in)
 
 
 class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
-    """`flax.linen.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
+    """`flax.linen.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales
+    kept in param_dtype.
+    """
 
     param_dtype: Any = None
 
@@ -108,9 +121,11 @@ class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
-    """`flax.linen.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights in param_dtype.
+    """`flax.linen.SpectralNorm` that obeys policies: the power iteration in reduction_dtype,
+    weights in param_dtype.
 
-    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, not in
+    param_dtype.
     """
 
     param_dtype: Any = None

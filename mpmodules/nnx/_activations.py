@@ -17,10 +17,11 @@ from policy.precedence import Effective
 
 
 class PReLU(Layer, flax_nnx.PReLU):
-    """`flax.nnx.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is summed wide.
+    """`flax.nnx.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is
+    summed wide.
 
-    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are multiplied in
-    reduction_dtype and rounded once.
+    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are
+    multiplied in reduction_dtype and rounded once.
     """
 
     def _call_layer(

@@ -1,4 +1,4 @@
-"""Flax's modules made ours: those of a ported model, and those that a layer of ours has just built."""
+"""Flax's modules made ours: those of a ported model, and the children of our layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def effective_in_port(
 def adopt(
     module: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool
 ) -> None:
-    """Makes one built module obey `policy`: its methods, its dtype attributes and its own variables."""
+    """Makes one built module obey `policy`: its methods, its dtype attributes and its own
+    variables.
+    """
     if is_container(module):
         _cast_variables(module, policy)
         return
@@ -67,7 +69,9 @@ def _calls_foreign_cell(module: Any) -> bool:
 
 @functools.cache
 def _is_layer(cls: type) -> bool:
-    """Returns whether a class is, or derives from, a layer of Flax's: one that does more than call what it holds."""
+    """Returns whether a class is, or derives from, a layer of Flax's: one that does more than call
+    the modules that it holds.
+    """
     ours = layer_class(cls)
     return ours is not None and ours._upstream_class not in _CALL_WHAT_THEY_HOLD
 
@@ -111,7 +115,9 @@ def _has_dtypes(module: Any) -> bool:
 
 @functools.cache
 def _takes_dtypes(cls: type) -> bool:
-    """Returns whether a class is, or derives from, a layer of Flax's that is built with `dtype` and `param_dtype`."""
+    """Returns whether a class is, or derives from, a layer of Flax's that is built with `dtype` and
+    `param_dtype`.
+    """
     names = {"dtype", "param_dtype"}
     return any(
         names <= set(inspect.signature(base.__init__).parameters)
@@ -121,7 +127,10 @@ def _takes_dtypes(cls: type) -> bool:
 
 
 def _explicit_dtype(module: Any) -> Any:
-    """Returns the dtype that a layer was given, or None; Flax's Embed fills in its table's where it was given none."""
+    """Returns the dtype that a layer was given, or None.
+
+    Flax's Embed fills in its table's where it was given none.
+    """
     if obeys_policies(module):
         return getattr(module, "_explicit_dtype", None)
     if not _takes_dtypes(type(module)):
@@ -136,7 +145,9 @@ def _replace_attention(module: Any) -> None:
 
 
 def adopt_children(module: Any, policy: Policy | None) -> None:
-    """Makes the Flax layers that a layer of ours has just built obey its policy, and the class rules in force."""
+    """Makes the Flax layers that a layer of ours has just built obey its policy, and the class
+    rules in force.
+    """
     rules = current_scope().rules
     for path, child in flax_nnx.iter_modules(module):
         if not path or obeys_policies(child) or layer_class(type(child)) is None:
@@ -155,7 +166,9 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
 
 
 def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the keys to each."""
+    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the
+    keys to each.
+    """
     held = vars(node)
     if getattr(node, "_pytree__is_pytree", False):
         held = {

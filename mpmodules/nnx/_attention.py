@@ -1,4 +1,6 @@
-"""Attention layers: projections and weighted sums in compute_dtype, logits and softmax in reduction_dtype."""
+"""Attention layers: projections and weighted sums in compute_dtype, logits and softmax in
+reduction_dtype.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ def _decoding(call: Callable[..., Any]) -> Callable[..., Any]:
 class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` that obeys policies.
 
-    Projections and the weighted sum of values run in compute_dtype, logits and softmax in reduction_dtype, with
-    dropout, sown weights, masks, grouped queries and decoding alike. An `attention_fn` of the user's own is obeyed.
+    Projections and the weighted sum of values run in compute_dtype, logits and softmax in
+    reduction_dtype, with dropout, sown weights, masks, grouped queries and decoding alike. An
+    `attention_fn` of the user's own is obeyed.
     """
 
     _adopts_children: ClassVar[bool] = True
@@ -45,7 +48,9 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     __call__ = _decoding(flax_nnx.MultiHeadAttention.__call__)
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
-        """Runs Flax's `init_cache` in compute_dtype, or in float32 with no policy, unless `dtype` is given."""
+        """Runs Flax's `init_cache` in compute_dtype, or in float32 with no policy, unless `dtype`
+        is given.
+        """
         if dtype is None:
             dtype = jnp.float32 if self.dtype is None else self.dtype
         super().init_cache(input_shape, dtype)

@@ -28,7 +28,8 @@ from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import current_scope, enter
 
-# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
+# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's
+# own.
 NOT_BOUNDARIES = frozenset({"initialize_carry", "init_cache", "set_view", "train", "eval"})
 _FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
 
@@ -38,7 +39,8 @@ class Method:
     """A public method of a module.
 
     Attributes:
-      body: the method without a boundary; Flax's own and ours are called with a module of our class.
+      body: the method without a boundary; Flax's own and ours are called with a module of our
+        class.
       name: the name that it has in its class.
       is_upstream: whether it is Flax's own, or ours in its place.
       signature_of: the function whose signature names the arguments, `self` first.
@@ -51,7 +53,9 @@ class Method:
 
 
 def install_boundaries(cls: Any) -> None:
-    """Puts the boundary around each public method that `cls` adds, transformed ones (nnx.jit, nnx.remat) included."""
+    """Puts the boundary around each public method that `cls` adds, transformed ones (nnx.jit,
+    nnx.remat) included.
+    """
     for name in {name for base in cls.__mro__ if base is not object for name in vars(base)}:
         if not is_boundary_name(name):
             continue
@@ -71,7 +75,7 @@ def is_boundary_name(name: str) -> bool:
 
 
 def is_method(attribute: Any) -> bool:
-    """Returns whether an attribute of a class is a method of instances, transformed ones included."""
+    """Returns whether an attribute of a class is a method, transformed ones included."""
     if inspect.isfunction(attribute):
         return True
     if isinstance(attribute, staticmethod | classmethod | property | type | functools.partial):
@@ -104,7 +108,8 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
 def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a method of `module` under the policy that the module carries.
 
-    Every call of a public method of a module that obeys policies comes through here, ours or ported.
+    Every call of a public method of a module that obeys policies comes through here, ours or
+    ported.
 
     Args:
       module: the module, of its own class.
@@ -199,7 +204,10 @@ def _run_body(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Runs a method without its boundary; Flax's own sees a module of our class that computes as the policy says."""
+    """Runs a method without its boundary.
+
+    Flax's own sees a module of our class that computes as the policy says.
+    """
     if not method.is_upstream:
         return method.body(module, *args, **kwargs)
     ours = in_policy(as_ours(module), effective.policy)
@@ -211,7 +219,9 @@ def _run_body(
 def _scan_carries_explained(
     module: Any, crosses: bool, effective: Effective
 ) -> AbstractContextManager[None]:
-    """Notes a boundary, and around the outermost call adds those inside to JAX's error for a scan's carry."""
+    """Notes a boundary, and around the outermost call adds those inside to JAX's error for a scan's
+    carry.
+    """
     if not crosses or effective.policy is None:
         return contextlib.nullcontext()
     if not calls.depth:

@@ -21,7 +21,8 @@ from policy.policy import Policy
 class Conv(Matmul, flax_nnx.Conv):
     """`flax.nnx.Conv` that obeys policies.
 
-    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
+    and so is the result.
     """
 
     _operation = "conv_general_dilated"
@@ -32,9 +33,9 @@ class Conv(Matmul, flax_nnx.Conv):
 class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` that obeys policies; dtypes as in `Conv`.
 
-    Its operation can't be replaced, but takes `preferred_element_type`; JAX can't transpose that where the operands are
-    half. So Flax's method runs on operands without a gradient; the gradient is that of the same method in
-    compute_dtype.
+    Its operation can't be replaced, but takes `preferred_element_type`; JAX can't transpose that
+    where the operands are half. So Flax's method runs on operands without a gradient; the gradient
+    is that of the same method in compute_dtype.
     """
 
     def _call_accumulating(

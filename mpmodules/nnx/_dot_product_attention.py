@@ -39,7 +39,7 @@ def dot_product_attention_weights(
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
     is_causal: bool = False,
 ) -> jax.Array:
-    """`flax.nnx`'s attention weights, with logits and softmax in reduction_dtype whatever the inputs are.
+    """`flax.nnx`'s attention weights, with logits and softmax in reduction_dtype.
 
     Arguments and masks are Flax's. Float32 inputs take Flax's own function.
 
@@ -56,9 +56,20 @@ def dot_product_attention_weights(
     query, key = promote_dtype((query, key), dtype=dtype)
     if not _is_ours(query):
         return _flax_attention_weights(
-            query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
-            module, promote_dtype, is_causal,
-        )  # fmt: skip
+            query,
+            key,
+            bias,
+            mask,
+            broadcast_dropout,
+            dropout_rng,
+            dropout_rate,
+            deterministic,
+            dtype,
+            precision,
+            module,
+            promote_dtype,
+            is_causal,
+        )
     dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     sow = (
         functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
@@ -94,33 +105,56 @@ def dot_product_attention(
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
 
-    Arguments and masks are Flax's; `precision` is obeyed with and without dropout. Float32 inputs take
-    Flax's own function, and where no policy is in force float64 ones too; that computes in float32.
+    Arguments and masks are Flax's; `precision` is obeyed with and without dropout. Float32 inputs
+    take Flax's own function, and where no policy is in force float64 ones too; that computes in
+    float32.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width).
-      implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is neither; None
-        chooses (`mpmodules.fused_attention.fused_kernel` says when).
+      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads,
+        width).
+      implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
+        neither; None chooses (`mpmodules.fused_attention.fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
 
     Raises:
-      ValueError: shapes that do not fit, a dropout rate without a key, or an `implementation` that can't do what is
-        asked for.
+      ValueError: shapes that do not fit, a dropout rate without a key, or an `implementation` that
+        lacks a feature that is asked for.
     """
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     kernel = kernel_of_call(
-        implementation, query, key, value, bias=bias, mask=mask, is_causal=is_causal, dropout=dropout,
-        is_sown=module is not None, precision=precision, others={},
-    )  # fmt: skip
+        implementation,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        dropout=dropout,
+        is_sown=module is not None,
+        precision=precision,
+        others={},
+    )
     if not _is_ours(query):
         return flax_nnx.dot_product_attention(
-            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
-            precision, module, promote_dtype, is_causal,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            broadcast_dropout,
+            dropout_rng,
+            dropout_rate,
+            deterministic,
+            dtype,
+            precision,
+            module,
+            promote_dtype,
+            is_causal,
+        )
     needs_weights = dropout.is_on or module is not None
     options: dict[str, Any] = {
         "bias": bias,
@@ -132,13 +166,25 @@ def dot_product_attention(
     if attended is not None:
         return attended
     weights = dot_product_attention_weights(
-        query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, None, precision, module,
+        query,
+        key,
+        bias,
+        mask,
+        broadcast_dropout,
+        dropout_rng,
+        dropout_rate,
+        deterministic,
+        None,
+        precision,
+        module,
         is_causal=is_causal,
-    )  # fmt: skip
+    )
     return attention.weighted_values(weights, value, precision=precision)
 
 
 def _is_ours(query: jax.Array) -> bool:
-    """Returns whether attention over such queries is ours: Flax's computes logits in float32 for float64 too."""
+    """Returns whether attention over such queries is ours: Flax's computes logits in float32 for
+    float64 too.
+    """
     in_float64 = current_policy() is not None and query.dtype == jnp.float64
     return in_float64 or is_wider(reduction_dtype(), query.dtype)

@@ -22,7 +22,9 @@ from policy.precedence import Effective
 
 @dataclasses.dataclass(frozen=True)
 class AsStored:
-    """A `promote_dtype` that leaves the table as it is stored, widened to reduction_dtype where it is narrower."""
+    """A `promote_dtype` that leaves the table as it is stored, widened to reduction_dtype where it
+    is narrower.
+    """
 
     reduction_dtype: np.dtype
 
@@ -35,9 +37,10 @@ class AsStored:
 class Embed(Layer, flax_nnx.Embed):
     """`flax.nnx.Embed` that obeys policies.
 
-    The lookup reads the stored table and the result is cast afterwards, so that the gradient of a token is summed over
-    its occurrences in reduction_dtype (a table stored in half is widened first, which XLA fuses into the lookup).
-    `attend` is a matmul in compute_dtype; where it is a boundary with a wider output_dtype it returns its accumulator.
+    The lookup reads the stored table and the result is cast afterwards, so that the gradient of a
+    token is summed over its occurrences in reduction_dtype (a table stored in half is widened
+    first, which XLA fuses into the lookup). `attend` is a matmul in compute_dtype; where it is a
+    boundary with a wider output_dtype it returns its accumulator.
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True

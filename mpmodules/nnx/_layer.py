@@ -1,4 +1,6 @@
-"""The base classes of our nnx layers, which are built with the policy's dtypes in Flax's own arguments."""
+"""The base classes of our nnx layers, which are built with the policy's dtypes in Flax's own
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class BuiltWithDtypes(Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Runs Flax's constructor with the policy's dtypes in its arguments, and captures the policy."""
+        """Runs Flax's constructor with the policy's dtypes in its arguments, and captures the
+        policy.
+        """
         effective, kwargs = dtype_arguments(self, upstream_init, policy, source, kwargs)
         upstream_init(self, *args, **self._policy_arguments(upstream_init, kwargs))
         self._capture(effective.policy, effective.source)
@@ -41,7 +45,9 @@ class BuiltWithDtypes(Module):
     def _policy_arguments(
         self, upstream_init: Callable[..., None], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Returns the keyword arguments for Flax's constructor, of those that have the policy's dtypes in them."""
+        """Returns the keyword arguments for Flax's constructor, of those that have the policy's
+        dtypes in them.
+        """
         return kwargs
 
 
@@ -51,7 +57,8 @@ class Layer(BuiltWithDtypes):
     promote_dtype: Any
 
     _is_layer = True
-    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before any rounding.
+    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before
+    # any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
 
     def _call_layer(
@@ -62,5 +69,8 @@ class Layer(BuiltWithDtypes):
         args: tuple[Any, ...],
         kwargs: dict,
     ) -> Any:
-        """Runs one of Flax's own methods; `crosses` tells that the call is a boundary and returns output_dtype."""
+        """Runs one of Flax's own methods.
+
+        `crosses` tells that the call is a boundary and returns output_dtype.
+        """
         return method(self, *args, **kwargs)

@@ -24,12 +24,14 @@ from policy.precedence import Effective
 class Matmul(Layer):
     """Base class of the matmul and convolution layers.
 
-    One that is a boundary with a wider output_dtype returns its accumulator, with both backward operations in
-    compute_dtype. A `preferred_element_type` given by the user is the accumulator's dtype; the result still has the
-    policy's. An operation or a `promote_dtype` of the user's own is left in place.
+    One that is a boundary with a wider output_dtype returns its accumulator, with both backward
+    operations in compute_dtype. A `preferred_element_type` given by the user is the accumulator's
+    dtype; the result still has the policy's. An operation or a `promote_dtype` of the user's own is
+    left in place.
     """
 
-    # The attribute that takes the operation, the operation that Flax runs by default, and ours that accumulates.
+    # The attribute that takes the operation, the operation that Flax runs by default, and ours that
+    # accumulates.
     _operation: ClassVar[str | None] = None
     _default_operations: ClassVar[tuple[Any, ...]] = ()
     _accumulating: ClassVar[Callable[..., Any]]
@@ -106,7 +108,8 @@ class Matmul(Layer):
 class Linear(Matmul, flax_nnx.Linear):
     """`flax.nnx.Linear` that obeys policies.
 
-    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
+    and so is the result.
     """
 
     _operation = "dot_general"

@@ -1,4 +1,6 @@
-"""LoRA and LoRALinear: every matmul in compute_dtype, and the sum with the layer beneath in one dtype."""
+"""LoRA and LoRALinear: every matmul in compute_dtype, and the sum with the layer beneath in one
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from policy.sources import Source
 class LoRA(Layer, flax_nnx.LoRA):
     """`flax.nnx.LoRA` that obeys policies.
 
-    Both matrices are kept in param_dtype and multiplied in compute_dtype; a `base_module`'s result is cast to
-    compute_dtype before it is added.
+    Both matrices are kept in param_dtype and multiplied in compute_dtype; a `base_module`'s result
+    is cast to compute_dtype before it is added.
     """
 
     def _call_layer(
@@ -56,7 +58,8 @@ class LoRA(Layer, flax_nnx.LoRA):
 class LoRALinear(Matmul, flax_nnx.LoRALinear):
     """`flax.nnx.LoRALinear` that obeys policies; dtypes as in `Linear` and `LoRA`.
 
-    Under a policy its low-rank part follows the policy too, unless `lora_dtype` or `lora_param_dtype` is given.
+    Under a policy its low-rank part follows the policy too, unless `lora_dtype` or
+    `lora_param_dtype` is given.
     """
 
     _operation = Linear._operation
@@ -123,7 +126,9 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
 
 
 class _Factor:
-    """The left operand of Flax's ``x @ lora_a @ lora_b``: the last of these products returns its accumulator."""
+    """The left operand of Flax's ``x @ lora_a @ lora_b``: the last of these products returns its
+    accumulator.
+    """
 
     def __init__(self, x: jax.Array, dtype: Any, *, is_last: bool = False):
         self.x, self.dtype, self.is_last = x, dtype, is_last
@@ -139,7 +144,9 @@ def _plain(x: Any) -> Any:
 
 
 def _accumulating(lora: Any, dtype: Any) -> Any:
-    """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider than its operands."""
+    """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider
+    than its operands.
+    """
 
     def promote(
         arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True

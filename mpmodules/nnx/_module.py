@@ -1,4 +1,4 @@
-"""nnx's `Module`: captures a dtype policy when it is built, and its public methods are boundaries."""
+"""nnx's `Module`: captures a dtype policy when built, and its public methods are boundaries."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ T = TypeVar("T")
 
 # What a layer's docstring says of the argument.
 _DTYPE_POLICY = (
-    "a `Policy` or its text form, captured when the layer is built; None takes that of a class rule, of the module "
-    "being built around the layer, or of the scope. Where the layer has dtype and param_dtype, one that is not given "
+    "a `Policy` or its text form, captured when the layer is built; None takes that of a class "
+    "rule, of the module "
+    "being built around the layer, or of the scope. Where the layer has dtype and param_dtype, one "
+    "that is not given "
     "is the policy's."
 )
 
 
 class ModuleMeta(FlaxModuleMeta):
-    """Builds a module under its policy, and stands for Flax's class of that name in ``isinstance``."""
+    """Builds modules under their policies; stands for Flax's class in ``isinstance``."""
 
     _upstream_class: type
 
-    # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves `__init__` alone only where
-    # this returns something else than the class: hence the union, in which the class and its attributes stay known.
+    # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves
+    # `__init__` alone only where this returns something else than the class: hence the union, in
+    # which the class and its attributes stay known.
     @overload
     def __call__(
         cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any
@@ -106,25 +109,28 @@ class ModuleMeta(FlaxModuleMeta):
 class Module(flax_nnx.Module, metaclass=ModuleMeta):
     """`flax.nnx.Module` with a dtype policy.
 
-    Every subclass takes ``dtype_policy=`` when it is built, a `Policy` or its text form, without saying so in its
-    ``__init__``. The policy is captured then: the argument, else a class rule in force, else the policy of the module
-    or `use_policy` block that it is built in. It is a static attribute, part of the graph definition and never of the
-    state. A scope around a call of a built model changes no layer.
+    Every subclass takes ``dtype_policy=`` when it is built, a `Policy` or its text form, without
+    saying so in its ``__init__``. The policy is captured then: the argument, else a class rule in
+    force, else the policy of the module or `use_policy` block that it is built in. It is a static
+    attribute, part of the graph definition and never of the state. A scope around a call of a built
+    model changes no layer.
 
-    A module's call is a *boundary* when its policy differs from the one in force, or when none is open yet: its
-    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Every layer inside returns
-    compute_dtype. That holds for every public method that is called from outside.
+    A module's call is a *boundary* when its policy differs from the one in force, or when none is
+    open yet: its floating inputs are cast to compute_dtype and its floating outputs to
+    output_dtype. Every layer inside returns compute_dtype. That holds for every public method that
+    is called from outside.
 
     Attributes:
       dtype_policy: the `Policy` captured, or None.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is built.
-      keep_params: names of attributes whose parameters no policy touches: they are stored and read as they are made. A
-        class attribute: ``keep_params = ("scale",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
+        module is built.
+      keep_params: names of attributes whose parameters no policy touches: they are stored and read
+        as they are made. A class attribute: ``keep_params = ("scale",)``.
 
-    A method of a user's reads the module's own floating `nnx.Param`s in compute_dtype. They are stored in param_dtype,
-    and their gradients are summed in float32 over all uses. ``nnx.Param(x, compute_dtype=jnp.float32)`` is read in
-    another dtype.
+    A method of a user's reads the module's own floating `nnx.Param`s in compute_dtype. They are
+    stored in param_dtype, and their gradients are summed in float32 over all uses. ``nnx.Param(x,
+    compute_dtype=jnp.float32)`` is read in another dtype.
     """
 
     if TYPE_CHECKING:
@@ -152,7 +158,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                     LAYER_OF[base] = cls
                     extend_docstring(cls, base, _DTYPE_POLICY)
                     if hasattr(cls, "_construct"):
-                        # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
+                        # Not `cls.__init__ =`: to a type checker that would be an __init__ of
+                        # Module's own.
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
         install_boundaries(cls)
         require_keep_params(cls)
@@ -167,7 +174,9 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
 
 def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., None]:
-    """Wraps Flax's constructor: the layer's `_construct` runs it, also for a subclass's ``super().__init__``."""
+    """Wraps Flax's constructor: the layer's `_construct` runs it, also for a subclass's
+    ``super().__init__``.
+    """
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

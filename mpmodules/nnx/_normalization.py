@@ -45,7 +45,9 @@ from policy.sources import Source
 
 @dataclasses.dataclass(frozen=True)
 class PromoteTo:
-    """A `promote_dtype` that casts everything to one dtype: nothing is rounded before the statistics."""
+    """A `promote_dtype` that casts everything to one dtype: nothing is rounded before the
+    statistics.
+    """
 
     reduction_dtype: np.dtype
 
@@ -58,14 +60,14 @@ class PromoteTo:
 class Normalization(Layer):
     """Base class of the normalisations.
 
-    Input, scale, bias and running statistics are widened to reduction_dtype before anything is computed, and the
-    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
-    half input is that input and the statistics, no float32 copy.
+    Input, scale, bias and running statistics are widened to reduction_dtype before anything is
+    computed, and the result is rounded once. Where the layer is a boundary, nothing is rounded on
+    the way in. The residuals of a half input are that input and the statistics, no float32 copy.
 
-    Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and under a policy a
-    variance that does not cancel: of half inputs exact sums in one pass (`mpmodules.moments`), of others one pass over
-    data shifted by a few of its elements, and two passes where there is a mask or an axis name. A value given by the
-    user is obeyed.
+    Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and
+    under a policy a variance that does not cancel: of half inputs exact sums in one pass
+    (`mpmodules.moments`), of others one pass over data shifted by a few of its elements, and two
+    passes where there is a mask or an axis name. A value given by the user is obeyed.
     """
 
     axis_name: str | None
@@ -90,7 +92,10 @@ class Normalization(Layer):
             self._chooses_variance = False
 
     def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
-        """Returns the result from exact statistics, and updates running ones; None where Flax's code is to run."""
+        """Returns the result from exact statistics, and updates running ones.
+
+        None where Flax's code is to run.
+        """
         region = self._region(x)
         if region is None:
             return None
@@ -177,7 +182,9 @@ class Normalization(Layer):
         return use_running_average is None
 
     def _uses_running_average(self, use_running_average: bool | None) -> bool:
-        """Returns whether a call with that argument reads the running statistics, rather than updating them."""
+        """Returns whether a call with that argument reads the running statistics, rather than
+        updating them.
+        """
         return not self._running
 
 
@@ -204,7 +211,8 @@ class _Run(NormalizationCall):
                 )
         for statistic, value in statistics.items():  # written in here, put in place outside
             view.__dict__[statistic] = flax_nnx.BatchStat(value)
-        # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
+        # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses
+        # for any other.
         with mixing_allowed(self.policy.reduction_dtype != jnp.float32):
             y = cast_array(self.method(view, x, *args, **rest), self.output_dtype)
         if updates is None:
@@ -216,7 +224,9 @@ _VALUES = ("scale", "bias", "mean", "var")
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are alike."""
+    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are
+    alike.
+    """
     parts = _parts(layer, run)
     if parts is None:
         return keeping_inputs(functools.partial(run, layer))(x)
@@ -227,7 +237,10 @@ def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[st
 def _parts(
     layer: Any, run: _Run
 ) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
-    """Returns the attributes that determine a layer's program, and its variables by name; None for a user's layer."""
+    """Returns the attributes that determine a layer's program, and its variables by name.
+
+    None for a user's layer.
+    """
     namespace = {
         name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")
     }
@@ -259,38 +272,48 @@ def _in(module: Any, reduction_dtype: Any) -> Any:
 
 
 class LayerNorm(Normalization, flax_nnx.LayerNorm):
-    """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
     _region = layer_norm_region
 
 
 class RMSNorm(Normalization, flax_nnx.RMSNorm):
-    """`flax.nnx.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
 
 class GroupNorm(Normalization, flax_nnx.GroupNorm):
-    """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
     def _region(self, x: jax.Array) -> Region | None:
-        # Flax lays out the groups' statistics as if one axis were left beside the channels; others are its to mix up.
+        # Flax lays out the groups' statistics as if one axis were left beside the channels; others
+        # are its to mix up.
         region = group_norm_region(self, x)
         return region if region is not None and len(region.axes) == x.ndim - 2 else None
 
 
 class InstanceNorm(Normalization, flax_nnx.InstanceNorm):
-    """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     _region = instance_norm_region
 
 
 class BatchNorm(Normalization, flax_nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+    """`flax.nnx.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
 
-    Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Running statistics are stored in the wider of float32 and reduction_dtype, not in param_dtype.
 
-    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running statistics, which
-    stay as they are; devices of `axis_name` whose mask keeps none are left out. Without a policy they become NaN, as
-    in Flax.
+    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
+    statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
+    Without a policy they become NaN, as in Flax.
     """
 
     _running = ("mean", "var")

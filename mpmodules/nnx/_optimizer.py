@@ -22,8 +22,9 @@ class Optimizer(flax_nnx.Optimizer[M]):
 
     ``optimizer = nnx.Optimizer(model, mixed_precision(tx, policy), wrt=nnx.Param)``
 
-    A skipped step leaves the model's params as they are. `finite_of(optimizer)` tells, and gates what else the forward
-    pass wrote to the model, such as BatchNorm statistics. `optimizer.step` counts skipped steps too, as in Flax.
+    A skipped step leaves the model's params as they are. `finite_of(optimizer)` tells, and gates
+    other writes of the forward pass to the model, such as BatchNorm statistics. `optimizer.step`
+    counts skipped steps too, as in Flax.
     """
 
     def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> optax.Updates:
@@ -31,12 +32,12 @@ class Optimizer(flax_nnx.Optimizer[M]):
 
         Args:
           model: the model that the optimizer was made for.
-          grads: a State of true gradients, or the `ScaledGradients` of ``value_and_grad(..., grads="compute")``,
-            which are divided by the scale that they carry.
+          grads: a State of true gradients, or the `ScaledGradients` of ``value_and_grad(...,
+            grads="compute")``, which are divided by the scale that they carry.
           **kwargs: handed to the transform's update.
 
         Returns:
-          The updates, a State like the params: what was added to them.
+          The updates, a State like the params, which was added to them.
 
         Raises:
           TypeError: `grads` are ScaledGradients, and the transform is not `mixed_precision`'s.
@@ -47,8 +48,10 @@ class Optimizer(flax_nnx.Optimizer[M]):
         if isinstance(grads, ScaledGradients):
             if not isinstance(self.tx, MixedPrecision):
                 raise TypeError(
-                    "grads are ScaledGradients, which only mixed_precision divides by their scale, but tx is "
-                    f"{type(self.tx).__name__}: make the optimizer with mixed_precision(tx, policy), or take true "
+                    "grads are ScaledGradients, which only mixed_precision divides by their scale, "
+                    "but tx is "
+                    f"{type(self.tx).__name__}: make the optimizer with mixed_precision(tx, "
+                    "policy), or take true "
                     "gradients, value_and_grad(..., grads='float32')."
                 )
             optimizer, grads = viewed(self, tx=_taking_like(grads, self.tx)), grads.tree
@@ -64,7 +67,7 @@ class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright
 def _taking_like(
     scaled: ScaledGradients, tx: MixedPrecision
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx` for the tree inside of `scaled`, which Flax takes apart: the scale is put back."""
+    """Returns `tx` for the tree inside of `scaled`: the scale is put back."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         return tx.update(scaled.with_tree(updates), state, params, **extra_args)

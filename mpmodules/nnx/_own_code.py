@@ -1,4 +1,4 @@
-"""Calls of nnx ports whose own code multiplies: traced as pure functions, and run under autocast."""
+"""Calls of nnx ports whose own code multiplies: traced as pure functions and autocast."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from policy.precedence import warn_once
 
 
 class OwnCodeOf:
-    """The choice of how a foreign module's own code runs in a port, and the results of looking at its methods' calls.
+    """The choice of how a foreign module's own code runs in a port, and the results of looking at
+    its methods' calls.
 
-    It is static metadata of the module: copies share it, and two are equal where the code runs alike.
+    It is static metadata of the module: copies share it, and two are equal where the code runs
+    alike.
 
     Attributes:
-      asked: "autocast", "keep", or None: under autocast where the code multiplies, or needs float32.
+      asked: "autocast", "keep", or None: under autocast where the code multiplies, or needs
+        float32.
     """
 
     def __init__(self, asked: OwnCode):
@@ -84,7 +87,8 @@ def call_port(
     except Exception:
         if shown is not None:
             raise
-        # Code that asks for another dtype, or one with an error, is called as it is: it says itself what is wrong.
+        # Code that asks for another dtype, or one with an error, is called as it is: it says itself
+        # what is wrong.
         outputs = plainly()
         note.known[key] = LAYERS_ONLY  # not before: what fails in either way shows nothing
         return outputs
@@ -100,7 +104,9 @@ def call_port(
 
 
 def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[str, float]]:
-    """Returns the class of the module at each path, and the shares of the parameters that foreign ones hold."""
+    """Returns the class of the module at each path, and the shares of the parameters that foreign
+    ones hold.
+    """
     name, total = type(module).__name__, 0
     classes: dict[tuple[str, ...], str] = {}
     sizes: collections.Counter[str] = collections.Counter()

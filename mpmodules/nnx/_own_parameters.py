@@ -29,25 +29,31 @@ from policy.policy import Policy
 from policy.pure_calls import UnreturnableError
 from policy.scope import current_scope
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Whose parameters they are
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def is_users(cls: type) -> bool:
-    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's layers."""
+    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's
+    layers.
+    """
     return is_ours(cls) and is_written_by_user(cls, flax_nnx.Module)
 
 
 def own_params(module: Any) -> Iterator[tuple[str, flax_nnx.Param]]:
-    """Yields the parameters that a module holds itself, in lists, tuples and dicts too, by attribute."""
+    """Yields the parameters that a module holds itself, in lists, tuples and dicts too, by
+    attribute.
+    """
     for name, attribute in vars(module).items():
         if not name.startswith(("_pytree__", "_object__")):
             yield from ((name, param) for param in _params_in(attribute))
 
 
 def _params_in(value: Any) -> Iterator[flax_nnx.Param]:
-    """Yields the parameters that an attribute of a module is, or holds in containers, but none of other modules."""
+    """Yields the parameters that an attribute of a module is, or holds in containers, but none of
+    other modules.
+    """
     if isinstance(value, flax_nnx.Param):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -65,7 +71,9 @@ def _is_container(value: Any) -> bool:
 
 
 def touched_params(module: Any) -> Iterator[flax_nnx.Param]:
-    """Yields the parameters of a user's module that follow its policy: those whose names it does not keep."""
+    """Yields the parameters of a user's module that follow its policy: those whose names it does
+    not keep.
+    """
     return (param for name, param in own_params(module) if name not in type(module).keep_params)
 
 
@@ -75,7 +83,8 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
     Args:
       module: the module, just built.
       policy: its policy.
-      arguments: what it was built with: parameters among them are shared, and not its own to change.
+      arguments: those that it was built with; parameters among them are shared, and stay as they
+        are.
     """
     if not is_users(type(module)):
         return
@@ -101,11 +110,12 @@ def _variables(tree: Any) -> Iterator[Any]:
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Reads
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-# Metadata of a copied parameter that a user's module holds, its path; copies of the copy have it too.
+# Metadata of a copied parameter that a user's module holds, its path; copies of the copy have it
+# too.
 _USERS = "policy_users_own"
 
 
@@ -113,9 +123,11 @@ class _Reads(threading.local):
     """The reads in this thread.
 
     Attributes:
-      policy: the policy of the user's module whose method is running; None in a layer's, and where no policy holds.
+      policy: the policy of the user's module whose method is running; None in a layer's, and where
+        no policy holds.
       are_marked: whether a call of a user's module is under way: calls in it make no copies.
-      marks_new: whether its modules are copies, whose parameters of a user's tell so; new ones are to be like them.
+      marks_new: whether its modules are copies, whose parameters of a user's tell so; new ones are
+        to be like them.
     """
 
     policy: Policy | None = None
@@ -130,12 +142,18 @@ _get_value, _set_value, _getattr = (
 
 
 class _Written(BaseException):
-    """Ends a call that writes to a parameter which it reads in compute_dtype; no `except Exception` of its stops it."""
+    """Ends a call that writes to a parameter which it reads in compute_dtype.
+
+    No `except Exception` of its stops it.
+    """
 
 
 @contextlib.contextmanager
 def reading(module: Any, policy: Policy | None) -> Iterator[None]:
-    """Puts the policy in force under which a method of `module` reads parameters; a layer reads them as stored."""
+    """Puts the policy in force under which a method of `module` reads parameters.
+
+    A layer reads them as stored.
+    """
     outer, reads.policy = reads.policy, policy if is_users(type(module)) else None
     try:
         yield
@@ -179,15 +197,16 @@ def _set_by_writer(self: Any, value: Any, **index: Any) -> None:
     _set_value(self, value, **index)
 
 
-# Flax has one class of parameters, which its modules, states and filters know; outside of our calls it is as before.
+# Flax has one class of parameters, which its modules, states and filters know; outside of our calls
+# it is as before.
 flax_nnx.Param.get_value = _value_for_reader
 flax_nnx.Param.set_value = _set_by_writer
 flax_nnx.Param.__getattr__ = _attribute_for_reader
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _written: dict[
     Hashable, frozenset[str]
@@ -195,7 +214,9 @@ _written: dict[
 
 
 def reads_own_params(module: Any) -> bool:
-    """Returns whether a call may read parameters of users' modules in another dtype than they are stored in."""
+    """Returns whether a call may read parameters of users' modules in another dtype than they are
+    stored in.
+    """
     if (
         reads.are_marked
         or not is_users(type(module))
@@ -215,7 +236,9 @@ def reads_own_params(module: Any) -> bool:
 
 
 def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a method in which users' modules read parameters; their gradients are summed in float32.
+    """Calls a method in which users' modules read parameters.
+
+    Their gradients are summed in float32.
 
     A parameter that the call writes back, as an average that is kept by hand, is read as stored.
 
@@ -249,7 +272,9 @@ def _written_by(key: Hashable) -> frozenset[str]:
 
 
 def _as_it_is(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a method of the module itself, which reads parameters as stored: what it returns may hold them."""
+    """Calls a method of the module itself, which reads parameters as stored: its outputs may hold
+    them.
+    """
     outer, reads.are_marked = reads.are_marked, True
     try:
         return getattr(module, name)(*args, **kwargs)
@@ -272,7 +297,9 @@ def _run(call: StatefulCall, written: frozenset[str], *, is_traced: bool) -> Any
 
 @contextlib.contextmanager
 def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
-    """Notes on the parameters of users' modules that they are, for a block that calls copies of the modules."""
+    """Notes on the parameters of users' modules that they are, for a block that calls copies of the
+    modules.
+    """
     nodes, call.copies = call.copies, ()  # they may hold tracers
     copies = [node for node in nodes if isinstance(node, flax_nnx.Module)]
     params = {path: param for node in copies for path, param in _users_params(node)}
@@ -291,7 +318,9 @@ def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
 
 
 def _users_params(root: Any) -> Iterator[tuple[str, flax_nnx.Param]]:
-    """Yields the parameters that follow the policies of users' modules in a module, itself included, by their paths."""
+    """Yields the parameters that follow the policies of users' modules in a module, itself
+    included, by their paths.
+    """
     for path, module in flax_nnx.iter_modules(root):
         if is_users(type(module)):
             for i, param in enumerate(touched_params(module)):

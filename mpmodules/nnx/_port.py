@@ -1,4 +1,6 @@
-"""Policies for built nnx models, ours or not: attributes are set, parameters cast, and methods made boundaries."""
+"""Policies for built nnx models, ours or not: attributes are set, parameters cast, and methods made
+boundaries.
+"""
 
 from __future__ import annotations
 
@@ -47,37 +49,41 @@ def apply_policy(
 ) -> M:
     """Puts a built nnx model under a policy and rules, in place, and returns it.
 
-    Every layer obeys the policy, or the first rule that matches its path or class, or a rule that holds above it; a
-    submodule that was built with its own `dtype_policy=` keeps that. A module that is shared obeys the first rule that
-    matches one of its paths. Floating parameters are cast to param_dtype and decoding caches to compute_dtype,
-    statistics are not. Public methods of Flax's modules, and of classes derived from them, become boundaries; Flax's
-    layers run as ours do. Modules keep their classes: methods are wrapped in the class that defines them, once, and
+    Every layer obeys the policy, or the first rule that matches its path or class, or a rule that
+    holds above it; a submodule that was built with its own `dtype_policy=` keeps that. A module
+    that is shared obeys the first rule that matches one of its paths. Floating parameters are cast
+    to param_dtype and decoding caches to compute_dtype, statistics are not. Public methods of
+    Flax's modules, and of classes derived from them, become boundaries; Flax's layers run as ours
+    do. Modules keep their classes: methods are wrapped in the class that defines them, once, and
     behave as before for other instances.
 
     Args:
       model: an nnx module, Flax's own or ours.
       policy: a Policy or its text form.
-      rules: `PolicyRules` or an argument for them. A module's path is the names of the attributes and the indices
-        that lead to it, joined by ``/``.
-      keep_explicit: whether an explicit `dtype` of a layer, Flax's or ours, holds against the policy. A param_dtype
-        can't be told from the default and never does.
-      dtype_fields: whether to set the attributes `dtype` and `param_dtype` of modules that are neither ours nor layers
-        of Flax's to compute_dtype and param_dtype, for models that hand ``self.dtype`` on to functions and casts. An
-        attribute that holds a floating dtype or None is set, to a name, a scalar type or a `np.dtype` as it was.
-      cast_submodules: whether the floating outputs of modules below the root that are neither ours nor layers of
-        Flax's (its `Sequential` and `Bidirectional` are none) are cast to the compute_dtype of the module that calls
-        them, so that branches in float32 and in half meet in one dtype. A cell's carry keeps the dtype that it was
-        given in.
-      own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
-        under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
-        "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, of which
-        a warning tells once, and where the code adds up rows or computes exponentials, logarithms or roots, which half
-        precision can't bear. As "keep" beside the three options above.
+      rules: `PolicyRules` or an argument for them. A module's path is the names of the attributes
+        and the indices that lead to it, joined by ``/``.
+      keep_explicit: whether an explicit `dtype` of a layer, Flax's or ours, holds against the
+        policy. A param_dtype can't be told from the default and never does.
+      dtype_fields: whether to set the attributes `dtype` and `param_dtype` of modules that are
+        neither ours nor layers of Flax's to compute_dtype and param_dtype, for models that hand
+        ``self.dtype`` on to functions and casts. An attribute that holds a floating dtype or None
+        is set, to a name, a scalar type or a `np.dtype` as it was.
+      cast_submodules: whether the floating outputs of modules below the root that are neither ours
+        nor layers of Flax's (its `Sequential` and `Bidirectional` are none) are cast to the
+        compute_dtype of the module that calls them, so that branches in float32 and in half meet in
+        one dtype. A cell's carry keeps the dtype that it was given in.
+      own_code: the treatment of matmuls and convolutions that no layer makes. "autocast": the
+        model's own code runs under `policy.autocast`, traced in float32, by the policies that hold
+        at each module; layers run as layers. "keep": it runs in the dtypes that it meets. None:
+        under autocast where there are such matmuls, of which a warning tells once, and where the
+        code adds up rows or computes exponentials, logarithms or roots, which half precision can't
+        bear. As "keep" beside the three options above.
 
     Raises:
       TypeError: `model` is no nnx module.
-      ValueError: a rule matches nothing (the paths are listed), the policy or rules are malformed, `own_code` is none
-        of the above, or options contradict each other. The model is then as it was.
+      ValueError: a rule matches nothing (the paths are listed), the policy or rules are malformed,
+        `own_code` is none of the above, or options contradict each other. The model is then as it
+        was.
     """
     if not isinstance(model, flax_nnx.Module):
         raise not_a_model(model, "an nnx module", other="mpmodules.linen")

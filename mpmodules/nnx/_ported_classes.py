@@ -1,8 +1,9 @@
 """Ported classes: the boundary around their methods, put in the classes that define them.
 
-A ported module keeps its class. The public methods of that class and of its bases are wrapped once, in the class that
-defines them. A wrapper asks the instance whether it is ported, and otherwise calls straight through. Thus methods that
-two classes share stay the same object, and those that differ stay different.
+A ported module keeps its class. The public methods of that class and of its bases are wrapped once,
+in the class that defines them. A wrapper asks the instance whether it is ported, and otherwise
+calls straight through. Thus methods that two classes share stay the same object, and those that
+differ stay different.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ _ENTRY = "_policy_entry"
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """Static metadata that marks a ported module of a class that is not ours. Unpickling it wraps the class's methods.
+    """Static metadata that marks a ported module of a class that is not ours.
+
+    Unpickling it wraps the class's methods.
 
     Attributes:
       cls: the module's class.
-      casts_outputs: whether floating outputs of the class's own methods are cast to the compute_dtype of their caller.
+      casts_outputs: whether floating outputs of the class's own methods are cast to the
+        compute_dtype of their caller.
     """
 
     cls: type
@@ -40,11 +44,16 @@ class Port:
 
     @property
     def kind(self) -> type:
-        """The class of ours whose rules hold for the module: that of its Flax layer, or else `Module`."""
+        """The class of ours whose rules hold for the module: that of its Flax layer, or else
+        `Module`.
+        """
         return layer_class(self.cls) or Module
 
     def view(self, module: Any) -> Any:
-        """Returns a module of ours that shares all attributes with a ported one; other modules as they are."""
+        """Returns a module of ours that shares all attributes with a ported one.
+
+        Other modules as they are.
+        """
         if layer_class(self.cls) is None:
             return module
         view = object.__new__(_view_class(self.cls))
@@ -63,7 +72,7 @@ def port_of(cls: type, casts_outputs: bool = False) -> Port:
 
 @functools.cache
 def _view_class(cls: Any) -> Any:
-    """Returns our class, or for a user's class that derives from Flax's one that derives from both."""
+    """Returns our class for Flax's; for a user's subclass of that, one that derives from both."""
     ours = layer_class(cls)
     if cls in LAYER_OF:
         return ours
@@ -75,7 +84,10 @@ def _view_class(cls: Any) -> Any:
 
 
 def wrap_methods(cls: type) -> None:
-    """Puts an entry around each public method that `cls` and its bases define; those that have one keep it."""
+    """Puts an entry around each public method that `cls` and its bases define.
+
+    Those that have one keep it.
+    """
     with classes_lock:
         for base in reversed(cls.__mro__):
             for name, method in _methods(base):
@@ -100,7 +112,10 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 class _TransformedEntry:
-    """The entry around a transformed method, such as nnx.jit makes; it has the attributes of that method."""
+    """The entry around a transformed method, such as nnx.jit makes.
+
+    It has the attributes of that method.
+    """
 
     def __init__(self, method: Any, call: Callable[..., Any]):
         self.__wrapped__, self.__doc__ = method, method.__doc__
@@ -119,7 +134,10 @@ class _TransformedEntry:
 
 
 def _entry(owner: type, name: str, method: Any) -> Any:
-    """Returns the entry of a method; one function under two names, or in two classes, has one entry."""
+    """Returns the entry of a method.
+
+    One function under two names, or in two classes, has one entry.
+    """
     made = _entry_of(method)
     if made is not None and made.__wrapped__ is method:
         return made
@@ -142,7 +160,10 @@ def _entry(owner: type, name: str, method: Any) -> Any:
 
 
 def _entry_of(method: Any) -> Any:
-    """Returns the entry that was made of a method, or the method itself where it is one; None where there is none."""
+    """Returns the entry that was made of a method, or the method itself where it is one.
+
+    None where there is none.
+    """
     return getattr(method, "__dict__", {}).get(_ENTRY)
 
 
@@ -151,7 +172,9 @@ def _calling(method: Any) -> Callable[..., Any]:
 
 
 def _body(owner: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what a ported module runs: our method in place of a Flax layer's, without the boundary around it."""
+    """Returns the method that a ported module runs: ours in place of a Flax layer's, without a
+    boundary.
+    """
     ours = LAYER_OF.get(owner)
     if ours is None:
         return method

@@ -1,4 +1,6 @@
-"""Calls of nnx methods as calls of pure functions: state goes in and out, and is put in place afterwards."""
+"""Calls of nnx methods as calls of pure functions: state goes in and out, and is put in place
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class _Edit:
       index: of the object that has it.
       name: the attribute's.
       is_data: whether Flax has it for data.
-      value: what it was set to; `_NOTHING` where it was deleted.
+      value: the new value; `_NOTHING` where it was deleted.
       is_dynamic: whether the value holds arrays or objects, and is a result of the pure function.
     """
 
@@ -46,7 +48,8 @@ class _Edit:
 
 
 class _Results:
-    """The results of a call of copies, in which objects are told by their numbers: first the copies, then new ones.
+    """The results of a call of copies, in which objects are told by their numbers: first the
+    copies, then new ones.
 
     Attributes:
       made: the new ones.
@@ -96,7 +99,8 @@ class StatefulCall:
     Attributes:
       nodes: the module, and the modules and variables among the arguments.
       trees: the pure function's arguments: parameters, other state and inputs.
-      copies: while the method runs, the copies of the nodes; just after it, also the objects that it returned.
+      copies: while the method runs, the copies of the nodes; just after it, also the objects that
+        it returned.
     """
 
     def __init__(
@@ -120,7 +124,8 @@ class StatefulCall:
         """Returns the pure function, whose method runs in a context.
 
         Raises (the function):
-          UnreturnableError: what the method returned, or set, can't be told apart from the copies that it ran on.
+          UnreturnableError: an object that the method returned, or set, can't be told apart from
+            the copies that it ran on.
         """
 
         def pure(params: Any, rest: Any, inputs: Any) -> Any:
@@ -153,7 +158,10 @@ class StatefulCall:
     def _edited(
         self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results
     ) -> list[Any]:
-        """Notes the attributes that the call set or deleted; returns the values of those that hold arrays."""
+        """Notes the attributes that the call set or deleted.
+
+        Returns the values of those that hold arrays.
+        """
         edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
         values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
         self._edits = [
@@ -162,7 +170,9 @@ class StatefulCall:
         return values
 
     def finish(self, returned: tuple[Any, Any, Any, Any]) -> Any:
-        """Puts the state that the pure function returned in place where it changed, and returns the call's result."""
+        """Puts the state that the pure function returned in place where it changed, and returns the
+        call's result.
+        """
         out, variables, values, made = returned
         known = _objects(self.nodes)
         before = [node for node in known if isinstance(node, flax_nnx.Variable)]
@@ -191,12 +201,17 @@ def _holders(tree: Any) -> list[Any]:
 
 
 def _objects(nodes: tuple[Any, ...]) -> list[Any]:
-    """Returns the modules, containers and variables of nodes: in the same order for nodes and for their copies."""
+    """Returns the modules, containers and variables of nodes: in the same order for nodes and for
+    their copies.
+    """
     return [node for _, node in flax_nnx.iter_graph(nodes) if _is_object(node)]
 
 
 def _attributes(node: Any) -> dict[str, tuple[Any, list[Any]]]:
-    """Returns the structure and the leaves of each attribute of a module or container; a variable has none."""
+    """Returns the structure and the leaves of each attribute of a module or container.
+
+    A variable has none.
+    """
     found: dict[str, tuple[Any, list[Any]]] = {}
     own: dict[str, Any] = {} if isinstance(node, flax_nnx.Variable) else vars(node)
     for name, value in own.items():
@@ -251,7 +266,9 @@ def _is_same(new: Any, old: Any) -> bool:
 
 
 def _as_stored(new: Any, old: Any) -> Any:
-    """Returns a variable's new value in the floating dtype of the old one: half parameters are traced in float32."""
+    """Returns a variable's new value in the floating dtype of the old one: half parameters are
+    traced in float32.
+    """
     if not isinstance(new, flax_nnx.Param) or jax.tree.structure(new) != jax.tree.structure(old):
         return new
     return jax.tree.map(lambda array, before: cast_array(array, before.dtype), new, old)

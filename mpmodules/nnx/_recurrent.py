@@ -1,4 +1,4 @@
-"""Recurrent cells and the loops over them: cells compute, and keep their carry, in compute_dtype."""
+"""Recurrent cells and the loops over them: carries and computation in compute_dtype."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ from policy.precedence import Effective
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
     """`flax.nnx.RNNCellBase` that obeys policies: the base class of a recurrent cell of your own.
 
-    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
-    cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
-    through a scan. `initialize_carry` is no boundary: its result is not cast.
+    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype;
+    the carry is never cast. Under a policy the new carry has the dtypes of the one given where
+    these are wider, so that its type is kept through a scan. `initialize_carry` is no boundary: its
+    result is not cast.
     """
 
     _crossing: ClassVar[Crossing] = StepCrossing()
 
 
 class Cell(Layer):
-    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
+    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in
+    param_dtype.
 
-    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own dtype, so that its type
-    is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
+    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own
+    dtype, so that its type is kept through a loop. With no policy, carry and output are in an
+    explicit `dtype`.
     """
 
     carry_init: Any
@@ -102,23 +105,30 @@ class Cell(Layer):
         return self._cast_carry(upstream.initialize_carry(input_shape, rngs, init))
 
     def _cast_carry(self, carry: Any) -> Any:
-        """Casts a carry to the cell's computation dtype; a cell that infers its dtype leaves it as it is."""
+        """Casts a carry to the cell's computation dtype.
+
+        A cell that infers its dtype leaves it as it is.
+        """
         if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
             return carry
         return cast_floating(carry, self.dtype)
 
 
 class SimpleCell(Cell, flax_nnx.SimpleCell):
-    """`flax.nnx.SimpleCell` that obeys policies; dtypes as in `LSTMCell`. With no policy its `dtype` is float32."""
+    """`flax.nnx.SimpleCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    With no policy its `dtype` is float32.
+    """
 
 
 class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
 
-    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
-    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
-    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
-    Initialisers that JAX can't run in half precision run in float32.
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an
+    `RNN` the gradient of each is summed over the steps in reduction_dtype, and rounded once.
+    Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
+    its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    half precision run in float32.
     """
 
 
@@ -134,10 +144,11 @@ _upstream_call = flax_nnx.RNN.__call__  # Flax's own: a port wraps the method
 
 
 class RNN(Module, flax_nnx.RNN):
-    """`flax.nnx.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
+    """`flax.nnx.RNN` that carries a policy: its call is a boundary, as any module's is, but never
+    for the carry.
 
-    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one of Flax's) to the
-    carry returned, so that one call can go on where another ended.
+    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one
+    of Flax's) to the carry returned, so that one call can go on where another ended.
     """
 
     _crossing: ClassVar[Crossing] = LoopCrossing()
@@ -157,12 +168,14 @@ class RNN(Module, flax_nnx.RNN):
         """Runs the cell over a sequence, as Flax's `__call__` does.
 
         Args:
-          inputs: (batch..., time, features...), or (time, batch..., features...) where `time_major`.
-          initial_carry: a result of the cell's `initialize_carry` for one step, in any floating dtype.
-          seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
+          inputs: (batch..., time, features...), or (time, batch..., features...) where
+            `time_major`.
+          initial_carry: a result of the cell's `initialize_carry` for one step, in any floating
+          dtype. seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
 
         Returns:
-          The outputs of all steps, or a pair of the last carry and the outputs where `return_carry`.
+          The outputs of all steps, or a pair of the last carry and the outputs where
+          `return_carry`.
         """
         cell = as_ours(self.cell)
         if initial_carry is not None and isinstance(cell, Cell):
@@ -191,9 +204,9 @@ class RNN(Module, flax_nnx.RNN):
     def _may_widen(self) -> bool:
         """Returns whether the loop may pass its half parameters to the cell in float32.
 
-        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the values are the same,
-        and the gradient of each is summed over the steps in float32: JAX sums that of a loop's carry in
-        the carry's dtype.
+        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the
+        values are the same, and the gradient of each is summed over the steps in float32: JAX sums
+        that of a loop's carry in the carry's dtype.
         """
         cell: Any = as_ours(self.cell)
         if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
@@ -212,6 +225,8 @@ def _widened(cell: Any, dtype: Any) -> Any:
 
 
 class Bidirectional(Module, flax_nnx.Bidirectional):
-    """`flax.nnx.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
+    """`flax.nnx.Bidirectional` that carries a policy: a boundary as any module's call is, but never
+    for the carry.
+    """
 
     _crossing: ClassVar[Crossing] = LoopCrossing()

@@ -25,17 +25,19 @@ from policy.sources import NO_SOURCE, Source, source_in_force
 
 T = TypeVar("T")
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # When a module is built
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def own_policy(
     cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Policy | None, dict[str, Any]]:
-    """Returns the policy given as `dtype_policy=`, and the keyword arguments that go on to ``__init__``.
+    """Returns the policy given as `dtype_policy=`, and the keyword arguments that go on to
+    ``__init__``.
 
-    An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by position.
+    An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by
+    position.
     """
     signature = inspect.signature(cls.__init__)
     if "dtype_policy" in signature.parameters:
@@ -68,7 +70,8 @@ def policy_to_capture(cls: type, own: Policy | None, scope: Scope) -> tuple[Poli
     if scope.rules:
         if scope.rules.has_paths:
             raise ValueError(
-                f"Building {cls.__name__} under use_policy(rules=...): path rules can't hold here, since no path "
+                f"Building {cls.__name__} under use_policy(rules=...): path rules can't hold here, "
+                "since no path "
                 "exists while an nnx model is being built. Build the model first and call "
                 "mpmodules.nnx.apply_policy(model, policy, rules); class rules work in a scope."
             )
@@ -88,11 +91,12 @@ def dtype_arguments(
     source: Source,
     kwargs: dict[str, Any],
 ) -> tuple[Effective, dict[str, Any]]:
-    """Returns the policy that a layer obeys, and its keyword arguments with the policy's dtypes put in.
+    """Returns the policy that a layer obeys, and its keyword arguments with the policy's dtypes put
+    in.
 
-    Explicit dtype arguments are noted on the layer: only here can they be told from the policy's. One that is None
-    counts as not given; with no policy in force a `param_dtype` of None is float32. Initialisers given are made to work
-    in half precision where parameters are half.
+    Explicit dtype arguments are noted on the layer: only here can they be told from the policy's.
+    One that is None counts as not given; with no policy in force a `param_dtype` of None is
+    float32. Initialisers given are made to work in half precision where parameters are half.
     """
     kwargs = dict(kwargs)
     require_dtypes(type(layer).__name__, kwargs)
@@ -134,7 +138,9 @@ def is_complex(dtype: Any) -> bool:
 
 
 def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
-    """Refuses a policy given to a container whose children were built before it, which it can't reach."""
+    """Refuses a policy given to a container whose children were built before it, which it can't
+    reach.
+    """
     given = [
         x
         for x in jax.tree.leaves(arguments, is_leaf=is_reference)
@@ -151,14 +157,18 @@ def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) ->
     )
     if strangers:
         raise ValueError(
-            f"{type(module).__name__}(dtype_policy='{policy}'): {', '.join(strangers)} had been built before, under "
-            "another policy or none, and a parameter's dtype can't follow. Build them inside, or in a use_policy "
+            f"{type(module).__name__}(dtype_policy='{policy}'): {', '.join(strangers)} had been "
+            "built before, under "
+            "another policy or none, and a parameter's dtype can't follow. Build them inside, or "
+            "in a use_policy "
             "block, or call mpmodules.nnx.apply_policy(model, policy) on the whole."
         )
 
 
 def _follows(child: Any, policy: Policy) -> bool:
-    """Returns whether a built module obeys `policy`, its own dtype arguments aside, or carries one of its own."""
+    """Returns whether a built module obeys `policy`, its own dtype arguments aside, or carries one
+    of its own.
+    """
     captured = getattr(child, "dtype_policy", None)
     if captured is None or child._policy_source.own:
         return captured is not None
@@ -195,20 +205,24 @@ def warn_of_scope(module: Any, scope: Scope) -> None:
     ):
         captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
         warn_once(
-            f"{type(module).__name__} was built under {captured}, and the scope around this call, '{scope.policy}', "
-            "changes no nnx layer: build the model in the scope, or call mpmodules.nnx.apply_policy(model, policy)."
+            f"{type(module).__name__} was built under {captured}, and the scope around this call, "
+            f"'{scope.policy}', "
+            "changes no nnx layer: build the model in the scope, or call "
+            "mpmodules.nnx.apply_policy(model, policy)."
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # When a model is ported
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def carried(
     module: Any, path: tuple[str, ...], rules: PolicyRules, model: str
 ) -> tuple[Any, Source] | None:
-    """Returns the policy of a module below the root, from its own `dtype_policy=` or else a rule, and its source."""
+    """Returns the policy of a module below the root, from its own `dtype_policy=` or else a rule,
+    and its source.
+    """
     source: Source = getattr(module, "_policy_source", NO_SOURCE)
     if path and source.own and source.kind == "argument":
         return module.dtype_policy, source
@@ -221,13 +235,14 @@ def of_rule(rule: tuple[Pattern, Policy]) -> tuple[Policy, Source]:
     return rule[1], Source("rule", name_of(rule[0]), own=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # When a module is called
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:
-    """Returns the policy that `module` obeys in a call under `scope`: the one captured, or that of an island.
+    """Returns the policy that `module` obeys in a call under `scope`: the one captured, or that of
+    an island.
 
     Raises:
       ValueError: a text was set as the module's policy by hand.
@@ -240,7 +255,10 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
 
 
 def viewed(module: T, **attributes: Any) -> T:
-    """Makes a shallow copy with other static attributes. Variables are shared: the module sees the view's updates."""
+    """Makes a shallow copy with other static attributes.
+
+    Variables are shared: the module sees the view's updates.
+    """
     view = object.__new__(type(module))
     view.__dict__.update(module.__dict__)
     view.__dict__.update(attributes)
@@ -248,7 +266,9 @@ def viewed(module: T, **attributes: Any) -> T:
 
 
 def in_policy(module: Any, policy: Policy | None) -> Any:
-    """Returns a view of a module of ours that computes as `policy` says: the one captured, or that of an island."""
+    """Returns a view of a module of ours that computes as `policy` says: the one captured, or that
+    of an island.
+    """
     if policy == module.dtype_policy:
         return module
     dtypes = (
@@ -260,7 +280,9 @@ def in_policy(module: Any, policy: Policy | None) -> Any:
 
 
 def in_complex(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns a view of a layer in the dtype of its complex inputs, which no policy casts; None where there are none.
+    """Returns a view of a layer in the dtype of its complex inputs, which no policy casts.
+
+    None where there are none.
 
     An explicit dtype argument holds.
     """

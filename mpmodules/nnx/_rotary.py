@@ -1,5 +1,6 @@
 # pyright: reportAttributeAccessIssue=false
-"""Rotary position embedding: positions, angles and tables in reduction_dtype, the rotated result in its input's dtype.
+"""Rotary position embedding: positions, angles and tables in reduction_dtype, the rotated result in
+its input's dtype.
 
 Imported only where Flax has these (0.12.12 and later).
 """
@@ -27,9 +28,9 @@ from policy.reductions import reduction_dtype
 class RoPE(Layer, flax_nnx.RoPE):
     """`flax.nnx.RoPE` that obeys policies.
 
-    Positions, which half precision can't count (bfloat16 has 257 and 256 in one), and their sines and cosines are in
-    reduction_dtype; so is the rotation, which is rounded once to the input's dtype, or under a policy to
-    compute_dtype.
+    Positions, which half precision can't count (bfloat16 has 257 and 256 in one), and their sines
+    and cosines are in reduction_dtype; so is the rotation, which is rounded once to the input's
+    dtype, or under a policy to compute_dtype.
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
@@ -78,13 +79,15 @@ def dot_product_attention_with_rope(
     input_positions: jax.Array | None = None,
     **kwargs: Any,
 ) -> jax.Array:
-    """`flax.nnx.dot_product_attention_with_rope`: queries and keys rotated by `rope`, then `dot_product_attention`.
+    """`flax.nnx.dot_product_attention_with_rope`: queries and keys rotated by `rope`, then
+    `dot_product_attention`.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width).
+      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads,
+        width).
       rope: a `RoPE`, ours or Flax's.
-      input_positions: (length,), or (batch..., length) with a position for each token of the batch, which Flax's own
-        function does not take.
+      input_positions: (length,), or (batch..., length) with a position for each token of the batch,
+        which Flax's own function does not take.
       **kwargs: as in `dot_product_attention`.
 
     Returns:

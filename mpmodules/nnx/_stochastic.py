@@ -13,7 +13,10 @@ from policy.precedence import Effective
 
 
 class Dropout(Layer, flax_nnx.Dropout):
-    """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype. Masks are Flax's own."""
+    """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype.
+
+    Masks are Flax's own.
+    """
 
     def _call_layer(
         self,

@@ -18,24 +18,25 @@ _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 
 @with_signature_of(flax_nnx.tabulate)
 def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **kwargs: Any) -> str:
-    """`flax.nnx.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
+    """`flax.nnx.tabulate`, with two columns more: the policy that each module obeys, and where it
+    comes from.
 
-    The policy is the one that the module captured, in its short text form, empty where there is none. The source is
-    one of
+    The policy is the one that the module captured, in its short text form, empty where there is
+    none. The source is one of
 
-    - ``argument: dtype_policy`` or ``argument: apply_policy``;
-    - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
-    - ``rule: 'encoder/.*'`` or ``rule: Linear``, of the module itself or of one above;
-    - ``enclosing module: encoder``, the nearest that carries a policy by an argument: its path where `apply_policy`
+    - ``argument: dtype_policy`` or ``argument: apply_policy``; - ``argument: dtype=float32; else
+    ...``, a dtype argument that holds against the policy; - ``rule: 'encoder/.*'`` or ``rule:
+    Linear``, of the module itself or of one above; - ``enclosing module: encoder``, the nearest
+    that carries a policy by an argument: its path where `apply_policy`
       put it there, its class where it was built with it;
     - ``scope``, the `use_policy` block that it was built in, or ``global``, `set_policy`;
-    - ``none``, and ``none: Flax's own`` of one that knows of no policy, whatever is in force.
+    - ``none``, and ``none: Flax's own`` of one that obeys no policy, even where one is in force.
 
     Args:
       obj: an nnx module, or another graph object.
       *input_args, **kwargs: all that `flax.nnx.tabulate` takes, and the method's arguments.
-      policy_columns: whether our columns are there. By default they are where any module obeys a policy: without one
-        the table is Flax's.
+      policy_columns: whether our columns are there. By default they are where any module obeys a
+        policy: without one the table is Flax's.
     """
     with _classes_as_they_were(obj):
         if policy_columns is False:
@@ -65,7 +66,9 @@ def _with_columns(
 
 @contextlib.contextmanager
 def _classes_as_they_were(obj: Any) -> Iterator[None]:
-    """Restores the classes in the graph, whose methods Flax's `tabulate` replaces, leaving inherited ones on them."""
+    """Restores the classes in the graph, whose methods Flax's `tabulate` replaces, leaving
+    inherited ones on them.
+    """
     before = {type(node): dict(vars(type(node))) for _, node in flax_nnx.iter_graph(obj)}
     try:
         yield
@@ -79,7 +82,9 @@ def _classes_as_they_were(obj: Any) -> Iterator[None]:
 
 
 def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
-    """Returns our columns for a path of the table, which ends in the method's name where that is not __call__."""
+    """Returns our columns for a path of the table, which ends in the method's name where that is
+    not __call__.
+    """
     for key in path:
         child = getattr(obj, key, None) if isinstance(key, str) else None
         if inspect.ismethod(child):

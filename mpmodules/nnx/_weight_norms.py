@@ -1,4 +1,7 @@
-"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; stored weights keep their dtype."""
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype.
+
+Stored weights keep their dtype.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ from policy.sources import Source
 
 
 class ReparameterizedWeights(BuiltWithDtypes):
-    """Base class of both wrappers, which count as modules and normalise the weights of the layer inside in place.
+    """Base class of both wrappers, which count as modules and normalise the weights of the layer
+    inside in place.
 
-    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken. The
-    layer inside gets them unrounded under a policy, and rounds them once, as it would any weight; with no policy it
-    gets them in Flax's `dtype`. The stored weights are rounded to the dtype that they were stored in.
+    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before
+    their norm is taken. The layer inside gets them unrounded under a policy, and rounds them once,
+    as it would any weight; with no policy it gets them in Flax's `dtype`. The stored weights are
+    rounded to the dtype that they were stored in.
     """
 
     _handed: list[tuple[Any, Any]] | None = (
@@ -70,7 +75,10 @@ class ReparameterizedWeights(BuiltWithDtypes):
 
 
 def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Flax's call: the weights are then rounded to their stored dtype. Arguments differ by Flax's version."""
+    """Wraps Flax's call: the weights are then rounded to their stored dtype.
+
+    Arguments differ by Flax's version.
+    """
 
     @functools.wraps(upstream_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +88,9 @@ def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
-    """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
+    """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept
+    in param_dtype.
+    """
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         super()._capture(policy, source)
@@ -108,9 +118,11 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
-    """`flax.nnx.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights in param_dtype.
+    """`flax.nnx.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights
+    in param_dtype.
 
-    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, not in
+    param_dtype.
     """
 
     def _capture(self, policy: Policy | None, source: Source) -> None:

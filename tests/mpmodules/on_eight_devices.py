@@ -1,4 +1,6 @@
-"""Models of both wings on eight devices, beside one. `test_eight_devices.py` runs this file where there are eight."""
+"""Models of both wings on eight devices, beside one. `test_eight_devices.py` runs this file where
+there are eight.
+"""
 
 import functools
 from typing import Any
@@ -65,7 +67,9 @@ class Linen(nn.Module):
 
 
 def linen_step(place):
-    """One step of the linen model; `place` says where params become each device's own: nowhere, in the loss, before."""
+    """One step of the linen model; `place` says where params become each device's own: nowhere, in
+    the loss, before.
+    """
 
     def loss_fn(params, batch):
         x, y = batch
@@ -238,7 +242,9 @@ def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_no_gradient_gathers_activations(kind):
-    """Along explicit axes too, what crosses has the shapes of params: a bias's gradient is summed where it lies."""
+    """Along explicit axes too, what crosses has the shapes of params: a bias's gradient is summed
+    where it lies.
+    """
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh), use_policy(POLICY):
         model: Any = Linen()

@@ -30,7 +30,9 @@ class Projection(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP by hand, around Flax's LayerNorm, Dense and Dropout; branches are added by `lax.add`."""
+    """Attention and an MLP by hand, around Flax's LayerNorm, Dense and Dropout; branches are added
+    by `lax.add`.
+    """
 
     @nn.compact
     def __call__(self, x, _=None):

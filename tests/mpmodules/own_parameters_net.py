@@ -1,4 +1,6 @@
-"""A language model of hand-written layers in both wings: rotary attention, gated MLP, experts and RMSNorm."""
+"""A language model of hand-written layers in both wings: rotary attention, gated MLP, experts and
+RMSNorm.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SHAPES = {
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Rotates the halves of (B, T, N, H) by the position; tables are float32, the result is as x is."""
+    """Rotates the halves of (B, T, N, H) by the position; tables are float32, the result is as x
+    is.
+    """
     frequencies = jnp.exp(-0.3 * jnp.arange(x.shape[-1] // 2, dtype=jnp.float32))
     angles = (
         jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None]
@@ -64,7 +68,9 @@ FUNCTIONS = {"attention": attention, "mlp": mlp, "experts": experts}
 
 
 def by_hand(params: Any, ids: jax.Array, dtype: Any) -> jax.Array:
-    """The same model with its dtypes threaded by hand: parameters are cast at their uses, norms run in float32."""
+    """The same model with its dtypes threaded by hand: parameters are cast at their uses, norms run
+    in float32.
+    """
     cast = functools.partial(jax.tree.map, lambda array: array.astype(dtype))
     x = cast(params["table"])[ids] + cast(params["position"])[None]
     for name, function in FUNCTIONS.items():
@@ -74,9 +80,9 @@ def by_hand(params: Any, ids: jax.Array, dtype: Any) -> jax.Array:
     return (x @ cast(params["table"]).T).astype(jnp.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # linen
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class LinenNorm(linen.Module):
@@ -107,9 +113,9 @@ class LinenModel(linen.Module):
         return x @ table.T
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # nnx
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class NnxNorm(nnx.Module):

@@ -117,7 +117,8 @@ def test_dropout_keeps_the_mean_and_checks_its_arguments():
         attention.dropout(weights, 0.5, broadcast=True, batch_axes=1, rng=None)
 
 
-# --- gradients and what they keep -----------------------------------------------------------------------------------
+# --- gradients and what they keep
+# -----------------------------------------------------------------------------------
 
 
 def exact_gradients(query, key, value, cotangent):
@@ -206,7 +207,8 @@ def test_linen_takes_grouped_heads(dtype):
     )
 
 
-# --- the fused kernel -----------------------------------------------------------------------------------------------
+# --- the fused kernel
+# --------------------------------------------------------------------------------------------------
 
 
 class Device:
@@ -309,7 +311,7 @@ def test_the_fused_kernel_is_picked_by_device_and_width(
     assert bool(kernel) is fits
 
 
-def test_the_fused_kernel_is_not_picked_for_odd_lengths_with_a_mask_several_devices_float32_or_wider_reductions(
+def test_the_fused_kernel_is_not_picked_for_masked_odd_lengths_several_devices_or_wide_reductions(
     kernel, monkeypatch
 ):
     x = jax.ShapeDtypeStruct((1, 3, 2, 8), jnp.bfloat16)

@@ -1,4 +1,5 @@
-"""`attention.dot_product_attention` beside float64: first derivatives in both modes, and second ones.
+"""`attention.dot_product_attention` beside float64: first derivatives in both modes, and second
+ones.
 
 Truth is the formula in numpy, differentiated by central differences.
 """

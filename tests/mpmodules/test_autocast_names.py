@@ -1,4 +1,6 @@
-"""autocast goes by what a program computes: ten models make the same programs whatever their modules are called."""
+"""autocast goes by what a program computes: ten models make the same programs whatever their
+modules are called.
+"""
 
 from __future__ import annotations
 

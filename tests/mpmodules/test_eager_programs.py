@@ -1,4 +1,6 @@
-"""Eager calls of layers compile about as many programs as Flax's own do for the same lines, and repeated ones none."""
+"""Eager calls of layers compile about as many programs as Flax's own do for the same lines, and
+repeated ones none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A BatchNorm that sees no element, or whose mask keeps none, leaves its running statistics as they were."""
+"""A BatchNorm that sees no element, or whose mask keeps none, leaves its running statistics as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NONE_KEPT = {"all": np.zeros((4, 5, FEATURES), bool), "rows": np.zeros((4, 1, 1)
 def step(
     wing: str, x: Any, policy: str | None, mask: Any = None, flax: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Returns a training call's result, its running statistics, and the gradients of a sum of squares, in float32."""
+    """Returns a training call's result, its running statistics, and the gradients of a sum of
+    squares, in float32.
+    """
     given: dict[str, Any] = {} if policy is None else {"dtype_policy": policy}
     scale, bias = jnp.full(FEATURES, 1.5), jnp.full(FEATURES, 0.1)
 

@@ -1,4 +1,6 @@
-"""Statistics of half-precision arrays beside float64's: exact sums in one pass, whatever the mean is."""
+"""Statistics of half-precision arrays beside float64's: exact sums in one pass, whatever the mean
+is.
+"""
 
 import functools
 
@@ -151,7 +153,8 @@ def test_axes_are_cut_so_that_sums_stay_exact(shape, axes, parts):
     assert module._parts(shape, axes, 128) == parts
 
 
-# --- what layers reduce over ----------------------------------------------------------------------------------------
+# --- what layers reduce over
+# ----------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -172,7 +175,8 @@ def test_regions_of_layers_count_axes_from_both_ends():
         assert group_norm_region(Layer(num_groups=groups, reduction_axes=None), x) is None
 
 
-# --- shift ----------------------------------------------------------------------------------------------------------
+# --- shift
+# --------------------------------------------------------------------------------------------------
 
 
 def shift(x: jax.Array, *axes: int) -> jax.Array:
@@ -207,9 +211,9 @@ def test_nothing_has_no_shift(shape):
     assert shift_of(Region((1,)), jnp.ones(shape)) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Two sums along columns, which is what GPUs take in one pass
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`normalize` beside float64: values, first and second derivatives, those of the statistics, and frozen arguments.
+"""`normalize` beside float64: values, first and second derivatives, those of the statistics, and
+frozen arguments.
 
 Truth is the formula in numpy, differentiated by central differences.
 """

@@ -1,4 +1,6 @@
-"""Normalisations of half-precision data far from zero, against float64, and their running statistics."""
+"""Normalisations of half-precision data far from zero, against float64, and their running
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ def test_gradients_by_offset_data_are_float64s(wing):
 
 
 def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
-    """One element of 200 lies apart, so that the mean is far closer to the others than they are to each other."""
+    """One element of 200 lies apart, so that the mean is far closer to the others than they are to
+    each other.
+    """
     x = (
         jnp.full((200, 4), 300.0, jnp.bfloat16)
         .at[17]
@@ -190,7 +194,8 @@ def test_channels_are_multiplied_and_added_to_as_seldom_as_can_be(region):
         site.name for site in sites if getattr(site.equation.outvars[0].aval, "shape", ()) == SHAPE
     ]
     counts = {name: of_elements.count(name) for name in ("sub", "mul", "add_any")}
-    # x - centre; the cotangent by that, by the factor, and that by a number; the sum of the two and another number.
+    # x - centre; the cotangent by that, by the factor, and that by a number; the sum of the two and
+    # another number.
     assert counts == {"sub": 1, "mul": 3, "add_any": 2}
 
 

@@ -1,4 +1,6 @@
-"""A language model of hand-written layers runs in half, in both wings, with the gradients of a careful author."""
+"""A language model of hand-written layers runs in half, in both wings, with the gradients of a
+careful author.
+"""
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false

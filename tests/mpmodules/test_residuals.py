@@ -1,4 +1,5 @@
-"""What backward keeps in memory: half precision wherever a model threaded by hand keeps half, and less in norms.
+"""What backward keeps in memory: half precision wherever a model threaded by hand keeps half, and
+less in norms.
 
 The leaves of the function that `jax.vjp` returns are what is kept.
 """
@@ -26,7 +27,9 @@ TOKENS, IMAGES = jnp.zeros((BATCH, 5, 16)), jnp.zeros((BATCH, 6, 6, 3))
 
 
 def kept(function: Any, *args: Any) -> collections.Counter[tuple[tuple[int, ...], str]]:
-    """The activations that backward keeps, by shape and dtype; a buffer that is kept twice counts once."""
+    """The activations that backward keeps, by shape and dtype; a buffer that is kept twice counts
+    once.
+    """
     shapes: dict[str, Any] = {}
 
     def leaves(*args: Any) -> Any:

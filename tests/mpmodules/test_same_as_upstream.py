@@ -1,8 +1,9 @@
-"""With no policy and in float32 our layers are Flax's: tree, initial values, outputs, gradients, state, errors.
+"""With no policy and in float32 our layers are Flax's: tree, initial values, outputs, gradients,
+state, errors.
 
-Each row of the tables is built with Flax's wing and with ours from the same arguments. One jitted program initialises
-the layer, calls it and differentiates it. Where both lower to the same text, they are equal bit for bit; otherwise both
-are run and compared.
+Each row of the tables is built with Flax's wing and with ours from the same arguments. One jitted
+program initialises the layer, calls it and differentiates it. Where both lower to the same text,
+they are equal bit for bit; otherwise both are run and compared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _nnx_promote(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> tu
     return tuple(None if x is None else jnp.asarray(x, jnp.float32) for x in args)
 
 
-# Options that the two wings name alike, as (class, arguments, inputs, keyword arguments of the call).
+# Options that the two wings name alike, as (class, arguments, inputs, keyword arguments of the
+# call).
 DENSE: list[dict[str, Any]] = [
     {},
     {"use_bias": False},

@@ -1,4 +1,6 @@
-"""Splash attention: its numbers in Pallas's interpreter, its derivatives, when it is chosen, and programs for TPUs."""
+"""Splash attention: its numbers in Pallas's interpreter, its derivatives, when it is chosen, and
+programs for TPUs.
+"""
 
 import functools
 from typing import Any
@@ -65,7 +67,8 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(_splash_kernel, "INTERPRET", True)
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
+# --- numbers
+# --------------------------------------------------------------------------------------------------
 
 RANDOM_MASK = np.random.default_rng(1).random((1, 1, 128, 256)) > 0.7
 HEADS_MASK = np.random.default_rng(2).random((2, 128, 128)) > 0.5
@@ -160,7 +163,8 @@ def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
         )  # XLA's program rounds weights and the logits' cotangents too
 
 
-# --- the choice -----------------------------------------------------------------------------------------------------
+# --- the choice
+# --------------------------------------------------------------------------------------------------
 
 
 def is_picked(function, *operands, **options) -> bool:
@@ -264,7 +268,8 @@ def test_operands_that_vary_over_different_axes_are_refused():
         jax.eval_shape(mapped, *qkv())
 
 
-# --- programs for TPUs ----------------------------------------------------------------------------------------------
+# --- programs for TPUs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Layers that are alike are traced once; what tells them apart, and what Flax refuses, is theirs all the same."""
+"""Layers that are alike are traced once; what tells them apart, and what Flax refuses, is theirs
+all the same.
+"""
 
 import contextlib
 from typing import Any

@@ -1,4 +1,6 @@
-"""The gradients of biases, and of the scales and biases of norms: summed in float32, returned in param_dtype."""
+"""The gradients of biases, and of the scales and biases of norms: summed in float32, returned in
+param_dtype.
+"""
 
 from typing import Any
 

@@ -36,7 +36,8 @@ TAKES_A_POLICY = {
         (
             "bf17",
             ValueError,
-            "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half, bfloat16, bf16, ",
+            "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half, bfloat16, "
+            "bf16, ",
         ),
         (
             "x=f32",
@@ -84,8 +85,10 @@ def test_a_bad_rule_is_refused_where_it_is_given(pattern, error, text):
 def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
     name = jnp.dtype(dtype).name
     text = (
-        f"Dense at 'Dense_0' cannot honour dtype={name} under a policy: it should be a floating dtype of at least 16 "
-        "bits, such as bfloat16. 8-bit floats are for matmul operands: give the layer an 8-bit dot_general instead."
+        f"Dense at 'Dense_0' cannot honour dtype={name} under a policy: it should be a floating "
+        "dtype of at least 16 "
+        "bits, such as bfloat16. 8-bit floats are for matmul operands: give the layer an 8-bit "
+        "dot_general instead."
     )
 
     class Model(nn.Module):
@@ -124,7 +127,8 @@ def test_apply_policy_says_what_it_takes():
         nn.apply_policy(flax_nn.Dense(3), "bf17")
 
 
-# --- a function-form scan whose body is a boundary with another output dtype ----------------------------------------
+# --- a function-form scan whose body is a boundary with another output dtype
+# ----------------------------------------
 
 
 class Stack(nn.Module):
@@ -158,10 +162,14 @@ def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
 def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
     model = Stack(policy="p=f32,c=f16,o=f16")
     text = (
-        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16 by argument "
-        "dtype_policy). A layer inside of a model keeps float32 to itself under the policy 'f32_inside', and hands on "
-        "what the code around it computes in. Where one is the body of a scan, give it the policy that its caller "
-        "obeys, lift its class (nn.scan(Block)) instead of a function, or cast the carry to its output_dtype before "
+        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16 by "
+        "argument "
+        "dtype_policy). A layer inside of a model keeps float32 to itself under the policy "
+        "'f32_inside', and hands on "
+        "what the code around it computes in. Where one is the body of a scan, give it the policy "
+        "that its caller "
+        "obeys, lift its class (nn.scan(Block)) instead of a function, or cast the carry to its "
+        "output_dtype before "
         "the scan."
     )
     with pytest.raises(TypeError, match="carry") as e:

@@ -1,4 +1,5 @@
-"""Upstream's measured defects in half precision, and what ours give in their place, forward and backward.
+"""Upstream's measured defects in half precision, and what ours give in their place, forward and
+backward.
 
 Each fact comes twice: upstream's figure (skipped where a newer Flax repairs it), then ours.
 """
@@ -37,12 +38,14 @@ def repaired(upstream_is_right: bool) -> None:
 def assert_close(values: Any, exact: Any, dtype: Any) -> None:
     """Within one unit of `dtype`'s last place at the exact value, or at 1/2 where that is smaller.
 
-    A normalised output is of the order of one; next to zero, float32's own last place at 1000 is what limits it.
+    A normalised output is of the order of one; next to zero, float32's own last place at 1000 is
+    what limits it.
     """
     assert_close_in_ulps(values, exact, 1, dtype, floor=0.5)
 
 
-# --- Embed: the gradient of a token that is seen often --------------------------------------------------------------
+# --- Embed: the gradient of a token that is seen often
+# --------------------------------------------------------------
 
 SEEN = 4096
 
@@ -105,7 +108,8 @@ def test_the_lookup_reads_the_stored_table_and_casts_what_it_found():
     ]
 
 
-# --- attention: logits and softmax ----------------------------------------------------------------------------------
+# --- attention: logits and softmax
+# ----------------------------------------------------------------------------------
 
 
 def attention_inputs(half: Any) -> tuple[jax.Array, ...]:
@@ -214,7 +218,8 @@ def test_every_attention_layer_keeps_exp_in_float32_and_matmuls_on_half_operands
         dots = named(ops, "dot_general")
         assert all(op.inputs == ("bfloat16", "bfloat16") for op in dots)
         assert {op.outputs for op in named(ops, "exp")} == {("float32",)}
-    # of the forward matmuls, the logits come as their accumulator, and what is divided by the softmax's sums
+    # of the forward matmuls, the logits come as their accumulator, and what is divided by the
+    # softmax's sums
     accumulators = 1 if options.get("dropout_rate") else 2
     assert [op.outputs for op in named(forward, "dot_general")].count(("float32",)) == accumulators
 
@@ -250,7 +255,8 @@ def test_a_fully_masked_row_is_uniform_and_no_nan():
     )
 
 
-# --- norms: statistics ----------------------------------------------------------------------------------------------
+# --- norms: statistics
+# --------------------------------------------------------------------------------------------------
 
 
 def offset_rows(offset: float = 1000.0) -> np.ndarray:
@@ -293,7 +299,9 @@ def test_our_norms_are_within_one_ulp_of_the_output_dtype_at_a_large_offset(name
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", NORMS)
 def test_our_norms_are_within_one_ulp_of_a_half_input(name, half):
-    """The input is half already: what it holds is exact, and the statistics must not lose more of it."""
+    """The input is half already: what it holds is exact, and the statistics must not lose more of
+    it.
+    """
     x = jnp.asarray(offset_rows(100.0), half)
     out = normalise(our_nn, name, x, half)
     assert out.dtype == half
@@ -350,7 +358,7 @@ def test_the_gradients_of_norms_at_a_large_offset_are_accurate(name):
 
 
 def test_a_scale_that_half_cannot_hold_has_its_effect():
-    """1.003 rounds to 1 in bfloat16: the scale is read in float32, and the product is rounded once."""
+    """1.003 rounds to 1 in bfloat16: the scale is read in float32, and the product rounded once."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
     layer = our_nn.LayerNorm()
     with use_policy("mixed_bfloat16"):
@@ -406,7 +414,8 @@ def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate():
     np.testing.assert_allclose(joined, exact_norm("LayerNorm", x), atol=1e-3)
 
 
-# --- output dtypes, strict promotion, unset dtypes ------------------------------------------------------------------
+# --- output dtypes, strict promotion, unset dtypes
+# ------------------------------------------------------------------
 
 
 def test_upstreams_layers_return_float32_from_half_inputs():

@@ -1,4 +1,6 @@
-"""Flax's fp8 matmuls through gradients and optimizer: what overwrites is not scaled, cast, clipped or stepped."""
+"""Flax's fp8 matmuls through gradients and optimizer: what overwrites is not scaled, cast, clipped
+or stepped.
+"""
 
 import warnings
 from typing import Any
@@ -63,7 +65,8 @@ def test_the_collection_takes_the_value_that_plain_jax_gives_it(case, grads):
     new, after, finite = step(variables, opt_state, 1.0)
     assert finite
     expected = jax.grad(loss_fn)(variables, X)[OWG]
-    # the scales of the operands are plain JAX's; that of the output's gradient follows the loss scale
+    # the scales of the operands are plain JAX's; that of the output's gradient follows the loss
+    # scale
     for (path, ours), theirs in zip(
         jax.tree_util.tree_leaves_with_path(new[OWG]), jax.tree.leaves(expected), strict=True
     ):

@@ -1,4 +1,6 @@
-"""A model that was initialised under a policy and is applied with none in force tells so, and no other model does."""
+"""A model that was initialised under a policy and is applied with none in force tells so, and no
+other model does.
+"""
 
 import gc
 
@@ -11,7 +13,10 @@ from mpmodules.linen import _init_policy
 from policy import DtypePolicyWarning, audit, compare, set_policy, use_policy
 
 X = jnp.ones((2, 4))
-TEXT = r"^Net was initialised under 'params=float32,compute=bfloat16,.*', and is applied with no policy in force: "
+TEXT = (
+    r"^Net was initialised under 'params=float32,compute=bfloat16,.*', and is applied with no "
+    r"policy in force: "
+)
 
 
 class Net(nn.Module):

@@ -1,4 +1,6 @@
-"""A policy is part of every jit cache key: another policy is another trace, and going back reuses the first one."""
+"""A policy is part of every jit cache key: another policy is another trace, and going back reuses
+the first one.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,7 @@ def test_another_thread_sees_the_global_policy_and_not_this_threads_scope():
 
 
 def test_two_threads_call_the_same_module_under_different_policies():
-    """Fields are put in place for a call; a module bound in one thread is never another thread's."""
+    """Fields are put in place for a call; a module bound in one thread is no other thread's."""
     model = nn.Dense(3)
     variables = model.init(KEY, X)
     wrong: list[Any] = []

@@ -100,7 +100,9 @@ def apply(case: Case, layer: Any, variables: Any, x: Any) -> Any:
 def gradient_program(
     case: Case, layer: Any, variables: Any, x: jax.Array, *, biases: bool = False
 ) -> str:
-    """The lowered text of the output and of the gradients by parameters and input; by biases on demand."""
+    """The lowered text of the output and of the gradients by parameters and input; by biases on
+    demand.
+    """
 
     def run(variables, x):
         def loss(variables, x):
@@ -145,7 +147,9 @@ def test_without_a_policy_a_float32_layer_is_upstreams_bit_for_bit(name):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", WITH_DTYPES)
 def test_without_a_policy_explicit_dtypes_give_upstreams_dtypes(name, half):
-    """Ported code that still threads `dtype=` by hand keeps working as it was, repaired reductions aside."""
+    """Ported code that still threads `dtype=` by hand keeps working as it was, repaired reductions
+    aside.
+    """
     case = CASES[name]
     x = input_of(case, half)
 
@@ -240,7 +244,8 @@ def test_half_precision_is_close_to_our_own_float32(name, policy):
     exact, _ = apply(case, layer, variables, x)
     with use_policy(policy):
         half, _ = apply(case, layer, variables, x)
-    # each layer rounds its operands and its result: a few ulps of the largest output, attention's three matmuls more
+    # each layer rounds its operands and its result: a few ulps of the largest output, attention's
+    # three matmuls more
     ulps = 12 if "Attention" in name else 4
     atol = ulps * float(jnp.finfo(policy.compute_dtype).eps) * max(1.0, float(jnp.abs(exact).max()))
     np.testing.assert_allclose(half.astype(jnp.float32), exact, atol=atol, rtol=0)

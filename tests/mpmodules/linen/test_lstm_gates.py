@@ -1,4 +1,6 @@
-"""The bias gradients of an OptimizedLSTMCell: which function each gate goes through is found out, never assumed."""
+"""The bias gradients of an OptimizedLSTMCell: which function each gate goes through is found out,
+never assumed.
+"""
 
 import inspect
 from typing import Any

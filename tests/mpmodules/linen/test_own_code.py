@@ -83,8 +83,10 @@ def test_parameters_are_those_of_the_model_and_stored_in_param_dtype(variables):
 
 def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do(variables):
     text = (
-        r"^\d\d% of the FLOPs of Net's matmuls are in code that no layer makes \(Projection \d\d%, Block \d+%\), "
-        r"whose modules hold \d\d% of its parameters \(Projection \d\d%\): apply_policy runs that code under "
+        r"^\d\d% of the FLOPs of Net's matmuls are in code that no layer makes \(Projection \d\d%, "
+        r"Block \d+%\), "
+        r"whose modules hold \d\d% of its parameters \(Projection \d\d%\): apply_policy runs that "
+        r"code under "
         r"autocast\. Pass own_code='autocast' .* own_code='keep' .* dtype_fields=True"
     )
     model = apply_policy(Net(), MIXED)

@@ -1,4 +1,6 @@
-"""Parameters of a user's linen modules: stored in param_dtype, read in compute_dtype, gradients summed in float32."""
+"""Parameters of a user's linen modules: stored in param_dtype, read in compute_dtype, gradients
+summed in float32.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def total(model: Any, *args: Any, **kwargs: Any) -> Any:
     return lambda variables: apply(model, variables, *args, **kwargs).astype(jnp.float32).sum()
 
 
-# --- dtypes -----------------------------------------------------------------------------------------------------------
+# --- dtypes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -84,7 +87,8 @@ def test_without_a_policy_a_parameter_is_as_stored() -> None:
     assert seen == [jnp.float32, jnp.float16]
 
 
-# --- sums of gradients ------------------------------------------------------------------------------------------------
+# --- sums of gradients
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
@@ -191,7 +195,8 @@ def test_jaxs_transformations_hold(transform: str) -> None:
     np.testing.assert_array_equal(found, gradient)
 
 
-# --- lifted, shared and tied ------------------------------------------------------------------------------------------
+# --- lifted, shared and tied
+# --------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -273,11 +278,13 @@ def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
             "table"
         ]
     assert set(seen) == {jnp.dtype(dtype)}
-    # 4096 rows of ones through two heads of 8 outputs: 2 x 8 x 4096 in the row that is looked up, 2 x 4096 in each row.
+    # 4096 rows of ones through two heads of 8 outputs: 2 x 8 x 4096 in the row that is looked up, 2
+    # x 4096 in each row.
     np.testing.assert_array_equal(gradient[:, 0], [4096 * 18] + [4096 * 2] * 7)
 
 
-# --- what stays as it is stored ---------------------------------------------------------------------------------------
+# --- what stays as it is stored
+# ---------------------------------------------------------------------------------------
 
 
 class Kept(nn.Module):
@@ -381,7 +388,8 @@ def test_layers_and_their_subclasses_keep_their_parameters() -> None:
     assert set(seen) == {jnp.dtype("float32")}
 
 
-# --- the call ---------------------------------------------------------------------------------------------------------
+# --- the call
+# --------------------------------------------------------------------------------------------------
 
 
 class Busy(nn.Module):
@@ -546,6 +554,8 @@ def test_a_ported_model_of_ours_reads_in_the_policys_dtype() -> None:
 
 
 def test_the_methods_through_which_flax_runs_others_are_there() -> None:
-    """`_call_wrapped_method` is where a call is traced: a Flax that renames it must not pass unseen."""
+    """`_call_wrapped_method` is where a call is traced: a Flax that renames it must not pass
+    unseen.
+    """
     assert callable(flax_nn.Module._call_wrapped_method)  # type: ignore[attr-defined]
     assert callable(flax_nn.Module.__getattr__) and callable(flax_nn.Module.param)

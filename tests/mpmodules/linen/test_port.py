@@ -1,4 +1,6 @@
-"""The same model text under `flax.linen` and under ours: what a changed import line changes, and what it does not."""
+"""The same model text under `flax.linen` and under ours: what a changed import line changes, and
+what it does not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ HALF_BOUNDARY = ("bfloat16", "p=f32,c=bf16,o=bf16")
 
 
 def plain_model(nn: Any, **dtypes: Any) -> Any:
-    """Layers that need no numerical repair, compact style; `dtypes` are what a careful author threads by hand."""
+    """Layers that need no numerical repair, compact style; `dtypes` are what a careful author
+    threads by hand.
+    """
 
     class Net(nn.Module):
         width: int = 4

@@ -1,4 +1,4 @@
-"""The class that a port makes: constructor, state and methods are those of the model's own class."""
+"""The class that a port makes: constructor, state and methods are those of the model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ MIXED = "mixed_bfloat16"
 
 
 def matmul_dtypes(model: Any, *args: Any, **kwargs: Any) -> set[str]:
-    """Dtypes of the operands of every matmul that `model.apply` runs, with variables from `model.init`."""
+    """Dtypes of the operands of every matmul that `model.apply` runs, with variables from
+    `model.init`.
+    """
     variables = jax.eval_shape(functools.partial(model.init, **kwargs), KEY, *args)
     ops = operations(lambda v, *args: apply(model, v, *args, **kwargs), variables, *args)
     dots = named(ops, "dot_general")
@@ -31,11 +33,14 @@ def matmul_dtypes(model: Any, *args: Any, **kwargs: Any) -> set[str]:
     return {dtype for op in dots for dtype in op.inputs}
 
 
-# --- the constructor ------------------------------------------------------------------------------------------------
+# --- the constructor
+# --------------------------------------------------------------------------------------------------
 
 
 def registered(cls: Any) -> Any:
-    """Replaces a class's generated constructor by one that keeps a config beside the fields, as diffusers does."""
+    """Replaces a class's generated constructor by one that keeps a config beside the fields, as
+    diffusers does.
+    """
     constructor = cls.__init__
 
     @functools.wraps(constructor)
@@ -145,7 +150,8 @@ def test_an_equality_and_a_hash_of_the_classs_own_are_kept():
     assert one == two and hash(one) == hash(two) == hash(ByWidth())
 
 
-# --- override checks ------------------------------------------------------------------------------------------------
+# --- override checks
+# --------------------------------------------------------------------------------------------------
 
 
 class Encodes:
@@ -300,7 +306,8 @@ def test_a_public_method_of_an_unbound_port_may_initialise_it():
     assert leaf.dtype == jnp.bfloat16
 
 
-# --- layers inside --------------------------------------------------------------------------------------------------
+# --- layers inside
+# --------------------------------------------------------------------------------------------------
 
 
 class Adapter(nn.Dense):
@@ -356,7 +363,8 @@ def test_a_users_subclass_of_a_layer_keeps_its_constructor():
     assert matmul_dtypes(apply_policy(RegisteredDense(3), MIXED), X) == {"bfloat16"}
 
 
-# --- Flax's machinery -----------------------------------------------------------------------------------------------
+# --- Flax's machinery
+# --------------------------------------------------------------------------------------------------
 
 
 def test_flax_runs_wrapped_methods_through_the_hook_that_ports_override():
@@ -384,7 +392,10 @@ def test_flax_runs_wrapped_methods_through_the_hook_that_ports_override():
     model = Noting()
     model.apply({}, X, scale=2)
     model.apply({}, X, method="unwrapped")
-    renamed = "Flax runs a module's methods another way: mpmodules/linen/_port.py overrides its _call_wrapped_method"
+    renamed = (
+        "Flax runs a module's methods another way: mpmodules/linen/_ported_classes.py overrides "
+        "its _call_wrapped_method"
+    )
     assert seen == [("__call__", 1, ("scale",)), ("setup", 0, ()), ("_private", 1, ())], renamed
 
 

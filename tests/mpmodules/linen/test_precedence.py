@@ -44,7 +44,8 @@ def stored_dtype(model: Any) -> str:
     return dtype
 
 
-# --- one test for each neighbouring pair of the six levels ----------------------------------------------------------
+# --- one test for each neighbouring pair of the six levels
+# ----------------------------------------------------------
 
 
 @obeys_its_own
@@ -103,7 +104,8 @@ def test_the_global_policy_wins_over_none():
     assert dot_dtype(Wrap()) == "bfloat16"
 
 
-# --- the effective policy, field by field ---------------------------------------------------------------------------
+# --- the effective policy, field by field
+# ---------------------------------------------------------------------------
 
 
 @obeys_its_own
@@ -159,14 +161,20 @@ def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
     policy = "params=float32,compute=bfloat16,output=float32"
     advice = "Delete the argument to let the policy decide, or give the layer a dtype_policy."
     assert [str(w.message) for w in caught if w.category is DtypePolicyWarning] == [
-        f"Dense at 'dense_0' obeys its own dtype=float32 against the policy in force, '{policy}'. {advice}",
-        f"Dense at 'dense_1' obeys its own dtype=float32 against the policy in force, '{policy}'. {advice}",
-        f"Dense at 'last' obeys its own param_dtype=float16 against the policy in force, '{policy}'. {advice}",
+        f"Dense at 'dense_0' obeys its own dtype=float32 against the policy in force, '{policy}'. "
+        f"{advice}",
+        f"Dense at 'dense_1' obeys its own dtype=float32 against the policy in force, '{policy}'. "
+        f"{advice}",
+        "Dense at 'last' obeys its own param_dtype=float16 against the policy in force, "
+        f"'{policy}'. {advice}",
     ]
 
 
 def test_a_warning_names_both_arguments_and_a_root_by_its_class():
-    text = "LayerNorm at 'LayerNorm' obeys its own dtype=float16 and param_dtype=float32 against the policy"
+    text = (
+        "LayerNorm at 'LayerNorm' obeys its own dtype=float16 and param_dtype=float32 against the "
+        "policy"
+    )
     with use_policy("bf16"), pytest.warns(DtypePolicyWarning, match=text):
         nn.LayerNorm(dtype=jnp.float16, param_dtype=jnp.float32).init(KEY, X)
 
@@ -182,7 +190,8 @@ def test_a_complex_dtype_is_kept_under_a_policy_and_is_no_boundary():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"complex64"}
 
 
-# --- the caller decides ---------------------------------------------------------------------------------------------
+# --- the caller decides
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_shared_layer_called_under_two_policies_in_one_trace_obeys_each_caller():

@@ -1,4 +1,6 @@
-"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary casts a carry."""
+"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary
+casts a carry.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +102,9 @@ def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
     return {v.aval.dtype.name for e in found for v in (*e.invars, *e.outvars)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What Flax does
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def standard_promotion(test: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,9 +169,9 @@ def test_flaxs_cells_can_t_create_half_parameters_and_ours_draw_in_float32(half)
         pytest.skip("repaired upstream")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One table of cells
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -326,9 +328,9 @@ def test_a_hand_threaded_cell_lowers_to_the_same_matmuls_and_gates(name):
     assert program == jax.jit(lambda *args: theirs.apply(*args)).lower(*args).as_text()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Carries
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -440,9 +442,9 @@ def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_o
     assert (ys.dtype, int(last[0])) == (jnp.float32, TIME)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # RNN and Bidirectional
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -571,7 +573,10 @@ def test_an_explicit_dtype_is_obeyed_with_a_warning():
     case = CASES["GRUCell"]
     cell: Any = case.make(our_nn, dtype=jnp.float32)
     variables, _, x = start(case, cell)
-    expected = r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, 'params=float32,compute"
+    expected = (
+        r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, "
+        r"'params=float32,compute"
+    )
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         carry = cell.initialize_carry(KEY, x.shape)
         out = jax.eval_shape(cell.apply, variables, carry, x)
@@ -591,9 +596,9 @@ def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
     assert dtypes(carry) == {"bfloat16"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Lifted and stacked
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def lifted_scan(nn: Any) -> Any:
@@ -702,9 +707,9 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype():
             assert len(casts) == len(jax.tree.leaves(out))  # on the way out, and nowhere between
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL

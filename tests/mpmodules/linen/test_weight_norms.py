@@ -1,4 +1,6 @@
-"""InstanceNorm, WeightNorm and SpectralNorm: statistics and norms in float32, parameters kept as they are stored."""
+"""InstanceNorm, WeightNorm and SpectralNorm: statistics and norms in float32, parameters kept as
+they are stored.
+"""
 
 from typing import Any
 

@@ -1,6 +1,9 @@
-"""`apply_policy` puts a built model, ours or not, under a policy: in place, by path and class, or not at all."""
+"""`apply_policy` puts a built model, ours or not, under a policy: in place, by path and class, or
+not at all.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -238,7 +241,8 @@ def test_a_rule_that_matches_nothing_lists_the_paths_and_leaves_the_model_as_it_
     theirs = model()
     before = flax_nnx.graphdef(theirs)
     expected = (
-        r"^Rules 'blokcs/\.\*', Conv matched no module\. Modules seen: blocks, blocks/0, blocks/0/attn, "
+        r"^Rules 'blokcs/\.\*', Conv matched no module\. Modules seen: blocks, blocks/0, "
+        r"blocks/0/attn, "
         r"blocks/0/attn/key, .*, bn, embed, heads, heads/a, heads/b\.$"
     )
     with pytest.raises(ValueError, match=expected):

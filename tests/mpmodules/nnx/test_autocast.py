@@ -1,4 +1,6 @@
-"""autocast of nnx models: state goes in and out, modules have names, Flax's classes stay as they were."""
+"""autocast of nnx models: state goes in and out, modules have names, Flax's classes stay as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -137,9 +139,9 @@ def test_a_report_names_modules_and_parameters(model):
     assert not report.wide_matmuls and not report.opaque_matmuls
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Functions of States: the functional idiom, with BatchNorm and dropout
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def functional(copy: bool) -> tuple[Any, Any, Any]:
@@ -196,9 +198,9 @@ def test_a_state_beside_a_module_stays_as_it_is_and_the_module_changes(model):
     assert np.all(np.asarray(model.norm.mean[...]) != 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Static attributes that have no hash
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

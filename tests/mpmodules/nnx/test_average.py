@@ -16,8 +16,10 @@ if not hasattr(flax.nnx, "EMA"):
     pytest.skip("this Flax has no nnx.EMA", allow_module_level=True)
 
 REFUSED = (
-    r"An EMA should be of float32 params, but kernel is {0}: in half precision it stops following them\. "
-    r"Average the masters, master_params\(nnx\.state\(model, nnx\.Param\), optimizer\), or cast_floating"
+    r"An EMA should be of float32 params, but kernel is {0}: in half precision it stops following "
+    r"them\. "
+    r"Average the masters, master_params\(nnx\.state\(model, nnx\.Param\), optimizer\), or "
+    r"cast_floating"
 )
 
 

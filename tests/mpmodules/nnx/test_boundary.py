@@ -1,6 +1,9 @@
-"""The boundary: compute_dtype inside, output_dtype where a call comes from outside, references by identity."""
+"""The boundary: compute_dtype inside, output_dtype where a call comes from outside, references by
+identity.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -40,7 +43,9 @@ def dots(function, *args):
 
 
 class Recorder(nnx.Module):
-    """Notes the dtype that passes through it: at the boundary of nothing, since it is always called from inside."""
+    """Notes the dtype that passes through it: at the boundary of nothing, since it is always called
+    from inside.
+    """
 
     def __init__(self):
         self.seen = []
@@ -91,7 +96,8 @@ def test_a_policy_gives_bfloat16_between_layers_and_float32_logits(given):
 def test_a_submodule_with_its_own_policy_runs_in_it_and_hands_on_its_output_dtype():
     net = Net("f32", dtype_policy=MIXED, rngs=nnx.Rngs(0))
     assert net(X).dtype == F32
-    # The submodule computes and returns float32; the next module is none of its own, and its layer casts again.
+    # The submodule computes and returns float32; the next module is none of its own, and its layer
+    # casts again.
     assert recorded(net) == [["bfloat16"], ["bfloat16"], ["float32"], ["float32"], ["bfloat16"]]
 
 
@@ -268,7 +274,7 @@ def build(name, **options):
 
 @pytest.mark.parametrize("half", [BF16, F16])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator_and_runs_backward_in_compute_dtype(
+def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator_and_goes_back_in_compute_dtype(
     name, half
 ):
     layer = build(name, dtype_policy=Policy(F32, half, F32))
@@ -377,9 +383,9 @@ def test_a_norm_that_is_a_boundary_takes_its_statistics_before_rounding():
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # References
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Receives(nnx.Module):
@@ -458,9 +464,9 @@ def test_a_variable_written_inside_a_boundary_keeps_its_value_and_identity():
     assert other.get_value().dtype == F32
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attempts to break it
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_integer_inputs_reach_a_layer_as_they_are_and_leave_in_the_policy_s_dtype():

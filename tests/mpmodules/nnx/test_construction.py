@@ -1,6 +1,9 @@
-"""The policy is captured when a module is built: a static attribute, in the graph definition and never in the state."""
+"""The policy is captured when a module is built: a static attribute, in the graph definition and
+never in the state.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -122,8 +125,10 @@ def test_a_child_built_before_its_parent_obeys_what_was_in_force_then():
 
 def test_a_container_refuses_a_policy_that_its_children_can_t_follow():
     expected = (
-        r"^Sequential\(dtype_policy='params=float32,compute=bfloat16,output=float32'\): LayerNorm, Linear had been "
-        r"built before, under another policy or none, and a parameter's dtype can't follow\. Build them inside, or in "
+        r"^Sequential\(dtype_policy='params=float32,compute=bfloat16,output=float32'\): LayerNorm, "
+        r"Linear had been "
+        r"built before, under another policy or none, and a parameter's dtype can't follow\. Build "
+        r"them inside, or in "
         r"a use_policy block, or call mpmodules\.nnx\.apply_policy\(model, policy\) on the whole\.$"
     )
     with pytest.raises(ValueError, match=expected):
@@ -163,8 +168,10 @@ def test_a_container_takes_a_child_that_obeys_an_explicit_dtype_against_the_same
 
 def test_path_rules_around_construction_are_refused_with_a_pointer():
     expected = (
-        r"^Building Linear under use_policy\(rules=\.\.\.\): path rules can't hold here, since no path exists while an "
-        r"nnx model is being built\. Build the model first and call mpmodules\.nnx\.apply_policy\(model, policy, "
+        r"^Building Linear under use_policy\(rules=\.\.\.\): path rules can't hold here, since no "
+        r"path exists while an "
+        r"nnx model is being built\. Build the model first and call "
+        r"mpmodules\.nnx\.apply_policy\(model, policy, "
         r"rules\); class rules work in a scope\.$"
     )
     with use_policy("f32", rules={"head": "bf16"}), pytest.raises(ValueError, match=expected):
@@ -392,8 +399,10 @@ def test_a_failed_construction_leaves_no_policy_behind():
 def test_a_scope_around_a_call_changes_no_layer_and_warns_once():
     net = Net(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
     expected = (
-        r"^Net was built under 'params=float32,compute=bfloat16,output=float32', and the scope around this call, "
-        r"'params=float32,compute=float32,output=float32', changes no nnx layer: build the model in the scope, or call "
+        r"^Net was built under 'params=float32,compute=bfloat16,output=float32', and the scope "
+        r"around this call, "
+        r"'params=float32,compute=float32,output=float32', changes no nnx layer: build the model "
+        r"in the scope, or call "
         r"mpmodules\.nnx\.apply_policy\(model, policy\)\.$"
     )
     with warnings.catch_warnings(record=True) as caught:

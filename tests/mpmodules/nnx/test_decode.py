@@ -1,4 +1,6 @@
-"""Decoding token by token through the cache, under policies: the full forward, and a cache in compute_dtype."""
+"""Decoding token by token through the cache, under policies: the full forward, and a cache in
+compute_dtype.
+"""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """Wrong input is refused where it is given: by name, value and way out."""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -58,8 +59,10 @@ def test_a_dtype_policy_that_is_none_is_refused_by_name(name, given, error, matc
 @pytest.mark.parametrize("name", ["Linear", "LayerNorm", "Embed", "Conv", "MultiHeadAttention"])
 def test_a_dtype_that_a_layer_can_t_honour_is_refused_under_a_policy(name, dtype, argument):
     expected = (
-        rf"^{name} at '{name}' cannot honour {argument}={jnp.dtype(dtype).name} under a policy: it should be a "
-        r"floating dtype of at least 16 bits, such as bfloat16\. 8-bit floats are for matmul operands: give the "
+        rf"^{name} at '{name}' cannot honour {argument}={jnp.dtype(dtype).name} under a policy: it "
+        rf"should be a "
+        r"floating dtype of at least 16 bits, such as bfloat16\. 8-bit floats are for matmul "
+        r"operands: give the "
         r"layer an 8-bit dot_general instead\.$"
     )
     with pytest.raises(ValueError, match=expected), use_policy("mixed_bfloat16"):

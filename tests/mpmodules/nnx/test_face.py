@@ -1,6 +1,9 @@
-"""The wing's face: everything of Flax's is there, and what Flax does with its own modules works on ours."""
+"""The wing's face: everything of Flax's is there, and what Flax does with its own modules works on
+ours.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -103,7 +106,8 @@ def test_tabulate_shows_ours_as_it_shows_flax_s():
     def table(module, **options):
         class Net(module.Module):
             def __init__(self, *, rngs):
-                # Classes of this test's own: tabulate leaves every inherited method behind on the classes that it saw.
+                # Classes of this test's own: tabulate leaves every inherited method behind on the
+                # classes that it saw.
                 self.linear = type("Linear", (module.Linear,), {})(4, 4, rngs=rngs)
                 self.norm = type("LayerNorm", (module.LayerNorm,), {})(4, rngs=rngs)
 

@@ -1,6 +1,9 @@
-"""What upstream gets wrong in low precision, first (skipped where a newer Flax repaired it), then what ours gives."""
+"""What upstream gets wrong in low precision, first (skipped where a newer Flax repaired it), then
+what ours gives.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -30,7 +33,9 @@ def ulp(dtype):
 
 
 def relaxed(function, *args, **kwargs):
-    """Upstream can't be traced under strict promotion here, so its figures are taken under standard promotion."""
+    """Upstream can't be traced under strict promotion here, so its figures are taken under standard
+    promotion.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return function(*args, **kwargs)
 
@@ -40,9 +45,9 @@ def repaired(condition):
         pytest.skip("this release of Flax has repaired it")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Embed's gradient is summed over a token's occurrences in float32
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 TOKENS = np.zeros((4096,), np.int32)
 
@@ -75,9 +80,9 @@ def test_our_embedding_gradient_counts_every_occurrence(half):
     np.testing.assert_array_equal(embedding_gradient(explicit)[0], 4096)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attention: float32 logits and softmax on every path
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _random = np.random.default_rng(0)
 QUERY = (3 * _random.normal(size=(1, 64, 4, 64))).astype(np.float32)
@@ -250,9 +255,9 @@ def test_our_float16_attention_works_under_jit(options):
     np.testing.assert_allclose(half, run(layer(), x), atol=8 * ulp(F16))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Normalisation: statistics before any rounding, and no cancellation
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 OFFSET = (1000 + np.random.default_rng(2).normal(size=(8, 32, 16))).astype(np.float32)
 WIDE = OFFSET.astype(np.float64)
@@ -393,9 +398,9 @@ def test_our_batch_norm_in_eval_is_exact(given):
     np.testing.assert_allclose(out, (300 - 0.25) / np.sqrt(1e5 + 1e-5), rtol=ulp(F16))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Output dtypes and strict promotion
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _x = np.ones((2, 3, 4), np.float32)
 LAYERS = {

@@ -1,4 +1,6 @@
-"""Policies under JAX's and nnx's transforms: no stale program, one boundary each, outside the transform."""
+"""Policies under JAX's and nnx's transforms: no stale program, one boundary each, outside the
+transform.
+"""
 
 import re
 import threading
@@ -31,7 +33,9 @@ def pure(model, call=lambda model, *args: model(*args)):
 
 
 def boundary_casts(function, *args):
-    """The casts that boundaries made while `function` was traced, as (from, to, inside which primitives)."""
+    """The casts that boundaries made while `function` was traced, as (from, to, inside which
+    primitives).
+    """
     casts = [
         s
         for s in walk(jax.make_jaxpr(function)(*args))
@@ -63,7 +67,7 @@ def test_a_jitted_function_traces_once_for_each_policy_of_the_model():
     assert len(traces) == 2
 
 
-def test_building_inside_jit_is_traced_anew_where_the_scope_changed_and_goes_back_to_the_first_program():
+def test_building_inside_jit_is_traced_anew_in_another_scope_and_goes_back_to_the_first_program():
     traces = []
 
     @jax.jit

@@ -1,4 +1,6 @@
-"""`nnx.Optimizer` around `mixed_precision`: hyperparameters, averages of masters, resync, without glue."""
+"""`nnx.Optimizer` around `mixed_precision`: hyperparameters, averages of masters, resync, without
+glue.
+"""
 
 from typing import Any
 
@@ -156,9 +158,9 @@ def test_multi_steps_goes_inside():
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gradients that are still scaled
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Net(nnx.Module):

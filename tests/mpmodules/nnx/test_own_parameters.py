@@ -1,4 +1,6 @@
-"""Parameters of a user's nnx modules: stored in param_dtype, read in compute_dtype, gradients summed in float32."""
+"""Parameters of a user's nnx modules: stored in param_dtype, read in compute_dtype, gradients
+summed in float32.
+"""
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -73,7 +75,8 @@ def gradient_ops(model: Any, call: Any) -> list[Any]:
     return operations(jax.grad(lambda state: loss(call, state)), state)
 
 
-# --- dtypes -----------------------------------------------------------------------------------------------------------
+# --- dtypes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -209,7 +212,8 @@ def test_layers_and_their_subclasses_keep_their_parameters() -> None:
     }
 
 
-# --- sharing ----------------------------------------------------------------------------------------------------------
+# --- sharing
+# --------------------------------------------------------------------------------------------------
 
 
 class Head(nnx.Module):
@@ -262,7 +266,8 @@ def test_a_parameter_that_a_method_writes_back_is_read_as_stored() -> None:
     assert model.average[...] == plain.average[...]
 
 
-# --- transformations --------------------------------------------------------------------------------------------------
+# --- transformations
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["__call__", "jitted", "rematerialised", "vmap", "function"])
@@ -322,7 +327,8 @@ def test_scanned_modules_read_in_half_and_sum_in_float32(remat: bool, position: 
     }
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state
+# --------------------------------------------------------------------------------------------------
 
 
 class Busy(nnx.Module):

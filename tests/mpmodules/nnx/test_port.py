@@ -1,4 +1,6 @@
-"""A port changes one import line: same tree, same values, and the program a careful author threads by hand."""
+"""A port changes one import line: same tree, same values, and the program a careful author threads
+by hand.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx, use_policy
 
-# One text, run once with Flax's nnx and once with ours; `dtypes` is what an author threads through it by hand.
+# One text, run once with Flax's nnx and once with ours; `dtypes` is what an author threads through
+# it by hand.
 MODEL = """
 class Block(nnx.Module):
     def __init__(self, features, *, rngs):
@@ -44,7 +47,9 @@ def net(module, **dtypes):
 
 
 def abstract(build, *args, **kwargs):
-    """What `build` builds, shapes and dtypes only: programs can be lowered from it, and no initialiser is compiled."""
+    """What `build` builds, shapes and dtypes only: programs can be lowered from it, and no
+    initialiser is compiled.
+    """
     return flax_nnx.eval_shape(lambda: build(*args, **kwargs))
 
 
@@ -56,7 +61,9 @@ def leaves(model):
 
 
 def assert_same_initializer(ours, theirs):
-    """The same state tree, and the same program that fills it: the values are the same without compiling it."""
+    """The same state tree, and the same program that fills it: the values are the same without
+    compiling it.
+    """
 
     def initial_state(build):
         return jax.jit(lambda: flax_nnx.state(build())).lower()
@@ -81,9 +88,11 @@ def assert_same_tree_and_values(ours, theirs):
 def lowered(
     model, *args, before=lambda x: x, after=lambda x: x, method="__call__", grad=True, biases=False
 ):
-    """The StableHLO text of a call of `model`, or of its sum's gradient by the parameters and the first argument.
+    """The StableHLO text of a call of `model`, or of its sum's gradient by the parameters and the
+    first argument.
 
-    Biases are frozen but on demand: the sum of their gradient is ours, the rest is the program threaded by hand.
+    Biases are frozen but on demand: the sum of their gradient is ours, the rest is the program
+    threaded by hand.
     """
     graphdef, params, rest = flax_nnx.split(model, flax_nnx.Param, ...)
 

@@ -1,6 +1,9 @@
-"""A port leaves classes as they are: exact types, override checks, identities of methods, and instances not ported."""
+"""A port leaves classes as they are: exact types, override checks, identities of methods, and
+instances not ported.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportIncompatibleMethodOverride=false, reportFunctionMemberAccess=false
 
@@ -258,9 +261,9 @@ assert ":bf16[2,4] = dot_general" in str(jax.make_jaxpr(lambda x: model(x))(x))
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a ported model is used with
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_graph_definitions_and_flax_s_transformations_hold():

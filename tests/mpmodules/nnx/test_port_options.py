@@ -1,6 +1,9 @@
-"""Options of `apply_policy`: dtype attributes of modules that are not layers, and casts of what they hand on."""
+"""Options of `apply_policy`: dtype attributes of modules that are not layers, and casts of what
+they hand on.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import warnings
@@ -218,9 +221,9 @@ def test_methods_that_a_module_calls_itself_layers_and_carries_are_not_cast():
     assert apply_policy(Outer(), MIXED, cast_submodules=True)(X).dtype == F32
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls while a module is being built
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():

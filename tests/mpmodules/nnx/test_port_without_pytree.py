@@ -1,6 +1,9 @@
-"""Ports of modules declared with ``pytree=False``, which hold their layers in plain lists, tuples and dicts."""
+"""Ports of modules declared with ``pytree=False``, which hold their layers in plain lists, tuples
+and dicts.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import copy

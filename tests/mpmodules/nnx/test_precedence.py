@@ -1,7 +1,9 @@
-"""The order of precedence, from strongest to weakest: an argument of the layer, dtype_policy=, a rule, the enclosing
-module or block, the global policy, none. One test for each neighbouring pair."""
+"""The order of precedence, from strongest to weakest: an argument of the layer, dtype_policy=, a
+rule, the enclosing module or block, the global policy, none. One test for each neighbouring pair.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -104,7 +106,8 @@ def test_global_class_rules_hold_everywhere(global_policy):
     assert nnx.LayerNorm(4, rngs=nnx.Rngs(0)).dtype_policy == get_policy("f32")
 
 
-# The effective policy, field by field: own or inherited policy, arguments -> (param, compute, output, reduction).
+# The effective policy, field by field: own or inherited policy, arguments -> (param, compute,
+# output, reduction).
 FIELDS = [
     ("inherited", {}, (F32, BF16, F32, F32)),
     ("inherited", {"dtype": F16}, (F32, F16, F16, F32)),
@@ -160,8 +163,10 @@ def test_a_dtype_of_none_that_was_given_counts_as_not_given():
 
 def test_an_explicit_dtype_that_defeats_the_policy_warns_once_and_is_obeyed():
     expected = (
-        r"^Linear at 'Linear' obeys its own dtype=float32 and param_dtype=float16 against the policy in force, "
-        r"'params=float32,compute=bfloat16,output=float32'\. Delete the argument to let the policy decide, or give the "
+        r"^Linear at 'Linear' obeys its own dtype=float32 and param_dtype=float16 against the "
+        r"policy in force, "
+        r"'params=float32,compute=bfloat16,output=float32'\. Delete the argument to let the policy "
+        r"decide, or give the "
         r"layer a dtype_policy\.$"
     )
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,6 @@
-"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary casts a carry."""
+"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary
+casts a carry.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def matmul_dtypes(jaxpr: Any) -> set[str]:
 
 
 def gradients(module: Any, *args: Any) -> Any:
-    """A function of state and inputs to the gradients of the sum of squares of the output, and the state."""
+    """A function of state and inputs to the gradients of the sum of squares of the output, and the
+    state.
+    """
     graphdef, state = flax_nnx.split(module)
 
     def loss(module: Any, *args: Any) -> Any:
@@ -115,9 +119,9 @@ def standard_promotion(test: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What Flax does
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @standard_promotion
@@ -154,9 +158,9 @@ def test_flaxs_gru_can_t_create_half_parameters_and_ours_draws_in_float32(half):
         pytest.skip("repaired upstream")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One table of cells
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -291,9 +295,9 @@ def test_a_hand_threaded_cell_lowers_to_the_same_program(name):
     assert programs[0] == programs[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Carries
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -396,9 +400,9 @@ def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_o
     assert (types(last), dtypes(ys), int(last[0])) == (types(carry), {"float32"}, TIME)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # RNN and Bidirectional
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -525,7 +529,10 @@ def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too():
 
 
 def test_an_explicit_dtype_is_obeyed_with_a_warning():
-    expected = r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, 'params=float32,compute"
+    expected = (
+        r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, "
+        r"'params=float32,compute"
+    )
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         cell = CASES["GRUCell"](our_nnx, dtype=jnp.float32)
     carry = first_carry(cell)
@@ -542,9 +549,9 @@ def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
     assert dtypes(shapes(apply_policy(model(), "mixed_bfloat16"), sequence())[0]) == {"bfloat16"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Lifted and stacked
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype():
@@ -607,9 +614,9 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype():
             assert len(casts) == len(jax.tree.leaves(out))  # on the way out, and nowhere between
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL

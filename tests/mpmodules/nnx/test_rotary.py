@@ -1,5 +1,7 @@
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-"""Rotary position embedding: angles in float32, the result in the input's dtype. Older versions of Flax lack it."""
+"""Rotary position embedding: angles in float32, the result in the input's dtype. Older versions of
+Flax lack it.
+"""
 
 import functools
 from typing import Any

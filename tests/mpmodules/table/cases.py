@@ -1,4 +1,6 @@
-"""Every layer of both wings, in each setting that changes what it computes: the rows of the table of contracts."""
+"""Every layer of both wings, in each setting that changes what it computes: the rows of the table
+of contracts.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,15 @@ class Case:
     Attributes:
       layer: its name in the catalogue.
       setting: what the case is about, beside the layer's name.
-      make: makes it, from Flax's wing or from ours, with the dtype arguments given. linen: ``make(nn, **dtypes)``;
-        nnx: ``make(nnx, rngs, **dtypes)``.
+      make: makes it, from Flax's wing or from ours, with the dtype arguments given. linen:
+        ``make(nn, **dtypes)``; nnx: ``make(nnx, rngs, **dtypes)``.
       inputs: what it is initialised, and called, with. A cell's are its carry and these.
       call: keyword arguments of the call.
       method: what is called.
       steps: what it is called with where that differs from what it is initialised with.
       prepare: what is done to an nnx layer before its call.
-      is_module: whether its call is a boundary as a root under a scope: containers and attention are modules.
+      is_module: whether its call is a boundary as a root under a scope: containers and attention
+        are modules.
     """
 
     layer: str
@@ -61,9 +64,9 @@ class Case:
         return f"{self.layer} {self.setting}".strip()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # linen
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _attention(
@@ -236,9 +239,9 @@ LINEN = [
     ),
 ]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # nnx
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _nnx_norm(layer: str, setting: str = "", *, call: Any = (), **arguments: Any) -> Case:

@@ -1,7 +1,9 @@
-"""Every layer of both wings under every policy: what is stored, multiplied, summed, returned and differentiated.
+"""Every layer of both wings under every policy: what is stored, multiplied, summed, returned and
+differentiated.
 
-Nothing here is run: each case is traced once for each policy, its gradients by parameters and by floating inputs
-included, and the contracts are read from that. The suite traces under strict dtype and rank promotion.
+Nothing here is run: each case is traced once for each policy, its gradients by parameters and by
+floating inputs included, and the contracts are read from that. The suite traces under strict dtype
+and rank promotion.
 """
 
 from __future__ import annotations
@@ -88,14 +90,18 @@ def trace_of(wing: str, case: Case, policy: str | None, composite: bool = False)
 
 
 def both(wing: str, case: Case, policy: str) -> Iterator[Operation]:
-    """The operations of a case as the root, and inside a model, whose boundary hands it compute_dtype."""
+    """The operations of a case as the root, and inside a model, whose boundary hands it
+    compute_dtype.
+    """
     yield from trace_of(wing, case, policy).ops
     if policy in INSIDE:
         yield from trace_of(wing, case, policy, composite=True).ops
 
 
 def narrow(ops: Iterable[Operation], names: frozenset[str], policy: Policy) -> set[str]:
-    """Which of `names` run on something narrower than reduction_dtype, plain sums of one term each left out."""
+    """Which of `names` run on something narrower than reduction_dtype, plain sums of one term each
+    left out.
+    """
     found = (op for op in ops if op.name in names and op.terms != 1)
     return {
         op.name
@@ -237,9 +243,9 @@ def test_every_contract_holds_under_every_policy(wing, case):
             contract(wing, case, policy)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # No policy
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CASE
@@ -252,7 +258,9 @@ def test_with_no_policy_float32_stays_float32(wing, case):
 
 
 def is_repaired(wing: str, case: Case) -> bool:
-    """Whether Flax's result is float32 from ``dtype=bfloat16``, or an error, and ours follows `dtype`."""
+    """Whether Flax's result is float32 from ``dtype=bfloat16``, or an error, and ours follows
+    `dtype`.
+    """
     repaired = case.is_cell or case.layer in ("RNN", "Bidirectional")
     return repaired or (wing, case.layer, case.setting) == ("nnx", "MultiHeadAttention", "decoding")
 
@@ -281,7 +289,8 @@ def shapes_of(wing: str, case: Case, modules: Any, inputs_in: Any, given: dict[s
 
 @EACH_CASE
 def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(wing, case):
-    # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a half one
+    # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a
+    # half one
     mixes = case.setting == "forced" or case.layer == "LoRALinear"
     with jax.numpy_dtype_promotion("standard" if mixes else "strict"):
         ops = traced(wing, case, None, dtype=jnp.bfloat16).ops
@@ -312,9 +321,9 @@ def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
     assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # x64
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Half-precision parameters: gradients that are summed in float32 all the same, and initialisers that run."""
+"""Half-precision parameters: gradients that are summed in float32 all the same, and initialisers
+that run.
+"""
 
 from typing import Any
 

@@ -29,7 +29,8 @@ EACH_LAYER = pytest.mark.parametrize(
     ids=[f"{wing}-{layer}" for wing, layer in FIRST],
 )
 KEY = jax.random.key(0)
-# In half precision Flax can't initialise cells, rounds normalised weights, and keeps LoRALinear's low rank in float32.
+# In half precision Flax can't initialise cells, rounds normalised weights, and keeps LoRALinear's
+# low rank in float32.
 REPAIRED = ("RNN", "Bidirectional", "WeightNorm", "SpectralNorm", "LoRALinear")
 
 
@@ -73,7 +74,8 @@ def test_jit_changes_nothing(wing, case, policy):
 
     def close(a: jax.Array, b: jax.Array) -> None:
         assert a.dtype == b.dtype
-        # XLA rounds what it does not fuse: an ulp of compute_dtype at each step, of the largest value
+        # XLA rounds what it does not fuse: an ulp of compute_dtype at each step, of the largest
+        # value
         atol = 4 * float(jnp.finfo(resolved.compute_dtype).eps) * max(1.0, float(jnp.abs(b).max()))
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=atol
@@ -104,7 +106,9 @@ COMPLEX = [
     ("wing", "case"), COMPLEX, ids=[f"{wing}-{case.layer}" for wing, case in COMPLEX]
 )
 def test_complex_inputs_pass_through_as_in_flax(wing, case):
-    """A policy casts no complex numbers: where Flax takes them, so does the layer, and returns what Flax's does."""
+    """A policy casts no complex numbers: where Flax takes them, so does the layer, and returns what
+    Flax's does.
+    """
 
     def result(modules: Any, policy: str | None) -> Any:
         with warnings.catch_warnings(), scope_of(policy), jax.numpy_dtype_promotion("standard"):
