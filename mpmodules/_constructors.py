@@ -100,9 +100,7 @@ def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
             )
             raise TypeError(
                 f"{layer}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or "
-                "'bfloat16'. "
-                "A policy is given "
-                f"as dtype_policy{example}."
+                f"'bfloat16'. A policy is given as dtype_policy{example}."
             ) from None
 
 
@@ -146,8 +144,7 @@ def require_keep_inputs(cls: Any) -> None:
     if unknown and known is not None:
         raise ValueError(
             f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
-            "methods take "
-            f"{', '.join(sorted(known)) or 'no arguments'}."
+            f"methods take {', '.join(sorted(known)) or 'no arguments'}."
         )
     _checked.add(cls)
 
@@ -184,7 +181,6 @@ def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
     name = type(module).__name__
     return ValueError(
         f"{name}.dtype_policy was set to {stored!r} by hand, which no layer inside obeys: a policy "
-        "is captured while a "
-        f"module is built. Build it with {name}(..., dtype_policy={stored!r}), or call "
-        "mpmodules.nnx.apply_policy(model, policy)."
+        f"is captured while a module is built. Build it with {name}(..., dtype_policy={stored!r}), "
+        "or call mpmodules.nnx.apply_policy(model, policy)."
     )

@@ -15,7 +15,7 @@ def half_safe_inits(
 ) -> dict[str, HalfSafe]:
     """Returns initialisers, by name, that also work in half precision.
 
-    None where parameters are not half.
+    There are none where parameters are not half.
 
     Args:
       inits: the initialisers of a layer, by argument or field; entries that can't be called are

@@ -157,7 +157,7 @@ def _unwrap(cls: type) -> None:
 def defined(cls: type, name: str) -> Any:
     """Returns a method as a class defines it, without the naming that may be around it.
 
-    None where it defines none.
+    Returns None where it defines none.
     """
     return _patched[cls][0] if name == "__call__" and cls in _patched else vars(cls).get(name)
 

@@ -39,7 +39,7 @@ def no_region(layer: Any, x: jax.Array) -> Region | None:
 def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """Returns the axes that a LayerNorm reduces over.
 
-    None where Flax refuses them, or those of its features.
+    Returns None where Flax refuses them, or those of its features.
     """
     axes = _listed(layer.reduction_axes)
     return (
@@ -78,7 +78,7 @@ def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
 def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """Returns the axes that a BatchNorm reduces over, all but the features'.
 
-    None where Flax refuses them.
+    Returns None where Flax refuses them.
     """
     features = _listed(layer.axis)
     return (
@@ -306,7 +306,7 @@ class NormalizationCall(abc.ABC):
 def frozen(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Hashable], ...] | None:
     """Returns the fields that determine a layer's program, hashable.
 
-    None where one of them is not.
+    Returns None where one of them is not.
     """
     found = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in fields if n not in UNUSED)
     try:

@@ -28,10 +28,9 @@ _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
 _ADVICE = (
     ": apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is "
-    "meant, or "
-    "own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the dtype "
-    "attributes of such "
-    "modules, and functions of `policy` (einsum, reductions) obey the policy in force."
+    "meant, or own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the "
+    "dtype attributes of such modules, and functions of `policy` (einsum, reductions) obey the "
+    "policy in force."
 )
 
 

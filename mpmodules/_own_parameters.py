@@ -47,6 +47,5 @@ def warn_of_unknown_names(cls: type, params: Iterable[str], where: str) -> None:
     if unknown:
         warn_once(
             f"{cls.__name__}.keep_params names {', '.join(unknown)}, but {where} has no such "
-            "parameter. It has: "
-            f"{', '.join(known) or 'none'}."
+            f"parameter. It has: {', '.join(known) or 'none'}."
         )

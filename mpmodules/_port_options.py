@@ -60,8 +60,7 @@ def port_options(
     if keep_explicit and dtype_fields:
         raise ValueError(
             "keep_explicit=True keeps the dtypes that modules were given, and dtype_fields=True "
-            "replaces them; "
-            "pass one of the two."
+            "replaces them; pass one of the two."
         )
     if own_code not in (None, "autocast", "keep"):
         raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
@@ -74,8 +73,7 @@ def port_options(
     if own_code == "autocast" and beside:
         raise ValueError(
             "own_code='autocast' runs a model's own code in the policy's dtypes, whatever the "
-            "code names: leave out "
-            f"{beside[0]}=True, or pass own_code='keep'."
+            f"code names: leave out {beside[0]}=True, or pass own_code='keep'."
         )
     is_half = any(
         each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ()))
@@ -116,8 +114,7 @@ def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:
     if isinstance(given, type):
         return TypeError(
             f"apply_policy takes {expected} here, but got the class {given.__name__}: make an "
-            "instance "
-            "of it."
+            "instance of it."
         )
     is_model = any(
         package_of(cls) == "flax" and cls.__name__ == "Module" for cls in type(given).__mro__
@@ -125,6 +122,5 @@ def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:
     hint = f"{other}.apply_policy takes it" if is_model else "Call apply_policy(model, policy)"
     return TypeError(
         f"apply_policy takes {expected} here, but got {shown(given)} of type "
-        f"{type(given).__name__}. "
-        f"{hint}."
+        f"{type(given).__name__}. {hint}."
     )

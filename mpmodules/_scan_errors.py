@@ -38,12 +38,9 @@ def scan_explained(
             listed = ", ".join(f"'{name}' ({_described(inside[name])})" for name in sorted(inside))
             error.add_note(
                 f"{_ADVICE}: {listed}. A layer inside of a model keeps float32 to itself under the "
-                "policy "
-                "'f32_inside', and hands on what the code around it computes in. Where one is the "
-                "body of a scan, "
-                f"give it the policy that its caller obeys, {lifting}or cast the carry to its "
-                "output_dtype before the "
-                "scan."
+                "policy 'f32_inside', and hands on what the code around it computes in. Where one "
+                f"is the body of a scan, give it the policy that its caller obeys, {lifting}or "
+                "cast the carry to its output_dtype before the scan."
             )
         raise
 

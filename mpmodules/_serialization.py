@@ -30,8 +30,8 @@ def _loss_scale_from(target: DynamicLossScale, state: dict[str, Any]) -> Dynamic
     if set(state) != set(names):
         raise ValueError(
             f"The saved loss scale should have {', '.join(names)}, but got "
-            f"{', '.join(sorted(state)) or 'nothing'}: "
-            "restore into one of the same kind and hysteresis."
+            f"{', '.join(sorted(state)) or 'nothing'}: restore into one of the same kind and "
+            "hysteresis."
         )
     return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in names])
 
@@ -69,9 +69,8 @@ def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
         )
         raise ValueError(
             f"The optimizer state was saved with {_text(saved)}, and can't be restored into one "
-            f"with {_text(target)}."
-            f"{by} Restore it into a state of the transform that saved it, and convert(state, "
-            "params, to=tx) that."
+            f"with {_text(target)}.{by} Restore it into a state of the transform that saved it, "
+            "and convert(state, params, to=tx) that."
         )
     return target
 

@@ -34,8 +34,8 @@ def explanation(found: Path | None) -> str:
     if found is None:
         return (
             "mpmodules needs its own package 'policy', but 'import policy' finds nothing: the "
-            "installation is broken. "
-            "Reinstall it: pip install --force-reinstall --no-deps mpmodules."
+            "installation is broken. Reinstall it: pip install --force-reinstall --no-deps "
+            "mpmodules."
         )
     return (
         f"mpmodules needs its own package 'policy', but 'import policy' finds {found}: "
@@ -72,10 +72,8 @@ def _way_out(found: Path) -> str:
         )
         return (
             f"{what} installs a top-level 'policy' too and shadows it. {uninstall}, then reinstall "
-            "ours, since both "
-            "write to one folder: pip install --force-reinstall --no-deps mpmodules. To keep both, "
-            "give mpmodules a "
-            "virtual environment of its own."
+            "ours, since both write to one folder: pip install --force-reinstall --no-deps "
+            "mpmodules. To keep both, give mpmodules a virtual environment of its own."
         )
     if folder == Path(sys.path[0] or os.curdir).resolve() and not sys.flags.safe_path:
         return (

@@ -175,8 +175,7 @@ def _lower_for_tpu(context: Any, *operands: Any, how: Splash, stage: str) -> Any
     if how.insists:
         raise ValueError(
             "implementation='splash' is a kernel that XLA can't partition. Call it within "
-            "jax.shard_map, or leave it "
-            "out."
+            "jax.shard_map, or leave it out."
         )
     return _lower_formula(context, *operands, how=how, stage=stage)
 

@@ -39,9 +39,8 @@ def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     if code is None or missing:
         raise RuntimeError(
             "This version of Flax draws its summaries in another way "
-            f"({', '.join(missing) or repr(function)} is not "
-            "there), so that no columns can be added. Pass policy_columns=False for Flax's own "
-            "table."
+            f"({', '.join(missing) or repr(function)} is not there), so that no columns can be "
+            "added. Pass policy_columns=False for Flax's own table."
         )
     twin = types.FunctionType(
         code, namespace | names, function.__name__, function.__defaults__, function.__closure__

@@ -34,6 +34,10 @@ def logsumexp(
     """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`.
 
     See `policy.reductions.logsumexp`.
+
+    Example:
+      >>> activations.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
+      Array(17.55, dtype=float16)
     """
     return reductions.logsumexp(a, axis, b, keepdims, return_sign, where)
 
@@ -58,6 +62,10 @@ def standardize(
 
     Args:
       algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.
+
+    Example:
+      >>> activations.standardize(jnp.asarray([1.0, 3.0], jnp.bfloat16))
+      Array([-1, 1], dtype=bfloat16)
     """
     dtypes = [jnp.result_type(v) for v in (x, mean, variance) if v is not None]
     out = dtypes[0] if jnp.issubdtype(dtypes[0], jnp.inexact) else None
@@ -80,5 +88,9 @@ def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
     Args:
       x: floating, any shape.
       slope: (), any floating dtype. Its gradient is summed over x in reduction_dtype.
+
+    Example:
+      >>> activations.prelu(jnp.asarray([-2.0, 3.0], jnp.bfloat16), jnp.asarray(0.25))
+      Array([-0.5, 3], dtype=bfloat16)
     """
     return widely(lambda x, slope: jnp.where(x >= 0, x, slope * x), x, slope, dtype=x.dtype)

@@ -32,6 +32,9 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
 
     Args:
       query: (B..., T, N, H); `key`: (B..., S, K, H); `value`: (B..., S, K, any width).
+
+    Example:
+      >>> attention.check_shapes(jnp.ones((2, 5, 4, 8)), jnp.ones((2, 7, 2, 8)))
     """
     arrays = [x for x in (query, key, value) if x is not None]
     if len({x.ndim for x in arrays}) != 1:
@@ -59,6 +62,10 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
 def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None:
     """Returns the dtype to cast attention's operands to: `dtype`, or None for complex ones, which
     no policy casts.
+
+    Example:
+      >>> attention.operand_dtype(jnp.dtype("bfloat16"), jnp.ones(2))
+      dtype(bfloat16)
     """
     return None if current_policy() is not None and complex_input(operands) is not None else dtype
 
@@ -66,6 +73,10 @@ def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None
 def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
     """Allows promotion while Flax decodes in x64 mode, where it adds its int32 counter to int64
     indices.
+
+    Example:
+      >>> with attention.adding_indices(decoding=True):
+      ...     index = jnp.asarray(0, jnp.int32) + 1
     """
     mixes = decoding and jax.config.read("jax_enable_x64")
     return mixing_allowed(mixes)
@@ -96,6 +107,11 @@ def dot_product_attention(
 
     Returns:
       (B..., T, N, width of `value`) in the values' dtype.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> attention.dot_product_attention(x, x, x, is_causal=True).shape
+      (2, 5, 4, 8)
     """
     check_shapes(query, key, value)
     attend = functools.partial(
@@ -256,6 +272,12 @@ def dot_product_attention_weights(
 
     Returns:
       (B..., N, T, S) in `dtype`.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> weights = attention.dot_product_attention_weights(x, x)
+      >>> weights.shape, weights.dtype
+      ((2, 4, 5, 5), dtype('float32'))
     """
     check_shapes(query, key)
     logits = _logits(query, key, bias, mask, is_causal, precision, einsum, reduction_dtype)
@@ -357,6 +379,11 @@ def weighted_values(
 
     Returns:
       (B..., T, N, H).
+
+    Example:
+      >>> weights, value = jnp.ones((2, 4, 5, 7)), jnp.ones((2, 7, 4, 8))
+      >>> attention.weighted_values(weights, value).shape
+      (2, 5, 4, 8)
     """
     heads, value_heads = weights.shape[-3], value.shape[-2]
     einsum = functools.partial(
@@ -402,6 +429,12 @@ def dropout(
       broadcast: whether all batch entries and heads share one mask.
       batch_axes: how many batch axes there are.
       rng: the key; the mask is the one that Flax draws from it.
+
+    Example:
+      >>> key = jax.random.key(0)
+      >>> weights = jnp.ones((2, 4, 5, 7), jnp.bfloat16)
+      >>> attention.dropout(weights, 0.5, broadcast=True, batch_axes=1, rng=key).dtype
+      dtype(bfloat16)
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate must be in the range [0, 1), got {rate!r}.")

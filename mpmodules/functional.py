@@ -22,16 +22,32 @@ Array = jax.Array
 
 
 def is_half(dtype: DTypeLike) -> bool:
-    """Returns whether `dtype` is a floating dtype narrower than float32."""
+    """Returns whether `dtype` is a floating dtype narrower than float32.
+
+    Example:
+      >>> functional.is_half(jnp.bfloat16), functional.is_half(jnp.float32)
+      (True, False)
+    """
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
 
 
 def is_wider(dtype: DTypeLike, than: DTypeLike) -> bool:
+    """Returns whether `dtype` has more bytes than `than`.
+
+    Example:
+      >>> functional.is_wider(jnp.float32, jnp.bfloat16)
+      True
+    """
     return jnp.dtype(dtype).itemsize > jnp.dtype(than).itemsize
 
 
 def complex_input(arguments: Sequence[Any]) -> np.dtype | None:
-    """Returns the widest complex dtype among the arguments that are arrays, or None."""
+    """Returns the widest complex dtype among the arguments that are arrays, or None.
+
+    Example:
+      >>> functional.complex_input([jnp.ones(2), jnp.ones(2, jnp.complex64)])
+      dtype('complex64')
+    """
     dtypes = [
         x.dtype
         for x in arguments
@@ -44,6 +60,10 @@ def widen(x: Any, dtype: DTypeLike) -> Any:
     """Casts a floating array to `dtype` where that is wider than its own.
 
     Returns anything else as it is.
+
+    Example:
+      >>> functional.widen(jnp.ones(2, jnp.bfloat16), jnp.float32).dtype
+      dtype('float32')
     """
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating) or not is_wider(dtype, x.dtype):
         return x
@@ -62,6 +82,11 @@ class HalfSafe:
 
     The orthogonal initialisers are such: no QR decomposition takes half. One that runs in half is
     run in half.
+
+    Example:
+      >>> init = functional.HalfSafe(jax.nn.initializers.orthogonal())
+      >>> init(jax.random.key(0), (2, 2), jnp.bfloat16).dtype
+      dtype(bfloat16)
     """
 
     init: Callable[..., Array]
@@ -110,6 +135,13 @@ def with_operand_gradients(
       y: the operation's result, made of operands behind a `stop_gradient`.
       lhs, rhs: the operands, in the dtype that the operation ran in.
       bilinear: the operation, of operands and result in that dtype.
+
+    Example:
+      >>> def loss(x, y):
+      ...     out = jnp.dot(*jax.lax.stop_gradient((x, y)), preferred_element_type=jnp.float32)
+      ...     return functional.with_operand_gradients(out, x, y, jnp.dot)
+      >>> jax.grad(loss)(jnp.ones(2, jnp.bfloat16), jnp.full(2, 3, jnp.bfloat16))
+      Array([3, 3], dtype=bfloat16)
     """
 
     @jax.custom_jvp
@@ -128,7 +160,13 @@ def with_operand_gradients(
 
 
 def accumulating_dot_general(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """Makes a stand-in for `lax.dot_general` that returns its accumulator; see `accumulating`."""
+    """Makes a stand-in for `lax.dot_general` that returns its accumulator; see `accumulating`.
+
+    Example:
+      >>> dot_general = functional.accumulating_dot_general(jnp.float32)
+      >>> dot_general(jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16), (((0,), (0,)), ((), ())))
+      Array(2., dtype=float32)
+    """
     return _AccumulatingOp(lax.dot_general, jnp.dtype(accumulator_dtype))
 
 
@@ -136,6 +174,11 @@ def accumulating_conv(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
     """Makes a stand-in for `lax.conv_general_dilated` that returns its accumulator.
 
     See `accumulating`.
+
+    Example:
+      >>> conv = functional.accumulating_conv(jnp.float32)
+      >>> conv(jnp.ones((1, 1, 4), jnp.bfloat16), jnp.ones((1, 1, 2), jnp.bfloat16), (1,), "VALID").dtype
+      dtype('float32')
     """
     return _AccumulatingOp(lax.conv_general_dilated, jnp.dtype(accumulator_dtype))
 
@@ -144,6 +187,11 @@ def accumulating_einsum(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
     """Makes a stand-in for `jnp.einsum` of two operands that returns its accumulator.
 
     See `accumulating`.
+
+    Example:
+      >>> einsum = functional.accumulating_einsum(jnp.float32)
+      >>> einsum("i,i->", jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16))
+      Array(2., dtype=float32)
     """
     return _AccumulatingEinsum(jnp.einsum, jnp.dtype(accumulator_dtype))
 
@@ -194,6 +242,13 @@ def with_bias_gradient(
       y: floating, any shape; the bias was added to it behind a `stop_gradient`.
       bias: as it is stored.
       shape: of the bias, with as many axes as `y`.
+
+    Example:
+      >>> def loss(bias, x):
+      ...     y = x + jax.lax.stop_gradient(bias).reshape(1, 2)
+      ...     return functional.with_bias_gradient(y, bias, (1, 2), jnp.float32).sum()
+      >>> jax.grad(loss)(jnp.zeros(2, jnp.bfloat16), jnp.ones((3, 2), jnp.bfloat16))
+      Array([3, 3], dtype=bfloat16)
     """
     return traced_once(_with_bias_gradient, tuple(shape), jnp.dtype(reduction_dtype))(y, bias)
 
@@ -225,11 +280,20 @@ _with_bias_gradient.defjvp(_bias_tangent, symbolic_zeros=True)
 def broadcast_like(x: Array, like: Array) -> Array:
     """Broadcasts `x` to the shape of `like`, sharded alike along explicit axes: else the cotangent
     is gathered.
+
+    Example:
+      >>> functional.broadcast_like(jnp.ones((1, 3)), jnp.ones((2, 3))).shape
+      (2, 3)
     """
     sharding = jax.typeof(like).sharding
     return jnp.broadcast_to(x, like.shape, out_sharding=None if sharding.mesh.empty else sharding)
 
 
 def trailing(y: Array, bias: Array) -> tuple[int, ...]:
-    """Returns the shape in which a bias over the last axes of `y` is added."""
+    """Returns the shape in which a bias over the last axes of `y` is added.
+
+    Example:
+      >>> functional.trailing(jnp.ones((2, 5, 3)), jnp.ones(3))
+      (1, 1, 3)
+    """
     return (1,) * (y.ndim - bias.ndim) + bias.shape

@@ -70,6 +70,14 @@ def fused_kernel(
 
     Raises:
       ValueError: an unknown `implementation`, or one that lacks a feature that is asked for.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8))  # float32, which no kernel takes
+      >>> fused_attention.fused_kernel(
+      ...     None, x, x, x, bias=None, mask=None, is_causal=False,
+      ...     reduction_dtype=jnp.float32, obstacles={},
+      ... ) is None
+      True
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(

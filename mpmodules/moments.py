@@ -34,6 +34,11 @@ class Region:
       axes: reduced over; not negative, in rising order.
       groups: into how many equal parts the last axis, which is none of `axes`, is cut; each part is
         reduced over. 0 leaves the last axis alone.
+
+    Example:
+      >>> rows = moments.Region.of((-1,), ndim=2)
+      >>> rows, rows.sum(jnp.ones((2, 3))).shape
+      (Region(axes=(1,), groups=0), (2, 1))
     """
 
     axes: tuple[int, ...]
@@ -84,6 +89,12 @@ def moments(region: Region, x: Array) -> tuple[Array, Array, Array]:
       Three float32 arrays with the rank of `x`, which broadcast against it: a number close to the
       mean, the rest of the mean, and the variance. The variance is NaN where float32 can't hold the
       square of an element, which is then 2^64 or more.
+
+    Example:
+      >>> x = jnp.asarray([[1000.0, 1008.0]], jnp.bfloat16)
+      >>> centre, offset, variance = moments.moments(moments.Region((1,)), x)
+      >>> float(centre[0, 0] + offset[0, 0]), float(variance[0, 0])
+      (1004.0, 16.0)
     """
     info = jnp.finfo(x.dtype)
     precision = info.nmant + 1
@@ -239,7 +250,7 @@ def _leading_bits(x: Array, count: int) -> Array:
 def shift_of(region: Region, x: Array) -> Array | None:
     """Returns the mean of four elements of each region of `x`, with no gradient.
 
-    None for an empty array.
+    Returns None for an empty array.
 
     A normalisation is the same for `x` and `x - shift_of(region, x)`, forward and backward, but the
     one-pass variance E[x^2] - E[x]^2 of the shifted numbers does not cancel where the mean is large
@@ -254,6 +265,10 @@ def shift_of(region: Region, x: Array) -> Array | None:
 
     Returns:
       An array with the rank of `x` that broadcasts against it.
+
+    Example:
+      >>> moments.shift_of(moments.Region((0,)), jnp.asarray([1.0, 2.0, 3.0, 4.0]))
+      Array([2.5], dtype=float32)
     """
     if x.size == 0:
         return None

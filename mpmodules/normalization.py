@@ -45,6 +45,14 @@ def normalize(
     Returns:
       The normalised array in `dtype`; the mean and the variance, float32, which broadcast against
       `x`.
+
+    Example:
+      >>> x = jnp.asarray([[1000.0, 1008.0]], jnp.bfloat16)
+      >>> y, mean, variance = normalization.normalize(
+      ...     x, None, None, region=moments.Region((1,)), epsilon=0.0, dtype=jnp.bfloat16
+      ... )
+      >>> y
+      Array([[-1, 1]], dtype=bfloat16)
     """
     y, centre, offset, variance = traced_once(_normalize, region, float(epsilon), jnp.dtype(dtype))(
         x, scale, bias

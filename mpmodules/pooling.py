@@ -49,6 +49,11 @@ def pool(
 
     Returns:
       (batch..., windows..., features) in the inputs' dtype.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 2), jnp.bfloat16)
+      >>> pooling.pool(x, 0.0, jax.lax.add, (2,), (2,), "VALID").shape
+      (1, 2, 2)
     """
     inputs = jnp.asarray(inputs)
 
@@ -93,6 +98,11 @@ def avg_pool(
 
     Returns:
       (batch..., windows..., features) in the inputs' dtype; integers give reduction_dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> pooling.avg_pool(x, (2,), (2,))[0, :, 0]
+      Array([0.5, 2.5], dtype=bfloat16)
     """
 
     def run(x: jax.Array) -> jax.Array:
@@ -112,6 +122,11 @@ def max_pool(
 
     Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
     input's dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> pooling.max_pool(x, (2,), (2,))[0, :, 0]
+      Array([1, 3], dtype=bfloat16)
     """
     return pool(inputs, -jnp.inf, lax.max, window_shape, strides, padding)
 
@@ -126,5 +141,10 @@ def min_pool(
 
     Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
     input's dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> pooling.min_pool(x, (2,), (2,))[0, :, 0]
+      Array([0, 2], dtype=bfloat16)
     """
     return pool(inputs, jnp.inf, lax.min, window_shape, strides, padding)

@@ -28,7 +28,7 @@ from policy.scope import current_scope
 def adopting_class(cls: type) -> type | None:
     """Returns our class for instances of a Flax layer `cls`, or of a subclass of one.
 
-    None of other classes.
+    Returns None of other classes.
     """
     for base in cls.__mro__:
         ours = LAYER_OF.get(base)

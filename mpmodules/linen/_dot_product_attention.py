@@ -48,6 +48,12 @@ def dot_product_attention_weights(
     Raises:
       ValueError: both `einsum` and `precision` or `einsum_dot_general` are given, or a dropout rate
         without a key.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> weights = linen.dot_product_attention_weights(x, x)
+      >>> weights.shape, weights.dtype
+      ((2, 4, 5, 5), dtype(bfloat16))
     """
     dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype(query, key, dtype=dtype)
@@ -124,6 +130,12 @@ def dot_product_attention(
       ValueError: one of the two einsums without the other, or together with `precision` or
         `einsum_dot_general`; shapes that do not fit; an `implementation` that lacks a feature that
         is asked for.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> y = linen.dot_product_attention(x, x, x)
+      >>> y.shape, y.dtype
+      ((2, 5, 4, 8), dtype(bfloat16))
     """
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
@@ -172,8 +184,7 @@ def dot_product_attention(
     if (precision or einsum_dot_general) and qk_attn_weights_einsum:
         raise ValueError(
             "precision/einsum_dot_general and qk_attn_weights_einsum/attn_weights_value_einsum are "
-            "mutually "
-            "exclusive: give only one of them."
+            "mutually exclusive: give only one of them."
         )
     needs_weights = dropout.is_on or module is not None or has_einsum or wide_weights
     options: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision}

@@ -82,8 +82,7 @@ def _warn_where_missing(model: Any) -> None:
         return
     warn_once(
         f"{type(model).__name__} was initialised under '{policy}', and is applied with no policy "
-        "in force: its layers "
-        "compute as Flax's do. Call apply in the same use_policy block, or give the model a "
-        "dtype_policy; "
-        "use_policy(None) around the call says that no policy is meant."
+        "in force: its layers compute as Flax's do. Call apply in the same use_policy block, or "
+        "give the model a dtype_policy; use_policy(None) around the call says that no policy is "
+        "meant."
     )

@@ -75,8 +75,7 @@ class _ModuleMeta(_MetaOfProtocol):
 # What a layer's docstring says of the argument.
 _DTYPE_POLICY = (
     "a `Policy` or its text form; None obeys a rule, the module around the layer, or the scope. "
-    "Where the layer has "
-    "dtype and param_dtype, one that is not given is the policy's."
+    "Where the layer has dtype and param_dtype, one that is not given is the policy's."
 )
 
 
@@ -99,6 +98,15 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     A method of a user's reads floating parameters in compute_dtype. They are stored in param_dtype,
     and their gradients are summed in float32 over all uses. ``self.param(...,
     compute_dtype=jnp.float32)`` reads one in another dtype.
+
+    Example:
+      >>> class Net(linen.Module):
+      ...     @flax.linen.compact
+      ...     def __call__(self, x):
+      ...         return linen.Dense(3)(x)
+      >>> y, variables = Net(dtype_policy="mixed_bfloat16").init_with_output(key, jnp.ones((2, 4)))
+      >>> y.dtype, variables["params"]["Dense_0"]["kernel"].dtype
+      (dtype('float32'), dtype('float32'))
     """
 
     # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position

@@ -93,7 +93,7 @@ def _shown(
 ) -> Decision | None:
     """Returns the decision on a call from a trace of it, of which nothing remains.
 
-    None where it can't be traced in float32, as code that asks for another dtype: it is called as
+    Returns None where it can't be traced in float32, as code that asks for another dtype: it is called as
     it is, and raises its own error.
     """
     found: list[Decision] = []

@@ -62,6 +62,12 @@ def apply_policy(
       TypeError: `model` is no linen module.
       ValueError: `model` is bound, the policy or rules are malformed, `own_code` is none of the
         above, or options contradict each other.
+
+    Example:
+      >>> model = linen.apply_policy(flax.linen.Dense(3), "params=bfloat16,compute=bfloat16")
+      >>> y, variables = model.init_with_output(key, jnp.ones((2, 4)))
+      >>> variables["params"]["kernel"].dtype
+      dtype(bfloat16)
     """
     if not isinstance(model, flax_nn.Module):
         raise not_a_model(model, "a linen module", other="mpmodules.nnx")

@@ -22,7 +22,7 @@ _HELD = "_held_parameters"  # on an instance, by attribute
 class Read:
     """A parameter as stored, and the dtype that it was asked for in.
 
-    None for that of its reader.
+    Returns None for that of its reader.
     """
 
     stored: Any

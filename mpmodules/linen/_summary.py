@@ -45,6 +45,12 @@ def tabulate(
 
     Returns:
       A function of the method's arguments that returns the table as text.
+
+    Example:
+      >>> model = linen.Dense(3, dtype_policy="mixed_bfloat16")
+      >>> table = linen.tabulate(model, key, console_kwargs={"width": 200})(jnp.ones((2, 4)))
+      >>> "argument: dtype_policy" in table
+      True
     """
     if policy_columns is False:
         return flax_summary.tabulate(module, rngs, *options, **named_options)

@@ -121,6 +121,12 @@ def dot_product_attention(
     Raises:
       ValueError: shapes that do not fit, a dropout rate without a key, or an `implementation` that
         lacks a feature that is asked for.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> y = nnx.dot_product_attention(x, x, x)
+      >>> y.shape, y.dtype
+      ((2, 5, 4, 8), dtype(bfloat16))
     """
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)

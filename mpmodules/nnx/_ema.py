@@ -30,6 +30,11 @@ class EMA(flax_nnx.EMA):
     Raises:
       ValueError: a tracked variable, or one that `update` is given, is floating and narrower than
         float32.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> ema = nnx.EMA(model, decay=0.999, only=nnx.Param)
+      >>> ema.update(model)
     """
 
     def __init__(self, params: Any, decay: float, *, only: Any = ..., **options: Any):
@@ -55,8 +60,6 @@ def _check_wide(params: Any, only: Any, **options: Any) -> None:
     if narrow:
         raise ValueError(
             f"An EMA should be of float32 params, but {shortened(narrow)}: in half precision it "
-            "stops following them. "
-            "Average the masters, master_params(nnx.state(model, nnx.Param), optimizer), or "
-            "cast_floating(params, "
-            "'float32')."
+            "stops following them. Average the masters, master_params(nnx.state(model, "
+            "nnx.Param), optimizer), or cast_floating(params, 'float32')."
         )

@@ -59,6 +59,12 @@ def value_and_grad(
     Raises:
       ValueError: `grads` is unknown or the scale not positive; `f` is a bound method of a model.
       TypeError: on the call, the loss is not a floating scalar.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> loss, gradients = nnx.value_and_grad(lambda model: model(jnp.ones((2, 4))).sum())(model)
+      >>> loss.dtype, gradients["kernel"][...].dtype
+      (dtype('float32'), dtype('float32'))
     """
     if f is None:
         return functools.partial(
@@ -73,9 +79,8 @@ def value_and_grad(
     if isinstance(getattr(f, "__self__", None), nnx.Module):
         raise ValueError(
             f"The loss should take the model as an argument, but got {f.__qualname__} of a model: "
-            "bound methods are "
-            "refused, since that model would get no gradients. Pass a function: lambda model, ...: "
-            "model.loss(...)."
+            "bound methods are refused, since that model would get no gradients. Pass a function: "
+            "lambda model, ...: model.loss(...)."
         )
     finish = Finish.of(policy, loss_scale, grads)
     if policy is None and loss_scale is None and grads == "float32":
@@ -116,6 +121,11 @@ def grad(
 ) -> Callable[..., Any]:
     """Like `value_and_grad` without the value: returns the gradients, or with `has_aux` the pair
     `(gradients, aux)`.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(model)["bias"][...]
+      Array([2., 2., 2.], dtype=float32)
     """
     options |= {"policy": policy, "loss_scale": loss_scale, "grads": grads}
     if f is None:

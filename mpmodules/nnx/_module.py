@@ -30,10 +30,8 @@ T = TypeVar("T")
 # What a layer's docstring says of the argument.
 _DTYPE_POLICY = (
     "a `Policy` or its text form, captured when the layer is built; None takes that of a class "
-    "rule, of the module "
-    "being built around the layer, or of the scope. Where the layer has dtype and param_dtype, one "
-    "that is not given "
-    "is the policy's."
+    "rule, of the module being built around the layer, or of the scope. Where the layer has dtype "
+    "and param_dtype, one that is not given is the policy's."
 )
 
 
@@ -131,6 +129,16 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     A method of a user's reads the module's own floating `nnx.Param`s in compute_dtype. They are
     stored in param_dtype, and their gradients are summed in float32 over all uses. ``nnx.Param(x,
     compute_dtype=jnp.float32)`` is read in another dtype.
+
+    Example:
+      >>> class Net(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.dense = nnx.Linear(4, 3, rngs=rngs)
+      ...     def __call__(self, x):
+      ...         return self.dense(x)
+      >>> net = Net(nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> net(jnp.ones((2, 4))).dtype, net.dense.kernel[...].dtype, net.dense.dtype
+      (dtype('float32'), dtype('float32'), dtype(bfloat16))
     """
 
     if TYPE_CHECKING:

@@ -94,7 +94,7 @@ class Normalization(Layer):
     def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
         """Returns the result from exact statistics, and updates running ones.
 
-        None where Flax's code is to run.
+        Returns None where Flax's code is to run.
         """
         region = self._region(x)
         if region is None:
@@ -239,7 +239,7 @@ def _parts(
 ) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
     """Returns the attributes that determine a layer's program, and its variables by name.
 
-    None for a user's layer.
+    Returns None for a user's layer.
     """
     namespace = {
         name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")

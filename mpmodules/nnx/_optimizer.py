@@ -25,6 +25,15 @@ class Optimizer(flax_nnx.Optimizer[M]):
     A skipped step leaves the model's params as they are. `finite_of(optimizer)` tells, and gates
     other writes of the forward pass to the model, such as BatchNorm statistics. `optimizer.step`
     counts skipped steps too, as in Flax.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> tx = mixed_precision(optax.sgd(0.1), model.dtype_policy)
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> loss = lambda model: model(jnp.ones((2, 4))).sum()
+      >>> updates = optimizer.update(model, nnx.grad(loss, grads="compute")(model))
+      >>> model.bias[...]
+      Array([-0.2, -0.2, -0.2], dtype=float32)
     """
 
     def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> optax.Updates:
@@ -48,11 +57,10 @@ class Optimizer(flax_nnx.Optimizer[M]):
         if isinstance(grads, ScaledGradients):
             if not isinstance(self.tx, MixedPrecision):
                 raise TypeError(
-                    "grads are ScaledGradients, which only mixed_precision divides by their scale, "
-                    "but tx is "
-                    f"{type(self.tx).__name__}: make the optimizer with mixed_precision(tx, "
-                    "policy), or take true "
-                    "gradients, value_and_grad(..., grads='float32')."
+                    "grads are ScaledGradients, which only mixed_precision divides by their "
+                    f"scale, but tx is {type(self.tx).__name__}: make the optimizer with "
+                    "mixed_precision(tx, policy), or take true gradients, value_and_grad(..., "
+                    "grads='float32')."
                 )
             optimizer, grads = viewed(self, tx=_taking_like(grads, self.tx)), grads.tree
         # Our float32 updates are added to half-precision params by optax.
@@ -61,7 +69,15 @@ class Optimizer(flax_nnx.Optimizer[M]):
 
 
 class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too."""
+    """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> optimizer = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> updates = optimizer.update(nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(model))
+      >>> optimizer.model.bias[...]
+      Array([-0.2, -0.2, -0.2], dtype=float32)
+    """
 
 
 def _taking_like(

@@ -84,6 +84,12 @@ def apply_policy(
       ValueError: a rule matches nothing (the paths are listed), the policy or rules are malformed,
         `own_code` is none of the above, or options contradict each other. The model is then as it
         was.
+
+    Example:
+      >>> model = flax.nnx.Linear(4, 3, rngs=flax.nnx.Rngs(0))
+      >>> model = nnx.apply_policy(model, "params=bfloat16,compute=bfloat16")
+      >>> model.kernel[...].dtype
+      dtype(bfloat16)
     """
     if not isinstance(model, flax_nnx.Module):
         raise not_a_model(model, "an nnx module", other="mpmodules.linen")

@@ -52,7 +52,7 @@ class Port:
     def view(self, module: Any) -> Any:
         """Returns a module of ours that shares all attributes with a ported one.
 
-        Other modules as they are.
+        Returns other modules as they are.
         """
         if layer_class(self.cls) is None:
             return module
@@ -162,7 +162,7 @@ def _entry(owner: type, name: str, method: Any) -> Any:
 def _entry_of(method: Any) -> Any:
     """Returns the entry that was made of a method, or the method itself where it is one.
 
-    None where there is none.
+    Returns None where there is none.
     """
     return getattr(method, "__dict__", {}).get(_ENTRY)
 

@@ -35,7 +35,7 @@ def obeys_policies(module: Any) -> bool:
 def layer_class(cls: type) -> Any:
     """Returns our class for a Flax class, or for a user's that derives from it.
 
-    None for other classes.
+    Returns None for other classes.
     """
     return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
 

@@ -92,6 +92,11 @@ def dot_product_attention_with_rope(
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> nnx.dot_product_attention_with_rope(x, x, x, rope=nnx.RoPE()).shape
+      (2, 5, 4, 8)
     """
     query, key = _rotated(query, rope, input_positions), _rotated(key, rope, input_positions)
     return dot_product_attention(query, key, value, **kwargs)

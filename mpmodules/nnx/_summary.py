@@ -37,6 +37,12 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
       *input_args, **kwargs: all that `flax.nnx.tabulate` takes, and the method's arguments.
       policy_columns: whether our columns are there. By default they are where any module obeys a
         policy: without one the table is Flax's.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> table = nnx.tabulate(model, jnp.ones((2, 4)), console_kwargs={"width": 200})
+      >>> "argument: dtype_policy" in table
+      True
     """
     with _classes_as_they_were(obj):
         if policy_columns is False:
