@@ -55,18 +55,14 @@ def dot_product_attention_weights(
       >>> weights.shape, weights.dtype
       ((2, 4, 5, 5), dtype(bfloat16))
     """
+    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype(query, key, dtype=dtype)
     if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
         return flax_nn.dot_product_attention_weights(
             query,
             key,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
+            *positional,
             dtype,
             precision,
             module,
@@ -137,6 +133,7 @@ def dot_product_attention(
       >>> y.shape, y.dtype
       ((2, 5, 4, 8), dtype(bfloat16))
     """
+    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
@@ -163,12 +160,7 @@ def dot_product_attention(
             query,
             key,
             value,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
+            *positional,
             dtype,
             precision,
             module,
@@ -194,12 +186,7 @@ def dot_product_attention(
     weights = dot_product_attention_weights(
         query,
         key,
-        bias,
-        mask,
-        broadcast_dropout,
-        dropout_rng,
-        dropout_rate,
-        deterministic,
+        *positional,
         None,
         precision,
         module,

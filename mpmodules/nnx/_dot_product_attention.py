@@ -52,23 +52,12 @@ def dot_product_attention_weights(
     Raises:
       ValueError: shapes that do not fit, or a dropout rate without a key.
     """
+    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype((query, key), dtype=dtype)
     if not _is_ours(query):
         return _flax_attention_weights(
-            query,
-            key,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
-            dtype,
-            precision,
-            module,
-            promote_dtype,
-            is_causal,
+            query, key, *positional, dtype, precision, module, promote_dtype, is_causal
         )
     dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     sow = (
@@ -128,6 +117,7 @@ def dot_product_attention(
       >>> y.shape, y.dtype
       ((2, 5, 4, 8), dtype(bfloat16))
     """
+    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
@@ -146,20 +136,7 @@ def dot_product_attention(
     )
     if not _is_ours(query):
         return flax_nnx.dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
-            dtype,
-            precision,
-            module,
-            promote_dtype,
-            is_causal,
+            query, key, value, *positional, dtype, precision, module, promote_dtype, is_causal
         )
     needs_weights = dropout.is_on or module is not None
     options: dict[str, Any] = {
@@ -172,18 +149,7 @@ def dot_product_attention(
     if attended is not None:
         return attended
     weights = dot_product_attention_weights(
-        query,
-        key,
-        bias,
-        mask,
-        broadcast_dropout,
-        dropout_rng,
-        dropout_rate,
-        deterministic,
-        None,
-        precision,
-        module,
-        is_causal=is_causal,
+        query, key, *positional, None, precision, module, is_causal=is_causal
     )
     return attention.weighted_values(weights, value, precision=precision)
 
