@@ -44,8 +44,8 @@ from benchmarks.models import compiled as models_compiled
 from benchmarks.models import saved_bytes as models_saved
 from benchmarks.models import tracing as models_tracing
 from benchmarks.table import Row, run
-from policy.amp import autocast
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
+from policy.autocast.transform import autocast
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 FLAX = linen_models.of(flax.linen)  # pyright: ignore[reportArgumentType]

@@ -29,10 +29,10 @@ import numpy as np
 from benchmarks import autocast_models as models
 from benchmarks.table import Row, run
 from mpmodules import linen as nn
-from policy.inspection.compare import EXACT, paired
-from policy.inspection.paired import Log
-from policy.inspection.program import Call, program_of
+from policy.compare.compare import EXACT, paired
+from policy.compare.dual_interpreter import Log
 from policy.policy import get_policy
+from policy.traced.call import Call, program_of
 
 POLICY = "mixed_bfloat16"
 FLOPS, GRADIENTS, TIME = 4.0, 1.5, 4.0

@@ -26,7 +26,7 @@ and normalisations the programs are the same. What differs in the other rows is 
   of a bias's gradient stands in memory beside the one that the matmul reads. Layer by layer (the next table) it is
   more for LayerNorm, GroupNorm and BatchNorm: XLA for CPUs writes the squares that they sum, which accelerators fuse.
 - **tracing** is faster than by hand where there are normalisations or attention: what such a layer does is traced and
-  differentiated once for all layers that are alike (`policy/remembering.py`); Flax's are traced one by one.
+  differentiated once for all layers that are alike (`policy/checkpointing.py`); Flax's are traced one by one.
 - **seconds** are CPU's, with their spread in the table that the command prints; the bound is 5% and the spread.
 """,
     "scale": """

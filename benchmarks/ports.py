@@ -26,7 +26,7 @@ from benchmarks import linen_models
 from benchmarks.models import POLICY, REFERENCE, Case, Program, by_hand, cases, loss_of, tracing
 from benchmarks.table import Row, run
 from mpmodules.linen import apply_policy
-from policy.amp import autocast
+from policy.autocast.transform import autocast
 
 _FLAX: Any = flax.linen
 PORTED, AUTOCAST = 1.3, 2.0

@@ -27,7 +27,7 @@ from benchmarks import all_reduce
 from benchmarks.scale_lines import equations, straight
 from benchmarks.table import Row
 from policy import Collective, apply_gradients, loss_scale_of, mixed_precision, state_shardings, value_and_grad
-from policy.collectives import collectives_of
+from policy.sharding.collectives import collectives_of
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 EXACT, TIMED = 1.01, 1.5

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.table import Row
-from policy.programs import programs_of
+from policy._jaxpr.subprograms import programs_of
 
 
 def equations(jaxpr: Any) -> int:

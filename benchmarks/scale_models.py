@@ -21,7 +21,7 @@ from benchmarks import linen_models
 from mpmodules import PolicyRules, use_policy
 from mpmodules import linen as our_linen
 from mpmodules import nnx as our_nnx
-from policy.amp import autocast
+from policy.autocast.transform import autocast
 
 FLAX: Any = flax.linen  # a module, which hashes
 POLICY = "mixed_bfloat16"

@@ -20,8 +20,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from policy.inspection.audit import audit
-from policy.inspection.report import Audit
+from policy.audit.audit import audit
+from policy.audit.report import Audit
 
 DOCS = Path(__file__).parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

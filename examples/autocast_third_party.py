@@ -49,7 +49,7 @@ import optax
 import mpmodules.linen
 import mpmodules.nnx
 import policy as mp
-from policy.inspection.report import Audit
+from policy.audit.report import Audit
 
 try:
     import matplotlib

@@ -11,8 +11,8 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from policy.asked import note_given
-from policy.names import note, note_repeated, note_root
+from policy._jaxpr.module_names import note, note_repeated, note_root
+from policy.requested_dtypes import note_given
 
 
 class _Root(threading.local):

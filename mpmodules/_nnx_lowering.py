@@ -12,7 +12,7 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules._nnx_names import named_modules
-from policy.tracing import Lowered
+from policy._jaxpr.trace import Lowered
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 import jax
 from flax import nnx as flax_nnx
 
-from policy.asked import note_given, note_obeyed
-from policy.names import note, note_repeated, note_root
+from policy._jaxpr.module_names import note, note_repeated, note_root
 from policy.policy import Policy
+from policy.requested_dtypes import note_given, note_obeyed
 
 
 class _Naming(threading.local):

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 
 from mpmodules._references import is_reference
-from policy.amp import regions
-from policy.amp.ported import Ported
+from policy.autocast import marks
+from policy.autocast.own_code import Ported
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.scope import Scope, current_scope, enter
-from policy.sources import Source
 
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
@@ -103,7 +103,7 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
     if policy is None:
         return call()
     inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
-    with enter(inner, source), regions.computes_in(policy.compute_dtype):
+    with enter(inner, source), marks.computes_in(policy.compute_dtype):
         return call()
 
 
@@ -116,7 +116,7 @@ def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
       scope: the one in force.
       given_carry: the carry that it is called with, or None.
     """
-    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
+    with enter(dataclasses.replace(scope, hands_on_float32=False)), marks.layer():
         return marked(call(), given_carry)
 
 
@@ -133,7 +133,7 @@ def marked(outputs: Any, carry: Any = None) -> Any:
     if carry is not None and isinstance(outputs, tuple) and len(outputs) == 2:
         return _marked_carry(outputs[0], carry), marked(outputs[1])
     return jax.tree.map(
-        lambda x: x if is_reference(x) else regions.handed_on(x), outputs, is_leaf=is_reference
+        lambda x: x if is_reference(x) else marks.handed_on(x), outputs, is_leaf=is_reference
     )
 
 
@@ -141,7 +141,7 @@ def _marked_carry(new: Any, given: Any) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(given):
         return marked(new)
     return jax.tree.map(
-        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x),
+        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else marks.handed_on(x),
         new,
         given,
     )

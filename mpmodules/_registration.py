@@ -6,10 +6,10 @@ from mpmodules._linen_names import noting_modules
 from mpmodules._nnx_lowering import is_no_parameter, lowered
 from mpmodules._references import is_reference
 from mpmodules._serialization import register_states
-from policy.inspection.differentiating import NO_PARAMETERS
-from policy.names import NOTING
+from policy._jaxpr.module_names import NOTING
+from policy._jaxpr.trace import LOWERINGS
 from policy.references import REFERENCES
-from policy.tracing import LOWERINGS
+from policy.traced.gradients import NO_PARAMETERS
 
 
 def register() -> None:

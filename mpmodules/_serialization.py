@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import serialization
 
-from policy.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.optim.state import Layout
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rich.text import Text  # Flax draws its tables with it
 
 from policy.policy import Policy
-from policy.sources import Source
+from policy.provenance import Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 

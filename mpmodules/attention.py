@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import complex_input, is_wider
 from policy.accumulators import accumulating
-from policy.remembering import is_hashable, keeping_inputs_once, traced_once
+from policy.checkpointing import is_hashable, keeping_inputs_once, traced_once
 from policy.scope import current_policy
 
 Array = jax.Array

@@ -15,8 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from policy.accumulators import accumulating, bilinear_tangent
+from policy.checkpointing import traced_once
 from policy.materialize import materialized
-from policy.remembering import traced_once
 
 Array = jax.Array
 
@@ -164,7 +164,8 @@ def accumulating_dot_general(accumulator_dtype: DTypeLike) -> Callable[..., Arra
 
     Example:
       >>> dot_general = functional.accumulating_dot_general(jnp.float32)
-      >>> dot_general(jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16), (((0,), (0,)), ((), ())))
+      >>> x = jnp.ones(2, jnp.bfloat16)
+      >>> dot_general(x, x, (((0,), (0,)), ((), ())))
       Array(2., dtype=float32)
     """
     return _AccumulatingOp(lax.dot_general, jnp.dtype(accumulator_dtype))
@@ -177,7 +178,8 @@ def accumulating_conv(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
 
     Example:
       >>> conv = functional.accumulating_conv(jnp.float32)
-      >>> conv(jnp.ones((1, 1, 4), jnp.bfloat16), jnp.ones((1, 1, 2), jnp.bfloat16), (1,), "VALID").dtype
+      >>> x, kernel = jnp.ones((1, 1, 4), jnp.bfloat16), jnp.ones((1, 1, 2), jnp.bfloat16)
+      >>> conv(x, kernel, (1,), "VALID").dtype
       dtype('float32')
     """
     return _AccumulatingOp(lax.conv_general_dilated, jnp.dtype(accumulator_dtype))

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from mpmodules._cudnn_attention import cudnn_attention, fits_cudnn
 from mpmodules._splash_attention import Splash, splash_attention
 from mpmodules._splash_kernel import LANES, StaticMask
-from policy.remembering import traced_once
+from policy.checkpointing import traced_once
 
 Array = jax.Array
 Attention = Callable[[Array, Array, Array], Array]

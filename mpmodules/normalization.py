@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.functional import broadcast_like
 from mpmodules.moments import Region, moments
-from policy.remembering import traced_once
+from policy.checkpointing import traced_once
 
 Array = jax.Array
 

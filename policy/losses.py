@@ -21,8 +21,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
+from policy.checkpointing import keeping_inputs
 from policy.reductions import reduction_dtype, widely
-from policy.remembering import keeping_inputs
 
 Axis = int | tuple[int, ...]
 

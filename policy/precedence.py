@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.policy import Policy
+from policy.provenance import NO_SOURCE, Source
 from policy.scope import require_usable
-from policy.sources import NO_SOURCE, Source
 
 
 class DtypePolicyWarning(UserWarning):

@@ -2,8 +2,8 @@
 
 Each one widens its input to reduction_dtype (the policy's in force, else float32; never narrower than the input),
 computes there, and rounds once to `dtype`, by default the input's own. What backward keeps of a half input is that
-input, and what is as small as a sum, but no float32 copy: the rest is computed again (`policy.remembering`), which XLA
-fuses into what reads it. In float32 and wider each one is JAX's own function.
+input, and what is as small as a sum, but no float32 copy: the rest is computed again (`policy.checkpointing`), which
+XLA fuses into what reads it. In float32 and wider each one is JAX's own function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from policy.casting import is_floating, require_available
-from policy.remembering import keeping_inputs
+from policy.checkpointing import keeping_inputs
 from policy.scope import current_policy
 
 Axis = int | Sequence[int] | None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from policy.paths import folded
+from policy._jaxpr.paths import folded
 from policy.policy import Policy, get_policy
 
 # A model's class and a colon, before any group: `Net:encoder/.*`, but not `(?:encoder|decoder)/.*`.

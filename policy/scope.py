@@ -14,8 +14,8 @@ import jax
 from policy._compat import set_global
 from policy.casting import require_available
 from policy.policy import Policy, get_policy
+from policy.provenance import Source, coming_from, source_in_force
 from policy.rules import PolicyRules, RulesLike
-from policy.sources import Source, coming_from, source_in_force
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,21 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from policy.amp.parameters import Params
-from policy.inspection.checks.sums import terms_of
-from policy.inspection.differentiating import traced_call
-from policy.inspection.findings import findings_of
-from policy.inspection.graph import Graph, Node, is_joint
-from policy.inspection.kept_dtypes import origin_of, parameters_of
-from policy.inspection.kinds import MIXED, PROMOTION
-from policy.inspection.operations import HALVES, accumulation_of, is_inexact, kind_of, operands_of, result_of, sums
-from policy.inspection.report import Finding
-from policy.inspection.same_program import first_difference
-from policy.inspection.walk import Site
-from policy.paths import Path, divided, once, spelled
+from policy._jaxpr.graph import Graph, Node, is_joint
+from policy._jaxpr.operations import HALVES, accumulation_of, is_inexact, kind_of, operands_of, result_of, sums
+from policy._jaxpr.paths import Path, divided, once, spelled
+from policy._jaxpr.same_program import first_difference
+from policy._jaxpr.trace import trace
+from policy._jaxpr.walk import Site
+from policy.audit.checks.sums import terms_of
+from policy.audit.finding_kinds import MIXED, PROMOTION
+from policy.audit.findings import findings_of
+from policy.audit.report import Finding
+from policy.parameters import Params
 from policy.policy import dtype_to_names, parse_dtype
 from policy.rules import PolicyRules, matches
-from policy.tracing import trace
+from policy.traced.gradients import traced_call
+from policy.traced.kept_dtypes import origin_of, parameters_of
 from policy.ulps import what_is_off
 
 DTypes = DTypeLike | Collection[DTypeLike]

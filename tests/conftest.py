@@ -1,7 +1,11 @@
 """The whole suite runs with strict dtype promotion, without rank promotion, and with warnings as errors."""
 
+import ctypes
+import gc
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 # A folder of compiled programs for each worker of a run, and for the processes that its tests start one at a time:
@@ -14,11 +18,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
+# XLA's own passes are as always; LLVM's, which take half of the time of a compile, are left out: kernels run once here.
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
 import hypothesis
 import jax
 import numpy as np
 import pytest
+
+from tests import fast_part
 
 # The suite's random tests are the same in each run; those of `python -m tests.random_faults` come from its seed.
 hypothesis.settings.register_profile("suite", max_examples=6, derandomize=True, deadline=None, database=None)
@@ -31,12 +40,35 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs the fast part where neither files nor marks are named."""
+    names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if names_nothing and not config.option.markexpr and not config.option.keyword:
+        config.option.markexpr = "not slow"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases that are not in the fast part, before `-m` chooses among them."""
+    fast_part.mark(items, fast_part.durations())
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     """A file's tests run on one worker, where they share fixtures and traces; the files with most tests begin."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_dropped() -> Iterator[None]:
+    """Frees the compiled programs of a file after its last test: the next file's are other ones."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

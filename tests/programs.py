@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from policy.inspection.operations import dtype_of
-from policy.inspection.walk import Site, walk
+from policy._jaxpr.operations import dtype_of
+from policy._jaxpr.walk import Site, walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.amp import autocast
+from policy.autocast.transform import autocast
 
 POLICY = "mixed_bfloat16"
 PORT, AUTOCAST, OWN = "port", "autocast", "own dtype"

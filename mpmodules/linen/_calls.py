@@ -10,8 +10,8 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules._linen_names import model_name
-from policy.asked import note_obeyed
 from policy.precedence import Effective
+from policy.requested_dtypes import note_obeyed
 from policy.scope import Scope
 
 

@@ -15,7 +15,7 @@ from mpmodules._boundary import cast_outputs, is_pair
 from mpmodules._port_options import may_be_set, spelled_as
 from mpmodules.linen._registry import obeys_policies
 from mpmodules.linen._resolution import fields_set
-from policy.amp import regions
+from policy.autocast import marks
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.scope import current_scope
@@ -69,7 +69,7 @@ def _parameters_in(dtype: np.dtype, module: Any) -> Iterator[None]:
 
     def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = type(module).param(module, name, _cast_after(init_fn, dtype), *args, **kwargs)
-        return jax.tree.map(regions.handed_on, value) if current_scope().hands_on_float32 else value
+        return jax.tree.map(marks.handed_on, value) if current_scope().hands_on_float32 else value
 
     def variable(
         col: str, name: str, init_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from mpmodules.linen._calls import calls
 from policy.policy import Policy
 from policy.precedence import warn_once
+from policy.provenance import source_in_force
 from policy.scope import current_scope
-from policy.sources import source_in_force
 
 # By identity: equal models are others, and some hash nothing.
 _initialised: dict[int, tuple[weakref.ref[Any], Policy]] = {}

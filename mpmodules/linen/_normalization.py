@@ -38,9 +38,9 @@ from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from mpmodules.moments import Region, shift_of
 from policy.casting import cast_array
+from policy.checkpointing import keeping_inputs, keeping_inputs_once
 from policy.policy import Policy
 from policy.precedence import Effective
-from policy.remembering import keeping_inputs, keeping_inputs_once
 
 
 class _Deferred:

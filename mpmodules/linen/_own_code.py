@@ -25,7 +25,7 @@ from mpmodules._port_options import PortOptions
 from mpmodules.linen._calls import unrecorded
 from mpmodules.linen._pure_calls import Method, lifted
 from mpmodules.linen._registry import is_ours
-from policy.amp.ported import Ported, traced
+from policy.autocast.own_code import Ported, traced
 from policy.precedence import warn_once
 
 _decisions = Decisions()
@@ -93,8 +93,8 @@ def _shown(
 ) -> Decision | None:
     """Returns the decision on a call from a trace of it, of which nothing remains.
 
-    Returns None where it can't be traced in float32, as code that asks for another dtype: it is called as
-    it is, and raises its own error.
+    Returns None where it can't be traced in float32, as code that asks for another dtype: it is
+    called as it is, and raises its own error.
     """
     found: list[Decision] = []
     seen: dict[tuple[str, ...], type] = {}

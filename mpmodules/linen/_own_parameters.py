@@ -19,7 +19,7 @@ from mpmodules.linen._pure_calls import Method, lifted, put_back
 from mpmodules.linen._resolution import effective_policy, where
 from mpmodules.linen._setup_parameters import Read, made_in_setup
 from policy.casting import cast_floating, is_floating
-from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
+from policy.grads.parameter_reads import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
 from policy.policy import Policy
 from policy.scope import current_scope
 

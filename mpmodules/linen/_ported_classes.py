@@ -19,8 +19,8 @@ from mpmodules.linen._own_code import call_port
 from mpmodules.linen._registry import is_ours
 from mpmodules.linen._summary import tabulate_method
 from policy.islands import as_in_force
+from policy.provenance import Source
 from policy.scope import Scope, current_scope, enter
-from policy.sources import Source
 
 # --------------------------------------------------------------------------------------------------
 # The instance

@@ -16,9 +16,9 @@ from mpmodules.linen._calls import calls, model_of, path_of
 from policy.islands import as_in_force
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
+from policy.provenance import NO_SOURCE, Source, source_in_force
 from policy.rules import name_of
 from policy.scope import Scope
-from policy.sources import NO_SOURCE, Source, source_in_force
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:

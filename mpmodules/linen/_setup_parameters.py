@@ -11,7 +11,7 @@ import jax
 
 from mpmodules.linen._calls import calls
 from policy.casting import is_floating
-from policy.own_parameters import read_parameter
+from policy.grads.parameter_reads import read_parameter
 from policy.scope import current_scope
 
 _MADE = "_parameters_made_in_setup"  # on an instance, while its setup runs

@@ -19,8 +19,8 @@ from mpmodules.nnx._resolution import is_complex, of_rule
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
+from policy.provenance import NO_SOURCE, Source
 from policy.scope import current_scope
-from policy.sources import NO_SOURCE, Source
 
 # Classes of Flax's that stand in `LAYER_OF`, and are no layers: what they hold does the work.
 _CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from policy.precedence import Effective
-from policy.sources import Source
+from policy.provenance import Source
 
 
 @dataclasses.dataclass

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from mpmodules import functional
-from policy.gradients import Finish, GradientKind, scaled_loss, with_scalar_loss
-from policy.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale
+from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
 from policy.policy import Policy
 
 ArgNums = int | nnx.DiffState | Sequence[int | nnx.DiffState]

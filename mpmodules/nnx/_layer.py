@@ -12,7 +12,7 @@ from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import dtype_arguments
 from policy.policy import Policy
 from policy.precedence import Effective
-from policy.sources import Source
+from policy.provenance import Source
 
 
 class BuiltWithDtypes(Module):

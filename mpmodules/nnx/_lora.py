@@ -22,7 +22,7 @@ from mpmodules.nnx._resolution import in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
-from policy.sources import Source
+from policy.provenance import Source
 
 
 class LoRA(Layer, flax_nnx.LoRA):

@@ -22,8 +22,8 @@ from mpmodules.nnx._own_parameters import store_in_param_dtype
 from mpmodules.nnx._registry import LAYER_OF
 from mpmodules.nnx._resolution import own_policy, policy_to_capture, refuse_children_from_outside
 from policy.policy import Policy
+from policy.provenance import NO_SOURCE, Source, source_in_force
 from policy.scope import current_scope, enter
-from policy.sources import NO_SOURCE, Source, source_in_force
 
 T = TypeVar("T")
 

@@ -37,10 +37,10 @@ from mpmodules.moments import Region, shift_of
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._resolution import in_complex, viewed
 from policy.casting import cast_array
+from policy.checkpointing import keeping_inputs, keeping_inputs_once
 from policy.policy import Policy
 from policy.precedence import Effective
-from policy.remembering import keeping_inputs, keeping_inputs_once
-from policy.sources import Source
+from policy.provenance import Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules._promotion import mixing_allowed
 from mpmodules.nnx._resolution import viewed
-from policy.gradients import ScaledGradients
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import MixedPrecision
 
 M = TypeVar("M")

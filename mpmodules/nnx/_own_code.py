@@ -14,7 +14,7 @@ from mpmodules._boundary import cast_outputs
 from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decision, describe, key_of_call, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules.nnx._pure_calls import StatefulCall
-from policy.amp.ported import traced
+from policy.autocast.own_code import traced
 from policy.policy import Policy
 from policy.precedence import warn_once
 

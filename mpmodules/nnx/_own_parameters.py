@@ -17,16 +17,16 @@ from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
 from mpmodules.nnx._pure_calls import StatefulCall
 from mpmodules.nnx._registry import is_ours
+from policy._jaxpr.pure_calls import UnreturnableError
 from policy.casting import cast_floating, is_floating
-from policy.islands import as_in_force
-from policy.own_parameters import (
+from policy.grads.parameter_reads import (
     CANNOT_BE_TRACED,
     needs_float32_sums,
     read_parameter,
     with_float32_sums,
 )
+from policy.islands import as_in_force
 from policy.policy import Policy
-from policy.pure_calls import UnreturnableError
 from policy.scope import current_scope
 
 # --------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from mpmodules.nnx._adoption import adopt, children_of, effective_in_port
 from mpmodules.nnx._resolution import carried
 from policy.policy import Policy
 from policy.precedence import Effective
+from policy.provenance import Source
 from policy.rules import PolicyRules
 from policy.scope import RulesLike
-from policy.sources import Source
 
 M = TypeVar("M", bound=flax_nnx.Module)
 

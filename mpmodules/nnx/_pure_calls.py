@@ -14,8 +14,8 @@ from flax import nnx as flax_nnx
 
 from mpmodules._nnx_names import named_modules
 from mpmodules._references import is_reference
+from policy._jaxpr.pure_calls import UnreturnableError, require_returnable
 from policy.casting import cast_array
-from policy.pure_calls import UnreturnableError, require_returnable
 
 _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
 _NOTHING = object()

@@ -19,9 +19,9 @@ from mpmodules.nnx._registry import obeys_policies
 from policy.islands import as_in_force
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, warn_once, with_explicit_dtypes
+from policy.provenance import NO_SOURCE, Source, source_in_force
 from policy.rules import Pattern, PolicyRules, name_of
 from policy.scope import Scope, require_usable
-from policy.sources import NO_SOURCE, Source, source_in_force
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._resolution import viewed
 from policy.casting import cast_array
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.reductions import reduction_dtype
-from policy.sources import Source
 
 
 class ReparameterizedWeights(BuiltWithDtypes):

@@ -16,7 +16,7 @@ import optax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import DtypePolicyWarning, audit, autocast, compare, full_precision, losses, suggest
-from policy.inspection.command import main
+from policy.command_line.command import main
 from policy.testing import assert_close_in_ulps, assert_dots_in
 from tests.mistakes.layers import Net, XNet, rngs
 from tests.mistakes.table import Mistake, X

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mpmodules.attention import dot_product_attention
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 RNG = np.random.default_rng(0)
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 3, 5, 4, 8

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpmodules import functional
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 RNG = np.random.default_rng(0)
 HALVES = ("bfloat16", "float16")

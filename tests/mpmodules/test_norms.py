@@ -19,7 +19,7 @@ from mpmodules import linen, nnx
 from mpmodules.moments import Region
 from mpmodules.normalization import normalize
 from policy import use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 from policy.testing import assert_close_in_ulps
 
 HALVES = ["bfloat16", "float16"]

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from policy import Collective, collectives_of
-from policy.collectives import _partitioned  # the text of XLA versions that aren't installed
+from policy.sharding.collectives import _partitioned  # the text of XLA versions that aren't installed
 
 
 class Mesh:

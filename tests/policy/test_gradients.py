@@ -4,8 +4,8 @@ import numpy as np
 import optax
 import pytest
 
-from policy.gradients import ScaledGradients, grad, value_and_grad
-from policy.loss_scale import DynamicLossScale, StaticLossScale
+from policy.grads.loss_scale import DynamicLossScale, StaticLossScale
+from policy.grads.value_and_grad import ScaledGradients, grad, value_and_grad
 from policy.scope import current_policy, use_policy
 
 RNG = np.random.default_rng(0)

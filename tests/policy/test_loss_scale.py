@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.loss_scale import (
+from policy.grads.loss_scale import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,

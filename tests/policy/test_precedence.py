@@ -7,7 +7,7 @@ import pytest
 
 from policy import DtypePolicyWarning, Policy, get_policy
 from policy.precedence import warn_once, with_explicit_dtypes
-from policy.sources import Source
+from policy.provenance import Source
 
 MIXED = get_policy("mixed_bfloat16")
 

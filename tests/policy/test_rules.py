@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from policy import PolicyRules, get_policy
-from policy.paths import folded
+from policy._jaxpr.paths import folded
 
 BF16, F32 = get_policy("bf16"), get_policy("f32")
 

@@ -3,8 +3,8 @@
 import threading
 
 from policy import use_policy
+from policy.provenance import Source, source_in_force
 from policy.scope import current_scope, enter
-from policy.sources import Source, source_in_force
 
 
 def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import Policy, nnx, use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 MIXED = Policy(jnp.float32, jnp.bfloat16, jnp.float32)

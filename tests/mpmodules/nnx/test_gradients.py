@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 
 from mpmodules.nnx._gradients import grad, value_and_grad
-from policy.gradients import ScaledGradients
-from policy.gradients import value_and_grad as plain_value_and_grad
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.value_and_grad import ScaledGradients
+from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
 from policy.optim import apply_gradients, finite_of, loss_scale_of, mixed_precision
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import nnx, set_policy, use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 X = np.ones((2, 4), np.float32)
 MIXED = "mixed_bfloat16"

@@ -15,9 +15,9 @@ import numpy as np
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from policy.inspection.findings import findings_of
-from policy.inspection.graph import Graph
-from policy.inspection.report import Finding
+from policy._jaxpr.graph import Graph
+from policy.audit.findings import findings_of
+from policy.audit.report import Finding
 from tests.mpmodules.table.cases import Case
 from tests.programs import Operation, operations_of
 
