@@ -1,4 +1,4 @@
-"""Every public function and class of mpmodules that is no layer has an example, and examples run."""
+"""Every public function and class of mpmodules that is no layer has an example, which runs."""
 
 import doctest
 import inspect
