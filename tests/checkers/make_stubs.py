@@ -73,7 +73,9 @@ def stub_of(wing: str) -> str:
     parts += [f"from {module} import {name} as {name}\n" for name, module in exported_by_flax(wing).items()]
     private = [name for name, (_, source) in ours.items() if name in layers or name != source]
     for name, (module, source) in ours.items():
-        parts.append(f"from {module} import {source} as {f'_{name}' if name in private else name}\n")
+        imported = f"{source} as {f'_{name}' if name in private else name}"
+        line = f"from {module} import {imported}\n"
+        parts.append(line if len(line) <= 101 else f"from {module} import (\n    {imported},\n)\n")
     if layers:
         parts.append(f"from {nnx.Module.__module__} import {type(nnx.Module).__name__} as _ModuleMeta\n")
         parts.append(_LAYER_META)

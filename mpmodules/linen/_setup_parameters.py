@@ -1,4 +1,6 @@
-"""Parameters that a linen module's setup assigns to attributes: each reader gets them in its own compute_dtype."""
+"""Parameters that a linen module's setup assigns to attributes: each reader gets them in its own
+compute_dtype.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,24 @@ _HELD = "_held_parameters"  # on an instance, by attribute
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A parameter as stored, and the dtype that it was asked for in; None for that of its reader."""
+    """A parameter as stored, and the dtype that it was asked for in.
+
+    Returns None for that of its reader.
+    """
 
     stored: Any
     dtype: Any = None
 
     def value(self) -> Any:
-        """Returns the parameter for the code that reads it now: in compute_dtype in a call, else as stored."""
+        """Returns the parameter for the code that reads it now: in compute_dtype in a call, else as
+        stored.
+        """
         policy = current_scope().policy if calls.paths else None
         if policy is None:
             return self.stored
-        return read_parameter(self.stored, policy.compute_dtype if self.dtype is None else self.dtype)
+        return read_parameter(
+            self.stored, policy.compute_dtype if self.dtype is None else self.dtype
+        )
 
 
 def made_in_setup(module: Any, value: Any, read: Read) -> None:
@@ -38,10 +47,17 @@ def made_in_setup(module: Any, value: Any, read: Read) -> None:
 
 
 def hold(module: Any) -> None:
-    """Takes the parameters that setup assigned out of a module's attributes, where `held` finds them."""
+    """Takes the parameters that setup assigned out of a module's attributes, where `held` finds
+    them.
+    """
     namespace = vars(module)
     made: list[tuple[Any, Read]] = namespace.pop(_MADE, [])
-    reads = {name: read for name, value in list(namespace.items()) for returned, read in made if value is returned}
+    reads = {
+        name: read
+        for name, value in list(namespace.items())
+        for returned, read in made
+        if value is returned
+    }
     for name in reads:
         del namespace[name]
     if reads:

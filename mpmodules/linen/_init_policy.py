@@ -1,8 +1,9 @@
 """Models that were initialised under a policy, and are applied where none is in force.
 
-Parameters say nothing of the policy that they were made under, and float32 ones work without it. So `init` notes the
-policy beside the model's instance, in this process, and `apply` of the same instance looks for it. An explicit
-`use_policy(None)` block around the call says that no policy is meant.
+Parameters say nothing of the policy that they were made under, and float32 ones work without it. So
+`init` notes the policy beside the model's instance, in this process, and `apply` of the same
+instance looks for it. An explicit `use_policy(None)` block around the call says that no policy is
+meant.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _initialised: dict[int, tuple[weakref.ref[Any], Policy]] = {}
 
 
 def noting_policy(init_with_output: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Flax's `init_with_output`, which `init` calls too, so that it notes the policy in force."""
+    """Wraps Flax's `init_with_output`, which `init` calls too, so that it notes the policy in
+    force.
+    """
 
     @functools.wraps(init_with_output)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,15 +66,23 @@ def _carries_policy(model: Any) -> bool:
 
 
 def _is_float32(policy: Policy) -> bool:
-    return {policy.param_dtype, policy.compute_dtype, policy.output_dtype} == {jnp.dtype(jnp.float32)}
+    return {policy.param_dtype, policy.compute_dtype, policy.output_dtype} == {
+        jnp.dtype(jnp.float32)
+    }
 
 
 def _warn_where_missing(model: Any) -> None:
     scope, (_, policy) = current_scope(), _initialised[id(model)]
-    if scope.policy is not None or scope.in_float32 or scope.hands_on_float32 or source_in_force().kind == "scope":
+    if (
+        scope.policy is not None
+        or scope.in_float32
+        or scope.hands_on_float32
+        or source_in_force().kind == "scope"
+    ):
         return
     warn_once(
-        f"{type(model).__name__} was initialised under '{policy}', and is applied with no policy in force: its layers "
-        "compute as Flax's do. Call apply in the same use_policy block, or give the model a dtype_policy; "
-        "use_policy(None) around the call says that no policy is meant."
+        f"{type(model).__name__} was initialised under '{policy}', and is applied with no policy "
+        "in force: its layers compute as Flax's do. Call apply in the same use_policy block, or "
+        "give the model a dtype_policy; use_policy(None) around the call says that no policy is "
+        "meant."
     )

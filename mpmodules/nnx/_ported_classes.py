@@ -1,8 +1,9 @@
-"""Entries: the boundary around methods of classes that know nothing of policies, put where a method is defined.
+"""Ported classes: the boundary around their methods, put in the classes that define them.
 
-A ported module keeps its class. The public methods of that class and of its bases are wrapped once, in the class that
-defines them. A wrapper asks the instance whether it is ported, and otherwise calls straight through. Thus methods that
-two classes share stay the same object, and those that differ stay different.
+A ported module keeps its class. The public methods of that class and of its bases are wrapped once,
+in the class that defines them. A wrapper asks the instance whether it is ported, and otherwise
+calls straight through. Thus methods that two classes share stay the same object, and those that
+differ stay different.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
-from mpmodules._defined_in import package_of
+from mpmodules._defined_in import is_flax, package_of
+from mpmodules._nnx_names import classes_lock, defined, holds_items, redefine
 from mpmodules.nnx._boundary import NOT_BOUNDARIES, Method, is_boundary_name, is_method, run_method
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._obeying import LAYER_OF, PORT, as_ours, is_ours
-from mpmodules.nnx._tracing import classes_lock, defined, holds_items, redefine
+from mpmodules.nnx._registry import LAYER_OF, PORT, as_ours, is_ours, layer_class
 
 _ENTRY = "_policy_entry"
 
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """Static metadata that marks a ported module of a class that is not ours. Unpickling it wraps the class's methods.
+    """Static metadata that marks a ported module of a class that is not ours.
+
+    Unpickling it wraps the class's methods.
 
     Attributes:
       cls: the module's class.
-      casts_outputs: whether floating outputs of the class's own methods are cast to the compute_dtype of their caller.
+      casts_outputs: whether floating outputs of the class's own methods are cast to the
+        compute_dtype of their caller.
     """
 
     cls: type
@@ -40,11 +44,16 @@ class Port:
 
     @property
     def kind(self) -> type:
-        """The class of ours whose rules hold for the module: that of its Flax layer, or else `Module`."""
+        """The class of ours whose rules hold for the module: that of its Flax layer, or else
+        `Module`.
+        """
         return layer_class(self.cls) or Module
 
     def view(self, module: Any) -> Any:
-        """Returns a module of ours that shares all attributes with a ported one; other modules as they are."""
+        """Returns a module of ours that shares all attributes with a ported one.
+
+        Returns other modules as they are.
+        """
         if layer_class(self.cls) is None:
             return module
         view = object.__new__(_view_class(self.cls))
@@ -62,14 +71,8 @@ def port_of(cls: type, casts_outputs: bool = False) -> Port:
 
 
 @functools.cache
-def layer_class(cls: type) -> Any:
-    """Returns our class for a Flax class, or for a user's that derives from it; None for other classes."""
-    return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
-
-
-@functools.cache
 def _view_class(cls: Any) -> Any:
-    """Returns our class, or for a user's class that derives from Flax's one that derives from both."""
+    """Returns our class for Flax's; for a user's subclass of that, one that derives from both."""
     ours = layer_class(cls)
     if cls in LAYER_OF:
         return ours
@@ -81,7 +84,10 @@ def _view_class(cls: Any) -> Any:
 
 
 def wrap_methods(cls: type) -> None:
-    """Puts an entry around each public method that `cls` and its bases define; those that have one keep it."""
+    """Puts an entry around each public method that `cls` and its bases define.
+
+    Those that have one keep it.
+    """
     with classes_lock:
         for base in reversed(cls.__mro__):
             for name, method in _methods(base):
@@ -93,7 +99,7 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
     is_standard = package_of(cls) in sys.stdlib_module_names  # as Generic is, and MutableMapping
     if is_ours(cls) or (is_standard and not issubclass(cls, flax_nnx.Module)):
         return
-    is_upstream, ours = _is_upstream(cls), LAYER_OF.get(cls)
+    is_upstream, ours = is_flax(cls), LAYER_OF.get(cls)
     for name in sorted(vars(cls), key=lambda name: name != "__call__"):
         method = defined(cls, name)
         if not is_method(method) or _entry_of(method) is method:
@@ -105,12 +111,11 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
             yield name, method
 
 
-def _is_upstream(cls: type) -> bool:
-    return package_of(cls) == "flax"
-
-
 class _TransformedEntry:
-    """The entry around a transformed method, such as nnx.jit makes; it has the attributes of that method."""
+    """The entry around a transformed method, such as nnx.jit makes.
+
+    It has the attributes of that method.
+    """
 
     def __init__(self, method: Any, call: Callable[..., Any]):
         self.__wrapped__, self.__doc__ = method, method.__doc__
@@ -129,12 +134,15 @@ class _TransformedEntry:
 
 
 def _entry(owner: type, name: str, method: Any) -> Any:
-    """Returns the entry of a method; one function under two names, or in two classes, has one entry."""
+    """Returns the entry of a method.
+
+    One function under two names, or in two classes, has one entry.
+    """
     made = _entry_of(method)
     if made is not None and made.__wrapped__ is method:
         return made
     straight = method if inspect.isfunction(method) else _calling(method)
-    body, is_upstream = _body(owner, name, straight), _is_upstream(owner)
+    body, is_upstream = _body(owner, name, straight), is_flax(owner)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +160,10 @@ def _entry(owner: type, name: str, method: Any) -> Any:
 
 
 def _entry_of(method: Any) -> Any:
-    """Returns the entry that was made of a method, or the method itself where it is one; None where there is none."""
+    """Returns the entry that was made of a method, or the method itself where it is one.
+
+    Returns None where there is none.
+    """
     return getattr(method, "__dict__", {}).get(_ENTRY)
 
 
@@ -161,7 +172,9 @@ def _calling(method: Any) -> Callable[..., Any]:
 
 
 def _body(owner: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what a ported module runs: our method in place of a Flax layer's, without the boundary around it."""
+    """Returns the method that a ported module runs: ours in place of a Flax layer's, without a
+    boundary.
+    """
     ours = LAYER_OF.get(owner)
     if ours is None:
         return method

@@ -1,4 +1,6 @@
-"""Names of models, odd names of modules, and dtype arguments of layers, noted for `policy` where a call is traced."""
+"""Names of models, odd names of modules, and dtype arguments of layers, noted for `policy` where a
+call is traced.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from policy._jaxpr.module_names import NOTING, note, note_repeated, note_root
+from policy._jaxpr.module_names import note, note_repeated, note_root
 from policy.requested_dtypes import note_given
 
 
@@ -24,7 +26,7 @@ _root = _Root()
 
 
 def model_name(module: flax_nn.Module) -> str:
-    """Returns what a model is called on JAX's name stack."""
+    """Returns the name of a model on JAX's name stack."""
     return module.name or type(module).__name__
 
 
@@ -62,6 +64,3 @@ def _note_module(next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
 def noting_modules() -> AbstractContextManager[None]:
     """Notes the names of the linen modules that are called in a block."""
     return flax_nn.intercept_methods(_note_module)
-
-
-NOTING.append(noting_modules)
