@@ -50,8 +50,15 @@ from policy.autocast.transform import autocast
 BF16, F32 = jnp.bfloat16, jnp.float32
 FLAX = linen_models.of(flax.linen)  # pyright: ignore[reportArgumentType]
 POLICY = "mixed_bfloat16"
-SAVED, COMPILED, ERROR, TRACING = 1.05, 1.02, 1.05, 2.0  # the error of either is known to a few percent
-BIASES = 1.12  # what else an MLP moves, measured: the cotangent of each layer in float32 too, to sum it
+SAVED, COMPILED, ERROR, TRACING = (
+    1.05,
+    1.02,
+    1.05,
+    2.0,
+)  # the error of either is known to a few percent
+BIASES = (
+    1.12  # what else an MLP moves, measured: the cotangent of each layer in float32 too, to sum it
+)
 Loss = Callable[[Any, Any, Any, Any], Any]
 
 
@@ -77,24 +84,37 @@ class Case:
 
         def loss(params: Any, state: Any, x: Any, y: Any) -> Any:
             rngs = {"dropout": jax.random.key(1)}
-            outputs, updates = module.apply({"params": params, **state}, x, rngs=rngs, mutable=list(state))
-            return models.squares(outputs) if y is None else models.cross_entropy(outputs, y), updates
+            outputs, updates = module.apply(
+                {"params": params, **state}, x, rngs=rngs, mutable=list(state)
+            )
+            return models.squares(outputs) if y is None else models.cross_entropy(
+                outputs, y
+            ), updates
 
         return loss
 
     def programs(self) -> dict[str, Loss]:
         """The function in float32, by hand, and under autocast."""
         plain, hand = self.loss(None), self.loss(BF16)
-        return {"plain": jax.jit(plain), "hand": jax.jit(hand), "ours": autocast(plain, POLICY, params=0)}
+        return {
+            "plain": jax.jit(plain),
+            "hand": jax.jit(hand),
+            "ours": autocast(plain, POLICY, params=0),
+        }
 
     def arguments(self, seed: int | None = None) -> tuple[Any, Any, Any, Any]:
         """Params, state, inputs and labels: shapes, or with a seed numbers."""
-        init, keys = self.make(None).init, {name: jax.random.key(seed or 0) for name in ("params", "dropout")}
+        init, keys = (
+            self.make(None).init,
+            {name: jax.random.key(seed or 0) for name in ("params", "dropout")},
+        )
         if seed is None:
             variables, x, y = jax.eval_shape(init, keys, self.x), self.x, self.y
         else:
             generator = np.random.default_rng(seed)
-            x, y = (None if like is None else _numbers(generator, like) for like in (self.x, self.y))
+            x, y = (
+                None if like is None else _numbers(generator, like) for like in (self.x, self.y)
+            )
             variables = jax.jit(init)(keys, x)
         state = dict(variables)
         return state.pop("params"), state, x, y
@@ -102,7 +122,9 @@ class Case:
 
 def _numbers(generator: np.random.Generator, like: jax.ShapeDtypeStruct) -> jax.Array:
     is_float = jnp.issubdtype(like.dtype, jnp.floating)
-    numbers = generator.normal(size=like.shape) if is_float else generator.integers(1, 16, like.shape)
+    numbers = (
+        generator.normal(size=like.shape) if is_float else generator.integers(1, 16, like.shape)
+    )
     return jnp.asarray(numbers, like.dtype)
 
 
@@ -137,7 +159,9 @@ def recurrent(steps: int = 512) -> Case:
 
 
 def reused(times: int = 8) -> Case:
-    return Case(f"a Dense used {times} times", lambda dtype: models.Reused(dtype, times), _floats(4, 32))
+    return Case(
+        f"a Dense used {times} times", lambda dtype: models.Reused(dtype, times), _floats(4, 32)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,7 +200,9 @@ def compiled(case: Case) -> Iterator[Row]:
         step = jax.jit(jax.value_and_grad(programs[name], has_aux=True))
         costs[name] = step.lower(*arguments).compile().cost_analysis()
         if costs[name] is None:
-            raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+            raise RuntimeError(
+                "This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu."
+            )
     for quantity, key in (("bytes", "bytes accessed"), ("flops", "flops")):
         yield Row(quantity, case.name, costs["ours"][key], costs["hand"][key], COMPILED)
 
@@ -186,11 +212,15 @@ def errors(case: Case, seeds: int) -> Iterator[Row]:
     logs: dict[tuple[str, str], list[float]] = defaultdict(list)
     options = {"xla_allow_excess_precision": False}
     gradients = {
-        name: jax.jit(jax.grad(fn, has_aux=True), compiler_options=options) for name, fn in case.programs().items()
+        name: jax.jit(jax.grad(fn, has_aux=True), compiler_options=options)
+        for name, fn in case.programs().items()
     }
     for seed in range(seeds):
         arguments = case.arguments(seed)
-        found = {name: jax.tree_util.tree_leaves_with_path(fn(*arguments)[0]) for name, fn in gradients.items()}
+        found = {
+            name: jax.tree_util.tree_leaves_with_path(fn(*arguments)[0])
+            for name, fn in gradients.items()
+        }
         for name in ("ours", "hand"):
             for (path, gradient), (_, truth) in zip(found[name], found["plain"], strict=True):
                 logs[path[-1].key, name].append(np.log(_relative(gradient, truth)))
@@ -206,7 +236,11 @@ def _relative(gradient: Any, truth: Any) -> float:
 
 def _casts(jaxpr: Any, shape: tuple[int, ...], within: str) -> int:
     """How many casts of float32 arrays of that shape stand in a program, or in the body of one primitive in it."""
-    casts = [s for s in walk(jaxpr) if s.name == "convert_element_type" and (not within or within in s.inside)]
+    casts = [
+        s
+        for s in walk(jaxpr)
+        if s.name == "convert_element_type" and (not within or within in s.inside)
+    ]
     operands = [site.equation.invars[0].aval for site in casts]
     return sum(operand.shape == shape and operand.dtype == F32 for operand in operands)
 
@@ -233,11 +267,16 @@ def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
     """The models of `benchmarks.models`, written over Flax without a dtype, beside themselves threaded by hand."""
     for case in cases(small):
         name = f"{case.name}, linen"
-        ours, hand = dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)), by_hand(case)
+        ours, hand = (
+            dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)),
+            by_hand(case),
+        )
         yield Row("saved", name, models_saved(ours), models_saved(hand), SAVED)
         if not small:
             figures = [models_compiled(program) for program in (ours, hand)]
-            bound, note = (BIASES, "bias gradients in float32") if case.model == "Mlp" else (COMPILED, "")
+            bound, note = (
+                (BIASES, "bias gradients in float32") if case.model == "Mlp" else (COMPILED, "")
+            )
             (moved, moved_by_hand), (flops, flops_by_hand) = (
                 [f[key] for f in figures] for key in ("c-bytes", "c-flops")
             )
@@ -245,13 +284,18 @@ def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
             yield Row("flops", name, flops, flops_by_hand, COMPILED)
         if not counts:
             builds = {
-                "ours": functools.partial(dtype_free, case, functools.partial(autocast, policy=POLICY, params=0)),
+                "ours": functools.partial(
+                    dtype_free, case, functools.partial(autocast, policy=POLICY, params=0)
+                ),
                 "plain": functools.partial(dtype_free, case, jax.jit),
             }
             best = models_tracing(builds, times=3)
             yield Row("tracing", f"{name}, beside float32", best["ours"], best["plain"], TRACING)
     for case in () if counts else cases(small=True):
-        ours, hand = dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)), by_hand(case)
+        ours, hand = (
+            dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)),
+            by_hand(case),
+        )
         yield step_time(f"{case.name}, linen", {"ours": ours, "hand": hand})
 
 
@@ -267,7 +311,14 @@ def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
     language = decoder(layers, dropout=0.1)  # Flax's lm1b example
     yield from models_without_dtypes(small, counts)
     half = decoder(layers, einsum_in_half=True)
-    for case in (mlp(), resnet(blocks), decoder(layers), half, decoder(layers, gelu=True), language):
+    for case in (
+        mlp(),
+        resnet(blocks),
+        decoder(layers),
+        half,
+        decoder(layers, gelu=True),
+        language,
+    ):
         yield saved(case)
     for case in () if counts else (mlp(), resnet(blocks), language):
         yield tracing(case, times)
@@ -284,7 +335,9 @@ def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     counts = argparse.ArgumentParser(add_help=False)
-    counts.add_argument("--counts", action="store_true", help="leave out what is timed, and what is run")
+    counts.add_argument(
+        "--counts", action="store_true", help="leave out what is timed, and what is run"
+    )
     options, rest = counts.parse_known_args(arguments)
     return run(__doc__, functools.partial(rows, counts=options.counts), "hand", rest)
 

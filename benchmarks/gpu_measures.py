@@ -35,7 +35,9 @@ class Line(Row):
 
     def as_json(self) -> dict[str, object]:
         found = super().as_json()
-        return {key: None if value != value else value for key, value in found.items()}  # JSON has no NaN
+        return {
+            key: None if value != value else value for key, value in found.items()
+        }  # JSON has no NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,13 @@ def matmul(setting: Setting, sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
     rate = 2 * n**3 / seconds / 1e12
     promised = peak.of(setting.name) if peak else None
     share = rate / promised if promised else None
-    yield Line("TFLOP/s", f"matmul {n}x{n}, {setting.name}, beside its peak", rate, promised or UNKNOWN, share=share)
+    yield Line(
+        "TFLOP/s",
+        f"matmul {n}x{n}, {setting.name}, beside its peak",
+        rate,
+        promised or UNKNOWN,
+        share=share,
+    )
 
 
 def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +107,9 @@ def copy(sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
     rate = 8 * sizes.copied / _timed({"copy": copier(sizes)}, sizes)["copy"].median / 1e9
     promised = peak.bandwidth if peak else None
     share = rate / promised if promised else None
-    yield Line("GB/s", "copy of float32 numbers, beside its peak", rate, promised or UNKNOWN, share=share)
+    yield Line(
+        "GB/s", "copy of float32 numbers, beside its peak", rate, promised or UNKNOWN, share=share
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,7 +122,9 @@ def optimizer_stepper(row: optimizer.Pipeline, sizes: Sizes) -> tuple[Stepper, i
     init, step = row.make()
     shape = (sizes.stepped // optimizer.LEAVES,)
     params = {f"layer_{i}": _random(i, shape, row.params) for i in range(optimizer.LEAVES)}
-    gradients = {name: _random(9, shape, row.gradients) * jnp.asarray(1e-2, row.gradients) for name in params}
+    gradients = {
+        name: _random(9, shape, row.gradients) * jnp.asarray(1e-2, row.gradients) for name in params
+    }
     carry = params, jax.jit(init)(params)
     moved = 2 * _bytes(carry) + _bytes(gradients)
 
@@ -145,7 +157,9 @@ def optimizer_step(name: str, sizes: Sizes, beside: str | None = None) -> Iterat
     if beside:
         apart = spread(found["ours"], found["beside"])
         peer = "jmp" if beside.startswith("jmp") else "optax"
-        yield Line("GB/s", f"AdamW, {name}, beside {peer}", rates["ours"], rates["beside"], spread=apart)
+        yield Line(
+            "GB/s", f"AdamW, {name}, beside {peer}", rates["ours"], rates["beside"], spread=apart
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +205,9 @@ def attention(setting: Setting, sizes: Sizes) -> Iterator[Line]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def model(model: Model, setting: Setting, sizes: Sizes, peak: Peak | None, torch: float | None) -> Iterator[Line]:
+def model(
+    model: Model, setting: Setting, sizes: Sizes, peak: Peak | None, torch: float | None
+) -> Iterator[Line]:
     """Tokens or images a second of a train step beside the hand-threaded one; memory, compile time, share of the peak.
 
     The share counts three times the FLOPs of a forward pass, as is usual (Chowdhery et al. 2022, appendix B).

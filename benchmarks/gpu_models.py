@@ -81,7 +81,9 @@ class Model:
 
     @property
     def classes(self) -> int:
-        return jax.eval_shape(self.make(flax.linen, None).init_with_output, jax.random.key(0), self.x)[0].shape[-1]
+        return jax.eval_shape(
+            self.make(flax.linen, None).init_with_output, jax.random.key(0), self.x
+        )[0].shape[-1]
 
 
 def models(memory: float, *, tiny: bool) -> dict[str, Model]:
@@ -93,8 +95,14 @@ def models(memory: float, *, tiny: bool) -> dict[str, Model]:
     """
     share = 0.5 ** max(0, math.ceil(math.log2(FULL_MEMORY / memory)))
     if tiny:
-        decoder, resnet = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32}, {"stages": (1,), "filters": 4}
-        vit, (batch, length, images, patches, size) = {"layers": 1, "width": 16, "heads": 2}, (2, 8, 2, 2, 32)
+        decoder, resnet = (
+            {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32},
+            {"stages": (1,), "filters": 4},
+        )
+        vit, (batch, length, images, patches, size) = (
+            {"layers": 1, "width": 16, "heads": 2},
+            (2, 8, 2, 2, 32),
+        )
     else:
         decoder = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 32768}
         resnet, vit = {}, {}
@@ -106,9 +114,21 @@ def models(memory: float, *, tiny: bool) -> dict[str, Model]:
     adamw, momentum = optax.adamw(LEARNING_RATE), optax.sgd(LEARNING_RATE, 0.9, nesterov=True)
     of = linen_models.of
     found = [
-        Model("decoder", lambda nn, d: of(nn).Transformer(d, **decoder), tokens, tokens, "tokens/s", adamw),
         Model(
-            "ResNet-50", lambda nn, d: of(nn).ResNet(d, **resnet), shapes[images], labels[images], "images/s", momentum
+            "decoder",
+            lambda nn, d: of(nn).Transformer(d, **decoder),
+            tokens,
+            tokens,
+            "tokens/s",
+            adamw,
+        ),
+        Model(
+            "ResNet-50",
+            lambda nn, d: of(nn).ResNet(d, **resnet),
+            shapes[images],
+            labels[images],
+            "images/s",
+            momentum,
         ),
         Model(
             "ViT-S",
@@ -173,7 +193,9 @@ def ours(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable
     def step(carry: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state, state = carry
         scale = loss_scale_of(opt_state) if setting.is_scaled else None
-        fn = value_and_grad(loss, has_aux=True, policy=setting.policy, loss_scale=scale, grads="compute")
+        fn = value_and_grad(
+            loss, has_aux=True, policy=setting.policy, loss_scale=scale, grads="compute"
+        )
         (value, new), grads = fn(params, state, x, y)
         params, opt_state, finite = apply_gradients(tx, params, opt_state, grads)
         if setting.is_scaled:
@@ -196,7 +218,9 @@ def by_hand(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Calla
             (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params, state, x, y)
             updates, opt_state = model.tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), (opt_state, None), new), value
-        scale, finite, (value, new), grads = scale.value_and_grad(loss, has_aux=True)(params, state, x, y)
+        scale, finite, (value, new), grads = scale.value_and_grad(loss, has_aux=True)(
+            params, state, x, y
+        )
         updates, new_opt_state = model.tx.update(grads, opt_state, params)
         stepped = optax.apply_updates(params, updates), new_opt_state, new
         kept = params, opt_state, state
@@ -207,7 +231,9 @@ def by_hand(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Calla
 
 
 def stepper(
-    model: Model, setting: Setting, make: Callable[[Model, Setting], tuple[Callable[[Any], Any], Callable[..., Any]]]
+    model: Model,
+    setting: Setting,
+    make: Callable[[Model, Setting], tuple[Callable[[Any], Any], Callable[..., Any]]],
 ) -> Stepper:
     """The compiled train step, on the device with params, state and a batch."""
     init, step = make(model, setting)

@@ -29,7 +29,9 @@ class Peak:
         """TFLOP/s of a setting: "bf16", "f16", "TF32" or "float32"; None where the device has no unit for it."""
         if setting == "bf16" and not self.has_bfloat16:
             return None
-        return {"bf16": self.half, "f16": self.half, "TF32": self.tf32, "float32": self.float32}[setting]
+        return {"bf16": self.half, "f16": self.half, "TF32": self.tf32, "float32": self.float32}[
+            setting
+        ]
 
 
 # Device names start with these; the first that fits is taken. Data sheets that give figures "with sparsity" are halved.

@@ -96,4 +96,6 @@ def interleaved(
     for _ in range(rounds):
         for name, program in programs.items():
             found[name].append(program(times[name]) / times[name])
-    return {name: Timing(statistics.median(seconds), tuple(seconds)) for name, seconds in found.items()}
+    return {
+        name: Timing(statistics.median(seconds), tuple(seconds)) for name, seconds in found.items()
+    }

@@ -99,7 +99,9 @@ def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[
 def needed(compiled: Any) -> float:
     """MiB beside the arguments."""
     memory = compiled.memory_analysis()
-    return (memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / MIB
+    return (
+        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    ) / MIB
 
 
 def gigaflops(compiled: Any) -> float:
@@ -153,7 +155,9 @@ def rows(small: bool = False) -> Iterator[Row]:
     layers = 2 if small else 6
     for case in (
         Case(f"ours, {layers} layers", Ours(layers, 128), 128),
-        Case(f"Flax's under autocast, {layers} layers", models.Decoder(None, layers, width=128), 128),
+        Case(
+            f"Flax's under autocast, {layers} layers", models.Decoder(None, layers, width=128), 128
+        ),
     ):
         yield forward(case)
         yield from step(case, times=5)

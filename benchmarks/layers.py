@@ -25,11 +25,23 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import BF16, F32, POLICY, REFERENCE, WINGS, Program, compiled, lowered, saved_bytes
+from benchmarks.models import (
+    BF16,
+    F32,
+    POLICY,
+    REFERENCE,
+    WINGS,
+    Program,
+    compiled,
+    lowered,
+    saved_bytes,
+)
 from benchmarks.table import Row, run
 from mpmodules import linen, nnx
 
-SAME: dict[str, float] = dict.fromkeys(("flops", "bytes", "converts", "saved", "c-flops", "c-bytes", "temp"), 1.0)
+SAME: dict[str, float] = dict.fromkeys(
+    ("flops", "bytes", "converts", "saved", "c-flops", "c-bytes", "temp"), 1.0
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +120,9 @@ def _nnx(case: Case, ours: bool) -> Program:
 
     def loss(params: Any, state: Any, x: Any, _: Any) -> Any:
         module = flax.nnx.merge(graph, params[0], state, copy=True)
-        return module(x if case.integers else params[1]), flax.nnx.state(module, flax.nnx.Not(flax.nnx.Param))
+        return module(x if case.integers else params[1]), flax.nnx.state(
+            module, flax.nnx.Not(flax.nnx.Param)
+        )
 
     return Program(loss, (case.differentiated(params), state, case.x, None))
 
@@ -118,7 +132,9 @@ def _nnx(case: Case, ours: bool) -> Program:
 # ---------------------------------------------------------------------------------------------------------------------
 
 BIAS = "its bias's gradient is summed in float32"
-NORM = "keeps its half input for backward, not float32, and computes again; sums gradients in float32"
+NORM = (
+    "keeps its half input for backward, not float32, and computes again; sums gradients in float32"
+)
 EXACT = f"{NORM}; its variance from sums without rounding"
 POOL = "sums windows in float32"
 ATTENTION = "a float32 softmax, kept once; by hand in nnx it is in bfloat16"
@@ -131,9 +147,18 @@ CELLS = "gradients of its weights are summed over the steps in float32"
 #   float32 weights stand in memory. Compilers of accelerators fuse them: see `benchmarks.accel.layers`.
 
 
-def layer(name: str, shape: tuple[int, ...], linen: Any, nnx: Any, repair: str = "", **bounds: float) -> Case:
+def layer(
+    name: str, shape: tuple[int, ...], linen: Any, nnx: Any, repair: str = "", **bounds: float
+) -> Case:
     """A case with a bound of 1 on every quantity but those in `bounds`, where ``c_flops`` is "c-flops"."""
-    return Case(name, linen, nnx, shape, repair, SAME | {name.replace("_", "-"): at for name, at in bounds.items()})
+    return Case(
+        name,
+        linen,
+        nnx,
+        shape,
+        repair,
+        SAME | {name.replace("_", "-"): at for name, at in bounds.items()},
+    )
 
 
 def _pool(wing: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
@@ -241,7 +266,9 @@ def cases(
         layer(
             "attention",
             sequence,
-            lambda w, **o: w.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **o),
+            lambda w, **o: w.MultiHeadDotProductAttention(
+                4, use_bias=False, deterministic=True, **o
+            ),
             lambda w, **o: w.MultiHeadAttention(4, sequence[-1], use_bias=False, decode=False, **o),
             ATTENTION,
             flops=1.01,
@@ -264,14 +291,22 @@ def cases(
     ]
 
 
-CASES = cases(rows=(512, 256), image=(4, 16, 16, 16), sequence=(4, 64, 256), groups=(32, 16, 256), steps=(4, 16, 64))
+CASES = cases(
+    rows=(512, 256),
+    image=(4, 16, 16, 16),
+    sequence=(4, 64, 256),
+    groups=(32, 16, 256),
+    steps=(4, 16, 64),
+)
 
 
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured; all are counts."""
     for case in CASES:
         for wing in WINGS:
-            programs = {name: case.program(wing, ours=name == "ours") for name in ("ours", REFERENCE)}
+            programs = {
+                name: case.program(wing, ours=name == "ours") for name in ("ours", REFERENCE)
+            }
             figures = {name: lowered(p) | {"saved": saved_bytes(p)} for name, p in programs.items()}
             if not small:
                 figures = {name: figures[name] | compiled(programs[name]) for name in figures}

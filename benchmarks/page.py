@@ -96,14 +96,21 @@ def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
         "[the exchange between devices](bf16_all_reduce.md).",
     ]
     for name, rows in tables.items():
-        if name != "accel" and isinstance(rows, list) and rows and all("ratio" in row for row in rows):
+        if (
+            name != "accel"
+            and isinstance(rows, list)
+            and rows
+            and all("ratio" in row for row in rows)
+        ):
             parts += [f"## {name}", NOTES.get(name, "").strip(), _table(rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
     """The part of the page on TPUs and GPUs: a table for each chip and each of the command's tables."""
-    versions = {name: version for name, version in environment.items() if version != "not installed"}
+    versions = {
+        name: version for name, version in environment.items() if version != "not installed"
+    }
     parts = [OPENING, "# TPUs and GPUs", _where(versions), ACCELERATORS.strip()]
     tables = dict.fromkeys(row["table"] for row in rows if row["table"] != "baseline")
     for name in tables:
@@ -111,7 +118,10 @@ def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any
         parts += [f"## {name} on accelerators", ACCELERATOR_NOTES.get(name, "").strip()]
         for target in dict.fromkeys(row["target"] for row in of_table):
             of_target = [row for row in of_table if row["target"] == target]
-            parts += [f"### {target}" if target else "", _table(of_target, "ours / by hand", _with_figures)]
+            parts += [
+                f"### {target}" if target else "",
+                _table(of_target, "ours / by hand", _with_figures),
+            ]
     return "\n\n".join(part for part in [*parts, CLOSING] if part)
 
 
@@ -131,7 +141,9 @@ def into(page: str, part: str) -> str:
 
 
 def _where(environment: Mapping[str, str]) -> str:
-    where = ", ".join(f"{name} {value}" for name, value in environment.items() if name not in ("date", "device"))
+    where = ", ".join(
+        f"{name} {value}" for name, value in environment.items() if name not in ("date", "device")
+    )
     return f"{environment['date']}, on {environment['device']}, {where}."
 
 
@@ -146,7 +158,10 @@ def _table(
     for row in rows:
         names.setdefault(row["name"], {})[row["quantity"]] = (cell or _cell)(row)
     lines = [[corner, *quantities], ["---", *["---:"] * len(quantities)]]
-    lines += [[name, *(cells.get(quantity, "") for quantity in quantities)] for name, cells in names.items()]
+    lines += [
+        [name, *(cells.get(quantity, "") for quantity in quantities)]
+        for name, cells in names.items()
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -164,7 +179,15 @@ def _with_figures(row: Mapping[str, Any]) -> str:
 
 def _short(number: float) -> str:
     """Three digits and a unit: 12.3M."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6)):
+    for unit, size in (
+        ("T", 1e12),
+        ("G", 1e9),
+        ("M", 1e6),
+        ("k", 1e3),
+        ("", 1.0),
+        ("m", 1e-3),
+        ("u", 1e-6),
+    ):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
@@ -172,14 +195,23 @@ def _short(number: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the page of what runs wrote with ``--json``, or replaces the accelerators' part of a page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by python -m benchmarks --json")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="replace the accelerators' part of this page")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="written by python -m benchmarks --json"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="replace the accelerators' part of this page"
+    )
     options = parser.parse_args(arguments)
     runs = [json.loads(file.read_text()) for file in options.files]
     of_accel = [run for run in runs if run["tables"].get("accel")]
     if options.into and not of_accel:
-        print("There are no accelerators' rows: python -m benchmarks accel --json FILE writes them.", file=sys.stderr)
+        print(
+            "There are no accelerators' rows: python -m benchmarks accel --json FILE writes them.",
+            file=sys.stderr,
+        )
         return 2
     if options.into:
         part = accelerators(of_accel[-1]["environment"], of_accel[-1]["tables"]["accel"])

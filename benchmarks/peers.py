@@ -21,7 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import BF16, Case, Program, cases, compiled, dtype_free, loss_of, lowered, saved_bytes
+from benchmarks.models import (
+    BF16,
+    Case,
+    Program,
+    cases,
+    compiled,
+    dtype_free,
+    loss_of,
+    lowered,
+    saved_bytes,
+)
 from benchmarks.table import Row, run
 
 TWINS = ("Mlp", "Transformer")
@@ -109,7 +119,9 @@ def _transformer(options: dict[str, Any], *, key: Any) -> Any:
 
     def block(key: Any) -> Block:
         keys = jax.random.split(key, 3)
-        biases = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
+        biases = dict.fromkeys(
+            ("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True
+        )
         return Block(
             [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)],
             eqx.nn.MultiheadAttention(heads, width, **biases, key=keys[0]),

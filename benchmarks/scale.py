@@ -87,7 +87,9 @@ def sizes(names: Sequence[str], layers: int, times: int) -> dict[str, Size]:
 
 
 def _size(program: Program, runs: Sequence[tuple[float, Any, float, Any]]) -> Size:
-    saved = saved_bytes(lambda params, *others: (program.loss(params, *others), None), program.arguments)
+    saved = saved_bytes(
+        lambda params, *others: (program.loss(params, *others), None), program.arguments
+    )
     _, traced, _, low = runs[-1]
     return Size(
         equations=equations(traced.jaxpr.jaxpr),
@@ -99,7 +101,11 @@ def _size(program: Program, runs: Sequence[tuple[float, Any, float, Any]]) -> Si
 
 
 def layer_rows(
-    reference: str, names: Sequence[str], depths: Sequence[int], quantities: Sequence[str], times: int
+    reference: str,
+    names: Sequence[str],
+    depths: Sequence[int],
+    quantities: Sequence[str],
+    times: int,
 ) -> Iterator[Row]:
     """Programs beside what they are held against at the far end, and how straight each grows."""
     everything = (reference, *names)
@@ -110,7 +116,10 @@ def layer_rows(
         lines = {name: [getattr(size[name], quantity) for size in at] for name in everything}
         for name in names:
             yield Row(
-                quantity, f"{name} beside {reference}, {depths[-1]} layers", lines[name][-1], lines[reference][-1]
+                quantity,
+                f"{name} beside {reference}, {depths[-1]} layers",
+                lines[name][-1],
+                lines[reference][-1],
             )
         for name in everything:
             is_bound = quantity in COUNTED and name != reference
@@ -128,10 +137,17 @@ def call_rows(reference: str, names: Sequence[str], depths: Sequence[int]) -> It
     """Calls to trace, beside what programs are held against, and how straight they grow."""
     lines: dict[str, list[int]] = {}
     for name in (reference, *names):
-        found = [calls(PROGRAMS[name](layers)) for layers in (1, *depths)]  # the first fills JAX's own caches
+        found = [
+            calls(PROGRAMS[name](layers)) for layers in (1, *depths)
+        ]  # the first fills JAX's own caches
         lines[name] = found[1:]
     for name in names:
-        yield Row("calls", f"{name} beside {reference}, {depths[-1]} layers", lines[name][-1], lines[reference][-1])
+        yield Row(
+            "calls",
+            f"{name} beside {reference}, {depths[-1]} layers",
+            lines[name][-1],
+            lines[reference][-1],
+        )
     for name, line in lines.items():
         bound = RULES if "a path rule a layer" in name else EXACT
         yield straight("calls", name, depths, line, None if name == reference else bound)
@@ -162,7 +178,11 @@ def compiled_rows(depths: Sequence[int]) -> Iterator[Row]:
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured. `small` counts, and compiles or times nothing."""
     if small:
-        few = {"linen by hand": ("linen", "autocast"), "nnx by hand": ("nnx",), "scanned by hand": ("scanned",)}
+        few = {
+            "linen by hand": ("linen", "autocast"),
+            "nnx by hand": ("nnx",),
+            "scanned by hand": ("scanned",),
+        }
         for reference, names in few.items():
             yield from layer_rows(reference, names, FEW_LAYERS, COUNTED, 1)
     else:

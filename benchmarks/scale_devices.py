@@ -26,14 +26,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from benchmarks import all_reduce
 from benchmarks.scale_lines import equations, straight
 from benchmarks.table import Row
-from policy import Collective, apply_gradients, loss_scale_of, mixed_precision, state_shardings, value_and_grad
+from policy import (
+    Collective,
+    apply_gradients,
+    loss_scale_of,
+    mixed_precision,
+    state_shardings,
+    value_and_grad,
+)
 from policy.sharding.collectives import collectives_of
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 EXACT, TIMED = 1.01, 1.5
 WIDTH, HIDDEN, BATCH = 512, 2048, 128
 # What is read of a compiled program, and how the table names it.
-QUANTITIES = {"held": "held", "temporary": "temporary", "instructions": "HLO", "compiling": "compiling"}
+QUANTITIES = {
+    "held": "held",
+    "temporary": "temporary",
+    "instructions": "HLO",
+    "compiling": "compiling",
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,7 +60,11 @@ def step_on(devices: int) -> tuple[Any, tuple[Any, ...]]:
     specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
     mapped = jax.shard_map(train, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     params = _params()
-    return mapped, (params, jax.eval_shape(init, params), jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
+    return mapped, (
+        params,
+        jax.eval_shape(init, params),
+        jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
+    )
 
 
 def _params() -> dict[str, jax.ShapeDtypeStruct]:
@@ -82,8 +98,13 @@ def traced_rows(devices: tuple[int, ...]) -> Iterator[Row]:
 
 def sharded_step(mesh: Mesh, *, ours: bool) -> tuple[Any, tuple[Any, ...]]:
     """A step whose params and optimizer state are split over all devices (ZeRO-3), and the shapes of its arguments."""
-    split, everywhere = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=split), _params())
+    split, everywhere = (
+        NamedSharding(mesh, PartitionSpec("data")),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    params = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=split), _params()
+    )
     if ours:
         tx = mixed_precision(optax.adamw(1e-3), "mixed_bfloat16", loss_scale=1024.0)
         shardings = state_shardings(tx, params)
@@ -144,7 +165,9 @@ def compiled_on(devices: int, *, ours: bool) -> dict[str, float]:
 
 def in_own_process(devices: tuple[int, ...]) -> dict[str, dict[int, dict[str, float]]]:
     """`compiled_on` for each number of devices, ours and by hand."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(devices)}"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(devices)}"
+    )
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.scale_devices", *map(str, devices)],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
@@ -156,7 +179,9 @@ def in_own_process(devices: tuple[int, ...]) -> dict[str, dict[int, dict[str, fl
     if result.returncode:
         raise RuntimeError(f"Compiling for {max(devices)} devices failed: {result.stderr[-2000:]}")
     found = json.loads(result.stdout.splitlines()[-1])
-    return {name: {int(number): figures for number, figures in at.items()} for name, at in found.items()}
+    return {
+        name: {int(number): figures for number, figures in at.items()} for name, at in found.items()
+    }
 
 
 def compiled_rows(devices: tuple[int, ...]) -> Iterator[Row]:
@@ -166,11 +191,19 @@ def compiled_rows(devices: tuple[int, ...]) -> Iterator[Row]:
     too; what ours adds to them must not grow.
     """
     found = in_own_process(devices)
-    ours, hand = ({q: [at[n][q] for n in devices] for q in QUANTITIES} for at in (found["ours"], found["by hand"]))
+    ours, hand = (
+        {q: [at[n][q] for n in devices] for q in QUANTITIES}
+        for at in (found["ours"], found["by hand"])
+    )
     last, two = devices[-1], devices.index(2)
     ends = f"{last} / 2 devices"
     for quantity, name in QUANTITIES.items():
-        yield Row(name, f"sharded beside plain optax, {last} devices", ours[quantity][-1], hand[quantity][-1])
+        yield Row(
+            name,
+            f"sharded beside plain optax, {last} devices",
+            ours[quantity][-1],
+            hand[quantity][-1],
+        )
         bound = EXACT if quantity in ("held", "temporary") else None
         yield Row(name, f"sharded, {ends}", ours[quantity][-1], ours[quantity][two], bound)
         yield Row(name, f"sharded by hand, {ends}", hand[quantity][-1], hand[quantity][two])
@@ -193,7 +226,11 @@ def main() -> None:
     devices = [int(number) for number in sys.argv[1:]] or list(DEVICES)
     compiled_on(1, ours=False)  # what a process loads once
     kinds = {"ours": True, "by hand": False}
-    print(json.dumps({name: {n: compiled_on(n, ours=ours) for n in devices} for name, ours in kinds.items()}))
+    print(
+        json.dumps(
+            {name: {n: compiled_on(n, ours=ours) for n in devices} for name, ours in kinds.items()}
+        )
+    )
 
 
 if __name__ == "__main__":

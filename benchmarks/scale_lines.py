@@ -23,8 +23,13 @@ def growth(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     return (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]), (ys[near] - ys[0]) / (xs[near] - xs[0])
 
 
-def straight(quantity: str, name: str, xs: Sequence[float], ys: Sequence[float], bound: float | None) -> Row:
+def straight(
+    quantity: str, name: str, xs: Sequence[float], ys: Sequence[float], bound: float | None
+) -> Row:
     """The row of a line; its ratio is 1 where it is straight."""
     return Row(
-        quantity, f"{name}, {xs[-2]:g}-{xs[-1]:g} / {xs[0]:g}-{xs[min(2, len(xs) - 2)]:g}", *growth(xs, ys), bound
+        quantity,
+        f"{name}, {xs[-2]:g}-{xs[-1]:g} / {xs[0]:g}-{xs[min(2, len(xs) - 2)]:g}",
+        *growth(xs, ys),
+        bound,
     )

@@ -39,7 +39,9 @@ def params(size: str, dtype: Any, *, stacked: bool = False) -> Any:
     tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
     tree = transformer_params(1 if stacked else layers, width, width // 64, VOCABULARY, tokens)
     blocks = tree.pop("block_0") if stacked else {}
-    blocks = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype), blocks)
+    blocks = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype), blocks
+    )
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree | blocks)
 
 
@@ -73,7 +75,9 @@ def state_rows() -> Iterator[Row]:
         tx = mixed_precision(optax.adamw(1e-3), "float32", loss_scale="dynamic", key=key, **options)
         at = {size: state_bytes(tx, params(size, dtype, stacked=True)) for size in (small, large)}
         yield Row("state", f"a param, {name}, beside optax", at[large], plain)
-        yield Row("state", f"a param, {name}, {large} / {small}", at[large], at[small], EXACT, 1 / EXACT)
+        yield Row(
+            "state", f"a param, {name}, {large} / {small}", at[large], at[small], EXACT, 1 / EXACT
+        )
 
 
 def step_bytes(row: optimizer.Pipeline, size: str) -> tuple[float, float]:
@@ -81,7 +85,11 @@ def step_bytes(row: optimizer.Pipeline, size: str) -> tuple[float, float]:
     init, step = row.make()
     tree = params(size, row.params, stacked=True)
     gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, row.gradients), tree)
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(tree, jax.eval_shape(init, tree), gradients).compile()
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1))
+        .lower(tree, jax.eval_shape(init, tree), gradients)
+        .compile()
+    )
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     if cost is None or memory is None:
         raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
@@ -95,7 +103,9 @@ def step_rows() -> Iterator[Row]:
     for name in ("f32 / bf16", "full masters, bf16 / bf16", "remainder, bf16 / bf16"):
         at = {size: step_bytes(table[name], size) for size in (small, large)}
         yield Row("moved", f"a param, {name}, {large} / {small}", at[large][0], at[small][0], 1.01)
-        yield Row("temporary", f"a param, {name}, {large} / {small}", at[large][1], at[small][1], 1.01)
+        yield Row(
+            "temporary", f"a param, {name}, {large} / {small}", at[large][1], at[small][1], 1.01
+        )
 
 
 def traced_rows() -> Iterator[Row]:

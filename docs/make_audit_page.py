@@ -26,7 +26,14 @@ from policy.audit.report import Audit
 DOCS = Path(__file__).parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
 )
 
@@ -40,7 +47,9 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # x: (B, T, D)
         y = nn.LayerNorm(dtype=self.dtype, name="norm_1")(x)
         x = x + nn.MultiHeadDotProductAttention(4, dtype=self.dtype, name="attn")(y)
-        y = nn.LayerNorm(name="norm_2")(x)  # the dtype was forgotten here: what follows runs in float32
+        y = nn.LayerNorm(name="norm_2")(
+            x
+        )  # the dtype was forgotten here: what follows runs in float32
         y = nn.gelu(nn.Dense(4 * x.shape[-1], name="up")(y))
         return x + nn.Dense(x.shape[-1], dtype=self.dtype, name="down")(y)
 
@@ -78,7 +87,9 @@ def photograph(page: Path, png: Path) -> None:
     """Draws a page in a headless browser."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise SystemExit(f"No browser is installed ({', '.join(BROWSERS)}): apt-get install chromium, or --no-png.")
+        raise SystemExit(
+            f"No browser is installed ({', '.join(BROWSERS)}): apt-get install chromium, or --no-png."
+        )
     with tempfile.TemporaryDirectory() as profile:
         flags = (
             f"--user-data-dir={profile}",
@@ -86,11 +97,18 @@ def photograph(page: Path, png: Path) -> None:
             "--force-device-scale-factor=0.62",
             f"--screenshot={png}",
         )
-        subprocess.run((browser, *FLAGS, *flags, page.resolve().as_uri()), check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            (browser, *FLAGS, *flags, page.resolve().as_uri()),
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder to write to")
     parser.add_argument("--no-png", action="store_true", help="write the page alone")
     options = parser.parse_args()

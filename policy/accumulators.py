@@ -44,13 +44,17 @@ def einsum(subscripts: str, lhs: ArrayLike, rhs: ArrayLike, *, precision: Any = 
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.inexact):
-        raise TypeError(f"einsum takes two floating operands of one dtype, but got {lhs.dtype} and {rhs.dtype}.")
+        raise TypeError(
+            f"einsum takes two floating operands of one dtype, but got {lhs.dtype} and {rhs.dtype}."
+        )
     contract = functools.partial(jnp.einsum, subscripts, precision=precision)
     wide = reduction_dtype(lhs)
     return contract(lhs, rhs) if wide == lhs.dtype else accumulating(contract, wide)(lhs, rhs)
 
 
-def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -> Callable[..., Array]:
+def accumulating(
+    bilinear: Callable[..., Array], accumulator_dtype: DTypeLike
+) -> Callable[..., Array]:
     """Returns a bilinear operation that keeps its accumulator; backward keeps the operands' dtype.
 
     `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`.
@@ -73,7 +77,10 @@ def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -
 
 
 def bilinear_tangent(
-    bilinear: Callable[..., Array], operands: tuple[Array, Array], tangents: tuple[Any, Any], y: Array
+    bilinear: Callable[..., Array],
+    operands: tuple[Array, Array],
+    tangents: tuple[Any, Any],
+    y: Array,
 ) -> Array:
     """Computes the tangent of a bilinear operation in the operands' dtype, cast to `y`'s."""
     pairs = ((tangents[0], operands[1]), (operands[0], tangents[1]))

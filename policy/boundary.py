@@ -78,7 +78,9 @@ def cast_inputs(
             return cast_floating(tree, policy.compute_dtype, is_leaf=is_leaf)
 
         new_args = tuple(arg if i in kept_positions else cast(arg) for i, arg in enumerate(args))
-        return new_args, {name: value if name in keep else cast(value) for name, value in kwargs.items()}
+        return new_args, {
+            name: value if name in keep else cast(value) for name, value in kwargs.items()
+        }
 
 
 def _kept_positions(signature: inspect.Signature, count: int, keep: Collection[str]) -> set[int]:

@@ -19,7 +19,9 @@ def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
       TypeError: `fn` is not such a function.
     """
     if isinstance(fn, type):
-        raise TypeError(f"{what} takes {takes}, but got the class {fn.__name__}: pass an instance, or a method of one.")
+        raise TypeError(
+            f"{what} takes {takes}, but got the class {fn.__name__}: pass an instance, or a method of one."
+        )
     if not callable(fn):
         raise TypeError(f"{what} takes {takes}, but got {shown(fn)} of type {type(fn).__name__}.")
     if _is_unbound_linen_module(fn):

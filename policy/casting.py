@@ -33,9 +33,9 @@ def is_floating(x: Any) -> bool:
 
     Arrays are JAX arrays and tracers, NumPy arrays and scalars, and `ShapeDtypeStruct`s.
     """
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) and jnp.issubdtype(
-        x.dtype, jnp.floating
-    )
+    return isinstance(
+        x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    ) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def cast_array(x: Any, dtype: DTypeLike, *, complex_too: bool = False) -> Any:
@@ -45,7 +45,9 @@ def cast_array(x: Any, dtype: DTypeLike, *, complex_too: bool = False) -> Any:
     `dtype`, but at least to complex64, the narrowest that JAX has.
     """
     if not is_floating(x):
-        if not (complex_too and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)):
+        if not (
+            complex_too and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
+        ):
             return x
         dtype = jnp.complex128 if jnp.dtype(dtype).itemsize == 8 else jnp.complex64
     if x.dtype == dtype and not getattr(x, "weak_type", False):
@@ -56,7 +58,11 @@ def cast_array(x: Any, dtype: DTypeLike, *, complex_too: bool = False) -> Any:
 
 
 def cast_floating(
-    tree: T, dtype: DTypeLike, *, is_leaf: Callable[[Any], bool] | None = None, complex_too: bool = False
+    tree: T,
+    dtype: DTypeLike,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    complex_too: bool = False,
 ) -> T:
     """Casts the floating arrays of a tree to `dtype`.
 
@@ -75,4 +81,6 @@ def cast_floating(
       ValueError: `dtype` is float64 while x64 is disabled.
     """
     dtype = require_available(dtype)
-    return jax.tree.map(lambda x: cast_array(x, dtype, complex_too=complex_too), tree, is_leaf=is_leaf)
+    return jax.tree.map(
+        lambda x: cast_array(x, dtype, complex_too=complex_too), tree, is_leaf=is_leaf
+    )

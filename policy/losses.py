@@ -74,7 +74,9 @@ def softmax_cross_entropy_with_integer_labels(
     logits = jnp.asarray(logits)
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"labels should be integers, but got {labels.dtype}; softmax_cross_entropy takes dense ones.")
+        raise ValueError(
+            f"labels should be integers, but got {labels.dtype}; softmax_cross_entropy takes dense ones."
+        )
     _check_labels(labels.shape, logits.shape, axis)
     _check_weights(label_smoothing, z_loss)
 
@@ -89,11 +91,17 @@ def softmax_cross_entropy_with_integer_labels(
         where = None if where is None else _flat_classes(where, axis)
         logits, axis = _flat_classes(logits, axis), -1
     labels = _class_indices(jnp.expand_dims(labels, axis), logits.shape[axis])  # (..., 1)
-    return _sparse_cross_entropy(logits, labels, where, axis, label_smoothing, z_loss, wide).squeeze(axis)
+    return _sparse_cross_entropy(
+        logits, labels, where, axis, label_smoothing, z_loss, wide
+    ).squeeze(axis)
 
 
 def _check_labels(labels: tuple[int, ...], logits: tuple[int, ...], axis: Any) -> None:
-    axes = {a % len(logits) for a in (axis if isinstance(axis, tuple) else (axis,))} if logits else set()
+    axes = (
+        {a % len(logits) for a in (axis if isinstance(axis, tuple) else (axis,))}
+        if logits
+        else set()
+    )
     examples = tuple(length for i, length in enumerate(logits) if i not in axes)
     fits = len(labels) == len(examples)
     if not (fits and all(1 in (a, b) or a == b for a, b in zip(labels, examples, strict=True))):
@@ -127,19 +135,33 @@ def _class_indices(labels: jax.Array, classes: int) -> jax.Array:
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
     return (
-        labels if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) else jnp.where(labels < 0, labels + classes, labels)
+        labels
+        if jnp.issubdtype(labels.dtype, jnp.unsignedinteger)
+        else jnp.where(labels < 0, labels + classes, labels)
     )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def _sparse_cross_entropy(
-    logits: jax.Array, labels: jax.Array, where: Any, axis: int, smoothing: float, z_loss: float, wide: Any
+    logits: jax.Array,
+    labels: jax.Array,
+    where: Any,
+    axis: int,
+    smoothing: float,
+    z_loss: float,
+    wide: Any,
 ) -> jax.Array:
     return _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)[0]
 
 
 def _sparse_forward(
-    logits: jax.Array, labels: jax.Array, where: Any, axis: int, smoothing: float, z_loss: float, wide: Any
+    logits: jax.Array,
+    labels: jax.Array,
+    where: Any,
+    axis: int,
+    smoothing: float,
+    z_loss: float,
+    wide: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the loss, the largest logit and the lse relative to it, each (..., 1)."""
     largest = jnp.max(logits, axis, keepdims=True, where=where, initial=-jnp.inf)
@@ -152,20 +174,32 @@ def _sparse_forward(
     chosen = jnp.take_along_axis(logits, labels, axis=axis).astype(wide) - largest
     loss = rest - (1 - smoothing) * chosen
     if smoothing:
-        loss = loss - smoothing * jnp.mean(logits.astype(wide) - largest, axis, where=where, keepdims=True)
+        loss = loss - smoothing * jnp.mean(
+            logits.astype(wide) - largest, axis, where=where, keepdims=True
+        )
     loss = loss + z_loss * jnp.square(largest + rest) if z_loss else loss
     return (loss if some is None else jnp.where(some, loss, 0)), largest, rest
 
 
 @_sparse_cross_entropy.defjvp
 def _sparse_jvp(
-    axis: int, smoothing: float, z_loss: float, wide: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    axis: int,
+    smoothing: float,
+    z_loss: float,
+    wide: Any,
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
 ) -> tuple[jax.Array, jax.Array]:
     logits, labels, where = primals
     loss, largest, rest = _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)
 
     def derivative(
-        logits: jax.Array, largest: jax.Array, rest: jax.Array, labels: jax.Array, where: Any, tangent: Any
+        logits: jax.Array,
+        largest: jax.Array,
+        rest: jax.Array,
+        labels: jax.Array,
+        where: Any,
+        tangent: Any,
     ) -> jax.Array:
         # One elementwise pass over the logits, whose transpose is one too: no scatter, no one-hot
         # matrix in memory.
@@ -227,7 +261,9 @@ def softmax_cross_entropy(
     def run(logits: jax.Array, labels: jax.Array) -> jax.Array:
         if label_smoothing:
             some = jnp.ones((1,) * logits.ndim, bool) if kept is None else kept
-            count = jnp.sum(jnp.broadcast_to(some, logits.shape), axis, keepdims=True).astype(logits.dtype)
+            count = jnp.sum(jnp.broadcast_to(some, logits.shape), axis, keepdims=True).astype(
+                logits.dtype
+            )
             labels = (1 - label_smoothing) * labels + jnp.where(some, label_smoothing / count, 0)
         # An example without any class left: over all of them, so that no NaN comes back where its
         # loss counts 0.
@@ -242,7 +278,9 @@ def softmax_cross_entropy(
     return widely(run, logits, labels, dtype=reduction_dtype(logits, labels))
 
 
-def _without_impossible(logs: jax.Array, weights: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+def _without_impossible(
+    logs: jax.Array, weights: jax.Array, kept: jax.Array | None = None
+) -> jax.Array:
     """Returns log-probabilities to be multiplied by `weights`, without NaN.
 
     They are 0 where a weight of 0 meets -inf, or where `kept` is False.
@@ -275,7 +313,9 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> jax.Ar
     Returns:
       The shape of `logits`, in reduction_dtype.
     """
-    return widely(optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype(logits, labels))
+    return widely(
+        optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype(logits, labels)
+    )
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> jax.Array:
@@ -293,7 +333,10 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> j
 
 
 def kl_divergence(
-    log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+    log_predictions: ArrayLike,
+    targets: ArrayLike,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes sum(targets (log(targets) - log_predictions)) over `axis`, in reduction_dtype.
 
@@ -317,7 +360,10 @@ def kl_divergence(
 
 
 def kl_divergence_with_log_targets(
-    log_predictions: ArrayLike, log_targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+    log_predictions: ArrayLike,
+    log_targets: ArrayLike,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes sum(exp(log_targets) (log_targets - log_predictions)), in reduction_dtype.
 
@@ -337,27 +383,37 @@ def kl_divergence_with_log_targets(
         logs = jnp.where(log_targets == -jnp.inf, 0, log_targets)
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
-    return widely(run, log_predictions, log_targets, dtype=reduction_dtype(log_predictions, log_targets))
+    return widely(
+        run, log_predictions, log_targets, dtype=reduction_dtype(log_predictions, log_targets)
+    )
 
 
 @jax.custom_jvp
-def _divergence(targets: jax.Array, log_targets: jax.Array, log_predictions: jax.Array) -> jax.Array:
+def _divergence(
+    targets: jax.Array, log_targets: jax.Array, log_predictions: jax.Array
+) -> jax.Array:
     """Computes targets (log_targets - log_predictions); a target of 0 gives 0."""
     return targets * (log_targets - _without_impossible(log_predictions, targets))
 
 
-def _divergence_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _divergence_jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
     # By hand, so that backward keeps the predictions for the targets' own gradient only.
     targets, log_targets, log_predictions = primals
     out = _divergence(*primals)
-    by_targets, by_log_targets, by_predictions = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+    by_targets, by_log_targets, by_predictions = (
+        None if isinstance(t, SymbolicZero) else t for t in tangents
+    )
     tangent = jnp.zeros_like(out)
     if by_predictions is not None:
         tangent = tangent - targets * by_predictions
     if by_log_targets is not None:
         tangent = tangent + targets * by_log_targets
     if by_targets is not None:
-        tangent = tangent + (log_targets - _without_impossible(log_predictions, targets)) * by_targets
+        tangent = (
+            tangent + (log_targets - _without_impossible(log_predictions, targets)) * by_targets
+        )
     return out, tangent
 
 
@@ -398,7 +454,12 @@ def ctc_loss(
     def run(logits: jax.Array, logit_paddings: jax.Array, label_paddings: jax.Array) -> jax.Array:
         with jax.numpy_rank_promotion("allow"):  # optax relies on it
             return optax.ctc_loss(
-                logits, logit_paddings, jnp.asarray(labels), label_paddings, blank_id=blank_id, log_epsilon=log_epsilon
+                logits,
+                logit_paddings,
+                jnp.asarray(labels),
+                label_paddings,
+                blank_id=blank_id,
+                log_epsilon=log_epsilon,
             )
 
     return widely(run, logits, logit_paddings, label_paddings, dtype=reduction_dtype(logits))
@@ -428,7 +489,9 @@ def cosine_similarity(
     """
 
     def run(predictions: jax.Array, targets: jax.Array) -> jax.Array:
-        return optax.cosine_similarity(predictions, targets, epsilon=epsilon, axis=axis, where=where)
+        return optax.cosine_similarity(
+            predictions, targets, epsilon=epsilon, axis=axis, where=where
+        )
 
     return widely(run, predictions, targets, dtype=reduction_dtype(predictions, targets))
 

@@ -37,5 +37,7 @@ batching.defvectorized(_materialize_p)
 mlir.register_lowering(_materialize_p, lambda context, x: [x])
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(
-        _materialize_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False), platform=_platform
+        _materialize_p,
+        mlir.lower_fun(lax.optimization_barrier, multiple_results=False),
+        platform=_platform,
     )

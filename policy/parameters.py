@@ -19,13 +19,17 @@ def require_params(params: Any) -> None:
     is_collection = isinstance(named, Collection) and not isinstance(named, (bytes, Mapping))
     if params is None or callable(params):
         return
-    if not is_collection or any(isinstance(name, bool) or not isinstance(name, (int, str)) for name in named):
+    if not is_collection or any(
+        isinstance(name, bool) or not isinstance(name, (int, str)) for name in named
+    ):
         raise TypeError(
             f"params should be positions or names of arguments, or a predicate on leaves, but got {params!r}."
         )
 
 
-def parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+def parameters(
+    fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[bool]:
     """Returns, for each leaf of ``(args, kwargs)``, whether it is a parameter."""
     everything = (args, kwargs)
     if callable(params):
@@ -33,7 +37,11 @@ def parameters(fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str,
     if params is None:
         return _inferred(args, kwargs)
     named = [params] if isinstance(params, (int, str)) else list(params)
-    positions = {_position(fn, name, args) for name in named if not (isinstance(name, str) and name in kwargs)}
+    positions = {
+        _position(fn, name, args)
+        for name in named
+        if not (isinstance(name, str) and name in kwargs)
+    }
     return [
         *(i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)),
         *(name in named for name, arg in sorted(kwargs.items()) for _ in jax.tree.leaves(arg)),
@@ -45,22 +53,30 @@ def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
     if isinstance(name, str):
         names = list(inspect.signature(fn).parameters)
         if name not in names:
-            raise ValueError(f"params names the argument {name!r}, but the function takes {', '.join(names)}.")
+            raise ValueError(
+                f"params names the argument {name!r}, but the function takes {', '.join(names)}."
+            )
         position = names.index(name)
     if not -len(args) <= position < len(args):
-        raise ValueError(f"params names argument {name!r}, but the function was called with {len(args)} of them.")
+        raise ValueError(
+            f"params names argument {name!r}, but the function was called with {len(args)} of them."
+        )
     return position % len(args)
 
 
 def _inferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    has_collection = any(isinstance(arg, Mapping) and "params" in arg for arg in (*args, *kwargs.values()))
+    has_collection = any(
+        isinstance(arg, Mapping) and "params" in arg for arg in (*args, *kwargs.values())
+    )
 
     def marks(arg: Any, is_first: bool) -> list[bool]:
         if has_collection and isinstance(arg, Mapping) and "params" in arg:
             paths = jax.tree_util.tree_flatten_with_path(arg)[0]
             return [getattr(path[0], "key", None) == "params" for path, _ in paths]
         leaves = jax.tree.leaves(arg)
-        is_container = is_first and not has_collection and not (len(leaves) == 1 and leaves[0] is arg)
+        is_container = (
+            is_first and not has_collection and not (len(leaves) == 1 and leaves[0] is arg)
+        )
         return [is_container] * len(leaves)
 
     found = [mark for i, arg in enumerate(args) for mark in marks(arg, i == 0)]

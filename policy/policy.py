@@ -23,7 +23,9 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.float32: ("float32", "f32", "full"),
     jnp.float64: ("float64", "f64"),
 }
-_name_to_dtype = {name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names}
+_name_to_dtype = {
+    name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
+}
 
 _MIXED = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 _INSIDE = ("f32_inside", "float32_inside")
@@ -102,7 +104,9 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
     if isinstance(value, str) and value in dtype_names():
         return parse_dtype(value)
     if value is None:  # jnp.dtype(None) is float64, never intended
-        raise ValueError(f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'.")
+        raise ValueError(
+            f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'."
+        )
     try:
         dtype = jnp.dtype(value)
     except TypeError:
@@ -224,7 +228,9 @@ class Policy:
             fields["reduction_dtype"] = None
         unknown = sorted(set(changes) - set(fields))
         if unknown:
-            raise TypeError(f"Policy.replace: no field {', '.join(unknown)}; the fields are {', '.join(fields)}.")
+            raise TypeError(
+                f"Policy.replace: no field {', '.join(unknown)}; the fields are {', '.join(fields)}."
+            )
         return Policy(**(fields | changes))
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
@@ -235,7 +241,9 @@ class Policy:
         """Returns the policy for the outputs of a call from code under `caller`, or under none."""
         if not self.follows_caller:
             return self
-        return self.replace(output_dtype=self.compute_dtype if caller is None else caller.compute_dtype)
+        return self.replace(
+            output_dtype=self.compute_dtype if caller is None else caller.compute_dtype
+        )
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of a tree to `param_dtype`.
@@ -281,7 +289,10 @@ class Policy:
         """
         names = {long: short for long, short, *_ in dtype_to_names.values()}
         parts = (part.split("=") for part in str(self).split(","))
-        return ",".join(f"{key if key == 'inputs' else key[0]}={names.get(value, value)}" for key, value in parts)
+        return ",".join(
+            f"{key if key == 'inputs' else key[0]}={names.get(value, value)}"
+            for key, value in parts
+        )
 
     def __reduce__(self):
         return get_policy, (str(self),)
@@ -358,7 +369,9 @@ def _parse_fields(text: str) -> dict[str, Any]:
             raise ValueError(f"Key '{key}' in '{text}' says {field} a second time.")
         if field == "cast_inputs":
             if value not in ("keep", "cast"):
-                raise ValueError(f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or 'cast'.")
+                raise ValueError(
+                    f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or 'cast'."
+                )
             fields[field] = value == "cast"
         elif field == "output_dtype" and value == CALLER:
             fields[field] = CALLER

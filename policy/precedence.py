@@ -45,7 +45,13 @@ class Effective:
 
 
 def with_explicit_dtypes(
-    base: Policy | None, *, source: Source, dtype: Any = None, param_dtype: Any = None, what: str, where: str
+    base: Policy | None,
+    *,
+    source: Source,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    what: str,
+    where: str,
 ) -> Effective:
     """Returns the effective policy of a layer, formed field by field.
 

@@ -37,7 +37,16 @@ def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
     """
     policy = current_policy()
     dtype = jnp.dtype(jnp.float32) if policy is None else require_available(policy.reduction_dtype)
-    return _widest([dtype, *(jnp.result_type(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact))])
+    return _widest(
+        [
+            dtype,
+            *(
+                jnp.result_type(x)
+                for x in arrays
+                if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            ),
+        ]
+    )
 
 
 def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None = None) -> Any:
@@ -58,12 +67,16 @@ def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None =
     """
     given = [x for x in arrays if x is not None]
     wide = reduction_dtype(*given)
-    floating = [jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    floating = [
+        jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
     out = jnp.dtype(dtype) if dtype is not None else _widest(floating) if floating else wide
 
     def run(*arrays: Any) -> Any:
         results = function(*(None if x is None else _as(x, wide) for x in arrays))
-        return jax.tree.map(lambda y: _as(y, out) if jnp.issubdtype(y.dtype, jnp.inexact) else y, results)
+        return jax.tree.map(
+            lambda y: _as(y, out) if jnp.issubdtype(y.dtype, jnp.inexact) else y, results
+        )
 
     if all(dtype == wide for dtype in floating):
         return run(*arrays)  # nothing was widened: nothing to keep small
@@ -78,7 +91,9 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
 
 def _as(x: Any, dtype: DTypeLike) -> jax.Array:
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
+        dtype, jnp.complexfloating
+    ):
         return x
     return x if x.dtype == dtype and is_floating(x) else x.astype(dtype)
 
@@ -161,7 +176,9 @@ def logsumexp(
     """
 
     def run(x: jax.Array, b: jax.Array | None) -> Any:
-        return jax.scipy.special.logsumexp(x, axis, b=b, keepdims=keepdims, return_sign=return_sign, where=where)
+        return jax.scipy.special.logsumexp(
+            x, axis, b=b, keepdims=keepdims, return_sign=return_sign, where=where
+        )
 
     return widely(run, x, b, dtype=dtype)
 
@@ -348,18 +365,24 @@ def cumprod(
     return _running(jax.lax.cumprod, x, axis, dtype, reverse)
 
 
-def _running(operation: Callable[..., jax.Array], x: Any, axis: int | None, dtype: Any, reverse: bool) -> jax.Array:
+def _running(
+    operation: Callable[..., jax.Array], x: Any, axis: int | None, dtype: Any, reverse: bool
+) -> jax.Array:
     x = jnp.atleast_1d(jnp.asarray(x))
     x, along = (x.reshape(-1), 0) if axis is None else (x, axis)
     if not -x.ndim <= along < x.ndim:
-        raise ValueError(f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got {axis}.")
+        raise ValueError(
+            f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got {axis}."
+        )
     return _exactly_or_widely(lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype)
 
 
 def _exactly_or_widely(function: Callable[[jax.Array], jax.Array], x: Any, dtype: Any) -> jax.Array:
     """Calls ``widely(function, x)``; for integers, `function` in an integer dtype."""
     x = jnp.asarray(x)
-    counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (dtype and jnp.issubdtype(dtype, jnp.inexact))
+    counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (
+        dtype and jnp.issubdtype(dtype, jnp.inexact)
+    )
     if not counts:
         return widely(function, x, dtype=dtype)
     wide = dtype or (jnp.dtype(int) if x.dtype == bool else x.dtype)
@@ -398,7 +421,13 @@ def segment_sum(
 
     def run(data: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(
-            data, jnp.asarray(segment_ids), num_segments, indices_are_sorted, unique_indices, bucket_size, mode
+            data,
+            jnp.asarray(segment_ids),
+            num_segments,
+            indices_are_sorted,
+            unique_indices,
+            bucket_size,
+            mode,
         )
 
     return _exactly_or_widely(run, data, dtype)

@@ -76,14 +76,18 @@ class PolicyRules:
         elif isinstance(rules, Mapping):
             pairs = list(rules.items())
         elif isinstance(rules, str) or not isinstance(rules, Iterable):
-            raise TypeError(f"Policy rules should be a dict or a list of (pattern, policy) pairs, but got {rules!r}.")
+            raise TypeError(
+                f"Policy rules should be a dict or a list of (pattern, policy) pairs, but got {rules!r}."
+            )
         else:
             pairs = list(rules)
         checked = tuple(_checked_rule(pair) for pair in pairs)
         seen: set[Pattern] = set()
         for pattern, _ in checked:
             if pattern in seen:
-                raise ValueError(f"Rule {name_of(pattern)} stands twice; only the first could ever match.")
+                raise ValueError(
+                    f"Rule {name_of(pattern)} stands twice; only the first could ever match."
+                )
             seen.add(pattern)
         object.__setattr__(self, "rules", checked)
         object.__setattr__(self, "strict", bool(strict))
@@ -101,7 +105,9 @@ class PolicyRules:
           TypeError: `texts` is a single text.
         """
         if isinstance(texts, str):
-            raise TypeError(f"Texts of policy rules should be a list of PATH=TEXT, but got the one text {texts!r}.")
+            raise TypeError(
+                f"Texts of policy rules should be a list of PATH=TEXT, but got the one text {texts!r}."
+            )
         return cls([_divided(text) for text in texts], strict=strict)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -117,7 +123,10 @@ class PolicyRules:
         return iter(self.rules)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PolicyRules) and (self.rules, self.strict) == (other.rules, other.strict)
+        return isinstance(other, PolicyRules) and (self.rules, self.strict) == (
+            other.rules,
+            other.strict,
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -147,16 +156,22 @@ class PolicyRules:
         rule = self.rule_for(path, cls, model=model)
         return None if rule is None else rule[1]
 
-    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> tuple[Pattern, Policy] | None:
+    def rule_for(
+        self, path: str | None, cls: type | None = None, *, model: str = ""
+    ) -> tuple[Pattern, Policy] | None:
         """Returns the first matching rule as (pattern, policy) or None; see `match`."""
         return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
 
     def of_model(self, model: str) -> PolicyRules:
         """Returns these rules without those that name another model."""
-        kept = [rule for rule in self.rules if not isinstance(rule[0], str) or _is_of(rule[0], model)]
+        kept = [
+            rule for rule in self.rules if not isinstance(rule[0], str) or _is_of(rule[0], model)
+        ]
         return self if len(kept) == len(self.rules) else PolicyRules(kept, strict=self.strict)
 
-    def check(self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None], *, model: str = "") -> None:
+    def check(
+        self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None], *, model: str = ""
+    ) -> None:
         """Raises if a rule matches none of the given modules.
 
         Args:
@@ -172,10 +187,16 @@ class PolicyRules:
         if not self.strict:
             return
         seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
-        classes = {cls for group in seen.values() for cls in group} if isinstance(paths, Mapping) else None
+        classes = (
+            {cls for group in seen.values() for cls in group}
+            if isinstance(paths, Mapping)
+            else None
+        )
         self.check_places([(path, model) for path in seen], classes)
 
-    def check_places(self, places: Iterable[tuple[str, str]], classes: Iterable[type] | None = None) -> None:
+    def check_places(
+        self, places: Iterable[tuple[str, str]], classes: Iterable[type] | None = None
+    ) -> None:
         """Raises if a rule matches none of the given modules, as `check` does.
 
         Args:
@@ -201,7 +222,9 @@ class PolicyRules:
             plural = "s" if len(unmatched) > 1 else ""
             names = ", ".join(map(name_of, unmatched))
             hint = _without_class(unmatched, places)
-            raise ValueError(f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}")
+            raise ValueError(
+                f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}"
+            )
 
 
 # Arguments for rules. A pattern is a text or a class, which is checked when the rules are made; its
@@ -265,7 +288,9 @@ def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str
     """Returns a hint if a pattern would match without the class that it begins with."""
     for pattern in unmatched:
         first, _, below = pattern.partition("/") if isinstance(pattern, str) else ("", "", "")
-        if below and any(model and re.fullmatch(first, model) and _is_path(below, path) for path, model in places):
+        if below and any(
+            model and re.fullmatch(first, model) and _is_path(below, path) for path, model in places
+        ):
             return f" Paths begin below the model's class: {below!r}."
     return ""
 
@@ -275,18 +300,32 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
         pattern, policy = pair
     except (TypeError, ValueError):
         is_text = isinstance(pair, str) and "=" in pair
-        hint = "PolicyRules.from_texts takes a list of PATH=TEXT" if is_text else "Rules are written {'head': 'f32'}"
-        raise TypeError(f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}.") from None
+        hint = (
+            "PolicyRules.from_texts takes a list of PATH=TEXT"
+            if is_text
+            else "Rules are written {'head': 'f32'}"
+        )
+        raise TypeError(
+            f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}."
+        ) from None
     if isinstance(pattern, str):
         try:
             _compiled(pattern)
         except re.error as error:
-            hint = f" Any name is '.*', not '*': '{pattern.replace('*', '.*')}'." if pattern[:1] == "*" else ""
-            raise ValueError(f"Rule '{pattern}' is not a regular expression: {error}.{hint}") from None
+            hint = (
+                f" Any name is '.*', not '*': '{pattern.replace('*', '.*')}'."
+                if pattern[:1] == "*"
+                else ""
+            )
+            raise ValueError(
+                f"Rule '{pattern}' is not a regular expression: {error}.{hint}"
+            ) from None
     elif not isinstance(pattern, type):
         is_module = hasattr(pattern, "dtype_policy")
         got = f"a {type(pattern).__name__}: give its class" if is_module else repr(pattern)
-        raise TypeError(f"A rule's pattern should be a path pattern or a layer class, but got {got}.")
+        raise TypeError(
+            f"A rule's pattern should be a path pattern or a layer class, but got {got}."
+        )
     try:
         return pattern, get_policy(policy)
     except (TypeError, ValueError) as error:

@@ -91,9 +91,17 @@ def enter(scope: Scope, source: Source | None = None):
                 yield
 
 
-def _checked(policy: Policy | str | None, rules: RulesLike | None) -> tuple[Policy | None, PolicyRules | None]:
+def _checked(
+    policy: Policy | str | None, rules: RulesLike | None
+) -> tuple[Policy | None, PolicyRules | None]:
     policy = None if policy is None else get_policy(policy)
-    rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
+    rules = (
+        None
+        if rules is None
+        else PolicyRules(rules)
+        if not isinstance(rules, PolicyRules)
+        else rules
+    )
     for used in (policy, *(rule_policy for _, rule_policy in rules or ())):
         if used is not None:
             require_usable(used)
@@ -159,7 +167,9 @@ class use_policy(contextlib.ContextDecorator):
         self._is_used = True
         outer = current_scope()
         rules = outer.rules if self._rules is None else self._rules
-        entered = enter(dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope"))
+        entered = enter(
+            dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope")
+        )
         entered.__enter__()
         self._entered.__dict__.setdefault("stack", []).append(entered)
         return self._policy

@@ -14,7 +14,15 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from policy._jaxpr.graph import Graph, Node, is_joint
-from policy._jaxpr.operations import HALVES, accumulation_of, is_inexact, kind_of, operands_of, result_of, sums
+from policy._jaxpr.operations import (
+    HALVES,
+    accumulation_of,
+    is_inexact,
+    kind_of,
+    operands_of,
+    result_of,
+    sums,
+)
 from policy._jaxpr.paths import Path, divided, once, spelled
 from policy._jaxpr.same_program import first_difference
 from policy._jaxpr.trace import trace
@@ -145,12 +153,19 @@ def assert_no_silent_promotion(
     """
     jaxpr = _jaxpr(fn, args, kwargs, backward, params)
     sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
-    _require_any([s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}], "half value", allow)
+    _require_any(
+        [s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}],
+        "half value",
+        allow,
+    )
     paths = {spelled(site.path) for site in sites}
-    findings = [f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths]
+    findings = [
+        f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths
+    ]
     if findings:
         raise AssertionError(
-            "bfloat16 or float16 meets float32 where nobody cast it:\n" + "\n".join(map(_told_of_finding, findings))
+            "bfloat16 or float16 meets float32 where nobody cast it:\n"
+            + "\n".join(map(_told_of_finding, findings))
         )
 
 
@@ -189,9 +204,13 @@ def assert_params_keep_dtype(
         would be asserted.
     """
     accepted = None if dtype is None else _names(dtype)
-    before, after, jaxpr = parameters_of(fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None)
+    before, after, jaxpr = parameters_of(
+        fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None
+    )
     if not any(is_inexact(str(dtype)) for dtype in before.values()):
-        raise AssertionError("assert_params_keep_dtype found no floating parameter: nothing would be asserted.")
+        raise AssertionError(
+            "assert_params_keep_dtype found no floating parameter: nothing would be asserted."
+        )
     told = []
     for name, was in before.items():
         if name not in after:
@@ -202,7 +221,9 @@ def assert_params_keep_dtype(
             should = _listed(accepted) if accepted else was
             told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
     if told:
-        raise AssertionError(f"{len(told)} of {len(before)} parameters of {_name(fn)} change:\n" + "\n".join(told))
+        raise AssertionError(
+            f"{len(told)} of {len(before)} parameters of {_name(fn)} change:\n" + "\n".join(told)
+        )
 
 
 def assert_same_program(
@@ -233,7 +254,10 @@ def assert_same_program(
       AssertionError: shows the first difference: its path, operations, dtypes and source lines.
     """
     kwargs = dict(kwargs or {})
-    jaxprs = (trace(fn, *given, **kwargs).jaxpr for fn, given in ((f, args), (g, args if g_args is None else g_args)))
+    jaxprs = (
+        trace(fn, *given, **kwargs).jaxpr
+        for fn, given in ((f, args), (g, args if g_args is None else g_args))
+    )
     difference = first_difference(*jaxprs)
     if difference is not None:
         raise AssertionError(f"{_name(f)} and {_name(g)} are not the same program. {difference}")
@@ -287,9 +311,15 @@ def assert_close_in_ulps(
 # --------------------------------------------------------------------------------------------------
 
 
-def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool, params: Params) -> Any:
-    if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(args, Sequence):
-        raise TypeError(f"args should be a tuple of the function's arguments, but got a {type(args).__name__}.")
+def _jaxpr(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool, params: Params
+) -> Any:
+    if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(
+        args, Sequence
+    ):
+        raise TypeError(
+            f"args should be a tuple of the function's arguments, but got a {type(args).__name__}."
+        )
     return traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr
 
 
@@ -305,17 +335,29 @@ def _rounds(node: Node) -> bool:
 
 
 def _multiplies(site: Site) -> bool:
-    return kind_of(site.name) in ("dot", "convolution") and any(map(is_inexact, operands_of(site.equation)))
+    return kind_of(site.name) in ("dot", "convolution") and any(
+        map(is_inexact, operands_of(site.equation))
+    )
 
 
 def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
     """Returns the nodes that no pattern leaves out."""
     if isinstance(allow, str):
-        raise TypeError(f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself.")
+        raise TypeError(
+            f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself."
+        )
     patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
-    known = {path: list(_names_of(path)) for path in ({node.site.path for node in nodes} if patterns else ())}
+    known = {
+        path: list(_names_of(path))
+        for path in ({node.site.path for node in nodes} if patterns else ())
+    }
     matched = {
-        path: {pattern for pattern, _ in patterns for name, model in names if matches(pattern, name, model=model)}
+        path: {
+            pattern
+            for pattern, _ in patterns
+            for name, model in names
+            if matches(pattern, name, model=model)
+        }
         for path, names in known.items()
     }
     unmatched = sorted(set(allow).difference(*matched.values()))
@@ -342,7 +384,8 @@ def _require_none(wrong: list[Site], should: str, of: Callable[[Any], str] | Non
     if wrong:
         told = dict.fromkeys(_told(site, of) for site in wrong)
         raise AssertionError(
-            f"{len(wrong)} {'operation' if len(wrong) == 1 else 'operations'} {should}:\n" + "\n".join(told)
+            f"{len(wrong)} {'operation' if len(wrong) == 1 else 'operations'} {should}:\n"
+            + "\n".join(told)
         )
 
 
@@ -362,7 +405,11 @@ def _told_of_finding(finding: Finding) -> str:
 
 def _names(dtype: DTypes) -> frozenset[str]:
     """Returns the names of the accepted dtypes."""
-    given = [dtype] if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection) else list(dtype)
+    given = (
+        [dtype]
+        if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection)
+        else list(dtype)
+    )
     if not given:
         raise ValueError("No dtype was given that would be right.")
     return frozenset(map(_dtype_name, given))

@@ -30,13 +30,17 @@ def shortened(texts: list[str], limit: int = 8) -> str:
 
 def is_overwritten(path: tuple[Any, ...]) -> bool:
     """Returns whether a path contains a mapping key named `_overwrite_with_gradient`."""
-    return any(getattr(key, "key", getattr(key, "name", None)) == OVERWRITE_WITH_GRADIENT for key in path)
+    return any(
+        getattr(key, "key", getattr(key, "name", None)) == OVERWRITE_WITH_GRADIENT for key in path
+    )
 
 
 def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Maps `function` over the leaves of `tree`, except under `_overwrite_with_gradient`."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, *others: leaf if is_overwritten(path) else function(leaf, *others), tree, *rest
+        lambda path, leaf, *others: leaf if is_overwritten(path) else function(leaf, *others),
+        tree,
+        *rest,
     )
 
 
@@ -46,7 +50,9 @@ def unboxed(tree: Any) -> Any:
     A box is a pytree node with one child that converts to an array: an nnx Variable. `nnx.state`
     has one around each parameter, and `nnx.Optimizer` one around each leaf of its state.
     """
-    return jax.tree.map(lambda node: _children(node)[0][0] if _is_box(node) else node, tree, is_leaf=_is_box)
+    return jax.tree.map(
+        lambda node: _children(node)[0][0] if _is_box(node) else node, tree, is_leaf=_is_box
+    )
 
 
 def boxed_like(tree: Any, boxes: Any) -> Any:

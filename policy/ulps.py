@@ -43,13 +43,20 @@ def ulps(actual: Any, desired: np.ndarray, dtype: DTypeLike, *, floor: float = 0
         error = np.abs(reached - desired) / spacing(np.maximum(np.abs(desired), floor), dtype)
         error = np.where(np.isnan(error), np.inf, error)
     is_right = (
-        (actual == desired) | ((actual == rounded) & ~np.isfinite(rounded)) | (np.isnan(actual) & np.isnan(rounded))
+        (actual == desired)
+        | ((actual == rounded) & ~np.isfinite(rounded))
+        | (np.isnan(actual) & np.isnan(rounded))
     )
     return np.where(is_right, 0.0, error)
 
 
 def what_is_off(
-    path: str, actual: Any, desired: Any, allowed: float, dtype: DTypeLike | None = None, floor: float = 0.0
+    path: str,
+    actual: Any,
+    desired: Any,
+    allowed: float,
+    dtype: DTypeLike | None = None,
+    floor: float = 0.0,
 ) -> str:
     """Returns `policy.testing.assert_close_in_ulps`'s message for one array; "" if close.
 
@@ -58,7 +65,9 @@ def what_is_off(
     """
     leaf, truth = np.asarray(actual), np.asarray(desired)
     if leaf.shape != truth.shape:
-        raise ValueError(f"{path or 'The array'} should be of shape {truth.shape}, but is of shape {leaf.shape}.")
+        raise ValueError(
+            f"{path or 'The array'} should be of shape {truth.shape}, but is of shape {leaf.shape}."
+        )
     name = path or "The array"
     if np.iscomplexobj(leaf) or np.iscomplexobj(truth):
         own = dtype or np.real(leaf).dtype
@@ -66,7 +75,11 @@ def what_is_off(
         told = (what_is_off(f"{name}.{part}", x, y, allowed, own, floor) for part, x, y in parts)
         return "\n".join(filter(None, told))
     if dtype is None and not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return "" if np.array_equal(leaf, truth) else f"{name}: {leaf.dtype} numbers should be equal, but are not."
+        return (
+            ""
+            if np.array_equal(leaf, truth)
+            else f"{name}: {leaf.dtype} numbers should be equal, but are not."
+        )
     in_dtype = jnp.dtype(leaf.dtype if dtype is None else dtype)
     error = ulps(leaf, np.asarray(truth, np.float64), in_dtype, floor=floor)
     wrong = int((error > allowed).sum())

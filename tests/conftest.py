@@ -17,10 +17,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+        os.environ["JAX_COMPILATION_CACHE_DIR"], worker
+    )
 # XLA's own passes are as always; LLVM's, which take half of the time of a compile, are left out: kernels run once here.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    )
 
 import hypothesis
 import jax
@@ -30,9 +34,14 @@ import pytest
 from tests import fast_part
 
 # The suite's random tests are the same in each run; those of `python -m tests.random_faults` come from its seed.
-hypothesis.settings.register_profile("suite", max_examples=6, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile(
-    "long", max_examples=int(os.environ.get("MPMODULES_RANDOM_EXAMPLES", "300")), deadline=None, database=None
+    "suite", max_examples=6, derandomize=True, deadline=None, database=None
+)
+hypothesis.settings.register_profile(
+    "long",
+    max_examples=int(os.environ.get("MPMODULES_RANDOM_EXAMPLES", "300")),
+    deadline=None,
+    database=None,
 )
 hypothesis.settings.load_profile("suite")
 
@@ -82,7 +91,9 @@ def no_global_policy():
 
 
 @pytest.fixture(autouse=True)
-def same_numbers_in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def same_numbers_in_any_order(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each test draws from its module's generator as if it were the first, whatever ran before it."""
     if isinstance(getattr(request.module, "RNG", None), np.random.Generator):
         monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))

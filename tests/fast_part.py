@@ -77,7 +77,11 @@ def measured(report: Path) -> dict[str, tuple[float, int]]:
 
 def write(found: Mapping[str, tuple[float, int]]) -> None:
     """Writes the functions that take longer than `BUDGET` in all to `durations.txt`."""
-    lines = [f"{seconds / count:.3f} {name}\n" for name, (seconds, count) in sorted(found.items()) if seconds > BUDGET]
+    lines = [
+        f"{seconds / count:.3f} {name}\n"
+        for name, (seconds, count) in sorted(found.items())
+        if seconds > BUDGET
+    ]
     DURATIONS.write_text("".join(lines))
 
 

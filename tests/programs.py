@@ -49,9 +49,20 @@ def operations_of(jaxpr: Any) -> list[Operation]:
 
 def _operation(site: Site) -> Operation:
     equation = site.equation
-    inputs, outputs = (tuple(map(dtype_of, variables)) for variables in (equation.invars, equation.outvars))
+    inputs, outputs = (
+        tuple(map(dtype_of, variables)) for variables in (equation.invars, equation.outvars)
+    )
     path = "/".join(site.path)
-    return Operation(site.name, inputs, outputs, path, site.inside, _terms(equation), site.is_placed, site.is_backward)
+    return Operation(
+        site.name,
+        inputs,
+        outputs,
+        path,
+        site.inside,
+        _terms(equation),
+        site.is_placed,
+        site.is_backward,
+    )
 
 
 def _terms(eqn: Any) -> int | None:

@@ -56,7 +56,9 @@ TABLES = {
 QUICK = ("models", "layers", "optimizer")
 
 
-def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> dict[str, list[str]]:
+def chosen(
+    only: Sequence[str], on: Sequence[str] = (), quick: bool = False
+) -> dict[str, list[str]]:
     """Returns the tables of these names, or all, each with those of the targets `on` that it has rows of.
 
     Raises:
@@ -64,10 +66,14 @@ def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> 
     """
     for name in only:
         if name not in TABLES:
-            raise ValueError(f"There is no table {name!r} of accelerators. Tables: {', '.join(TABLES)}.")
+            raise ValueError(
+                f"There is no table {name!r} of accelerators. Tables: {', '.join(TABLES)}."
+            )
     names = [name for name in TABLES if (name in only if only else name in QUICK or not quick)]
     kinds = {name: targets.Target(name).kind for name in on}
-    found = {name: [target for target in on if kinds[target] in TABLES[name].chips] for name in names}
+    found = {
+        name: [target for target in on if kinds[target] in TABLES[name].chips] for name in names
+    }
     if on and not any(found.values()):
         known = "; ".join(f"{name}: {', '.join(TABLES[name].chips)}" for name in names)
         raise ValueError(f"No table has rows of {', '.join(on)}. Chips: {known}.")
@@ -104,7 +110,10 @@ def _beside_recorded(tables: dict[str, list[dict[str, Any]]], *, records: bool) 
     """Compares the baselines with the recorded ones, prints the dearer and the missing ones, and returns the rows."""
     rows, absent = baseline.beside_recorded(tables, baseline.load())
     dearer = [row for row in rows if row.is_missed]
-    print(f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them dearer", flush=True)
+    print(
+        f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them dearer",
+        flush=True,
+    )
     for row in dearer:
         print(line(row))
     for where in absent if not records else ():

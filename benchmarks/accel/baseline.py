@@ -30,7 +30,9 @@ def compilers() -> dict[str, str]:
 
 def compiler(target: str) -> str:
     """Names the compiler of a target, with JAX's version and its own."""
-    return ", ".join(f"{name} {_version(name)}" for name in ("jax", COMPILERS[Target(target).chip.platform]))
+    return ", ".join(
+        f"{name} {_version(name)}" for name in ("jax", COMPILERS[Target(target).chip.platform])
+    )
 
 
 def _version(name: str) -> str:
@@ -53,8 +55,12 @@ def record(tables: Mapping[str, Iterable[Mapping[str, Any]]], file: Path | None 
     for table, rows in tables.items():
         for row in rows:
             if row["target"] and row["quantity"] in QUANTITIES:
-                of_target = recorded.setdefault(compiler(row["target"]), {}).setdefault(row["target"], {})
-                of_target.setdefault(table, {}).setdefault(row["name"], {})[row["quantity"]] = row["reference"]
+                of_target = recorded.setdefault(compiler(row["target"]), {}).setdefault(
+                    row["target"], {}
+                )
+                of_target.setdefault(table, {}).setdefault(row["name"], {})[row["quantity"]] = row[
+                    "reference"
+                ]
     file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
 
 
@@ -75,8 +81,14 @@ def beside_recorded(
             of_table = recorded.get(version, {}).get(row["target"], {}).get(table, {})
             before = of_table.get(row["name"], {}).get(row["quantity"])
             if before is None:
-                absent.setdefault(f"{table} on {row['target']} by {version}", set()).add(row["name"])
+                absent.setdefault(f"{table} on {row['target']} by {version}", set()).add(
+                    row["name"]
+                )
                 continue
             name = f"by hand: {row['name']}"
-            rows.append(Row(row["quantity"], name, row["reference"], before, DEARER, target=row["target"]))
-    return rows, [f"{len(names)} baselines are not recorded: {where}" for where, names in absent.items()]
+            rows.append(
+                Row(row["quantity"], name, row["reference"], before, DEARER, target=row["target"])
+            )
+    return rows, [
+        f"{len(names)} baselines are not recorded: {where}" for where, names in absent.items()
+    ]

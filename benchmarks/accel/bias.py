@@ -82,7 +82,9 @@ def to_rounded(operation: Bilinear, x: jax.Array, kernel: jax.Array, bias: jax.A
     return with_bias_gradient(y, bias, shape, jnp.float32)
 
 
-def to_accumulator(operation: Bilinear, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+def to_accumulator(
+    operation: Bilinear, x: jax.Array, kernel: jax.Array, bias: jax.Array
+) -> jax.Array:
     """The bias is added to the float32 accumulator, and the sum is rounded; backward multiplies half by half."""
     accumulator = accumulating(operation, jnp.float32)(x, kernel)
     return _rounded(accumulator + bias.reshape(trailing(accumulator, bias)))
@@ -94,11 +96,15 @@ def _rounded(y: jax.Array) -> jax.Array:
 
 
 @_rounded.defjvp
-def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _rounded_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return _rounded(primals[0]), materialized(tangents[0].astype(HALF))
 
 
-def figures(target: Target, case: Case, adds: Callable[..., jax.Array], options: dict[str, Any]) -> Figures:
+def figures(
+    target: Target, case: Case, adds: Callable[..., jax.Array], options: dict[str, Any]
+) -> Figures:
     def loss(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
         for i, (kernel, bias) in enumerate(params):
             x = adds(case.operation, x, kernel.astype(HALF), bias)
@@ -127,7 +133,9 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
             if only and not any(part in case.name for part in only):
                 continue
             for route, options in routes.items():
-                wide, narrow = (figures(target, case, adds, options) for adds in (to_accumulator, to_rounded))
+                wide, narrow = (
+                    figures(target, case, adds, options) for adds in (to_accumulator, to_rounded)
+                )
                 yield from rows_of(f"{case.name}{route}", target, wide, narrow)
 
 

@@ -15,10 +15,26 @@ from benchmarks.accel.kernels import flops_of
 from benchmarks.accel.traffic import moved, produced
 from benchmarks.accel.trip_counts import turns
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 # Instructions that move nothing and run nothing.
 _FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+    ),
     *("opt-barrier", "add-dependency", "domain"),
 }
 _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
@@ -126,7 +142,9 @@ class _Counter:
                 _exchange(costs, holder, collective)
         if fused and instruction.cycles is None:
             return
-        if opcode == "custom-call" and (instruction.target in _ALLOCATIONS or not instruction.operands):
+        if opcode == "custom-call" and (
+            instruction.target in _ALLOCATIONS or not instruction.operands
+        ):
             return
         bytes_moved = moved(self.computations, inside, instruction)
         name = _short(instruction.op_name) or instruction.target or opcode
@@ -151,16 +169,30 @@ class _Counter:
         """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's own engine."""
         if instruction.opcode.endswith("-start"):
             return True
-        operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
+        operands = [
+            inside.instructions[name]
+            for name in instruction.operands
+            if name in inside.instructions
+        ]
         arrays = [array for i in (instruction, *operands) for array in i.results]
-        return instruction.opcode not in ("fusion", "custom-call") and not any(array.shape for array in arrays)
+        return instruction.opcode not in ("fusion", "custom-call") and not any(
+            array.shape for array in arrays
+        )
 
-    def _by_roofline(self, costs: Costs, inside: Computation, instruction: Instruction, name: str) -> float:
+    def _by_roofline(
+        self, costs: Costs, inside: Computation, instruction: Instruction, name: str
+    ) -> float:
         """Returns the roofline's cycles of an instruction without an estimate; only custom calls have FLOPs."""
-        operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
+        operands = [
+            inside.instructions[name]
+            for name in instruction.operands
+            if name in inside.instructions
+        ]
         flops = flops_of(instruction, operands) if instruction.opcode == "custom-call" else 0.0
         if self.kernel_cycles is None or flops is None:
-            costs.uncounted.append(f"cycles of {instruction.target or instruction.opcode} ({instruction.op_name})")
+            costs.uncounted.append(
+                f"cycles of {instruction.target or instruction.opcode} ({instruction.op_name})"
+            )
             return 0.0
         holder = self.anywhere[inside.name]
         touched = moved(self.anywhere, holder, holder.instructions[instruction.name])
@@ -173,14 +205,20 @@ def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> Non
     opcode = collective.opcode.removesuffix("-start")
     if opcode == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
         opcode = "reduce-scatter"  # a TPU's: a fusion of a sum with the slice that each device keeps of it
-    operands = [inside.instructions[name] for name in collective.operands if name in inside.instructions]
+    operands = [
+        inside.instructions[name] for name in collective.operands if name in inside.instructions
+    ]
     is_scatter = opcode == "reduce-scatter"
-    arrays = [a for i in operands for a in i.results] if is_scatter else produced(inside, collective)
+    arrays = (
+        [a for i in operands for a in i.results] if is_scatter else produced(inside, collective)
+    )
     for array in arrays:
         key = (opcode, array.dtype)
         costs.collectives[key] = costs.collectives.get(key, 0.0) + array.bytes
 
 
 def _short(op_name: str) -> str:
-    parts = [part for part in op_name.split("/") if not part.startswith(("jit(<", "jit(step", "jit(run"))]
+    parts = [
+        part for part in op_name.split("/") if not part.startswith(("jit(<", "jit(step", "jit(run"))
+    ]
     return "/".join(parts[-4:])

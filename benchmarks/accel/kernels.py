@@ -25,8 +25,12 @@ def flops_of(kernel: Instruction, operands: Sequence[Instruction]) -> float | No
     if not phase or len(blocks) < 2:
         return None
     query, key = blocks[:2]
-    outputs = [array for array in kernel.results if array.dtype == query.dtype and len(array.shape) >= 3]
+    outputs = [
+        array for array in kernel.results if array.dtype == query.dtype and len(array.shape) >= 3
+    ]
     width = outputs[0].shape[-1]
     keys = math.prod(key.shape[-2:]) // width  # either axis may be minor, as its block sizes say
-    matmuls = {"fwd": 2, "dq": 3, "dkv": 2 + len(outputs)}[phase[1]]  # the queries' gradient may be a third output
+    matmuls = {"fwd": 2, "dq": 3, "dkv": 2 + len(outputs)}[
+        phase[1]
+    ]  # the queries' gradient may be a third output
     return 2.0 * matmuls * math.prod(query.shape) * keys

@@ -62,23 +62,31 @@ def cases() -> list[Case]:
 
 # Where attention is one kernel its cycles are a roofline: without it the bound is to hold as well.
 def _linen_attention(wing: Any, **options: Any) -> Any:
-    return wing.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **_in_xla(wing, options))
+    return wing.MultiHeadDotProductAttention(
+        4, use_bias=False, deterministic=True, **_in_xla(wing, options)
+    )
 
 
 def _nnx_attention(wing: Any, **options: Any) -> Any:
-    return wing.MultiHeadAttention(4, SEQUENCE[-1], use_bias=False, decode=False, **_in_xla(wing, options))
+    return wing.MultiHeadAttention(
+        4, SEQUENCE[-1], use_bias=False, decode=False, **_in_xla(wing, options)
+    )
 
 
 def _in_xla(wing: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Adds the option that turns our fused kernel off; Flax's layers, which are given a dtype, have none."""
     if "dtype" in options:
         return options
-    return options | {"attention_fn": functools.partial(wing.dot_product_attention, implementation="xla")}
+    return options | {
+        "attention_fn": functools.partial(wing.dot_product_attention, implementation="xla")
+    }
 
 
 def figures(target: Target, case: Case, wing: str, *, ours: bool) -> Figures:
     program = case.program(wing, ours=ours)
-    return measure(target, program.step, tuple(placed(target, argument) for argument in program.arguments))
+    return measure(
+        target, program.step, tuple(placed(target, argument) for argument in program.arguments)
+    )
 
 
 def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Row]:
@@ -90,7 +98,9 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
     """
     for target in chosen(on, ("v5e:1x1", "h100") if small else TARGETS, OTHERS):
         for case in cases():
-            if (small and case.name not in SMALL) or (only and not any(part in case.name for part in only)):
+            if (small and case.name not in SMALL) or (
+                only and not any(part in case.name for part in only)
+            ):
                 continue
             for wing in WINGS[:1] if small else WINGS:
                 ours, hand = (figures(target, case, wing, ours=ours) for ours in (True, False))

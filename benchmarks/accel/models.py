@@ -49,7 +49,9 @@ TABLE_OF_POINTERS = 2 * 2**14
 # Exact variances take three sums in a convolution's kernel, where Flax takes two. On v6e, where most activations of a
 # ResNet stay in the chip's own memory, that is half a cycle to one for each 1024 numbers: 85 thousand of 14.9 million,
 # and 24 in the kernels that join parts; backward takes 45 less than by hand.
-DEARER: dict[tuple[str, str], dict[str, float | None]] = {("ResNet, linen", "v6e"): {"cycles": 1.007}}
+DEARER: dict[tuple[str, str], dict[str, float | None]] = {
+    ("ResNet, linen", "v6e"): {"cycles": 1.007}
+}
 
 
 def _shape(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -70,14 +72,26 @@ def cases(chips: int) -> list[Case]:
         _case("ResNet", "ResNet", images, classes, filters=64, stages=(1, 1, 1, 1)),
         _case("ViT-S, 2 layers", "VisionTransformer", images, classes, layers=2),
         _case("decoder, 2 layers", "Transformer", ahead, ahead, **transformer, length=1024),
-        _case("encoder, 2 layers", "Transformer", whole, whole, **transformer, length=512, causal=False),
+        _case(
+            "encoder, 2 layers",
+            "Transformer",
+            whole,
+            whole,
+            **transformer,
+            length=512,
+            causal=False,
+        ),
         _case("MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None),
     ]
 
 
 def small_cases(chips: int) -> list[Case]:
     """Returns the models that compile in seconds, for so many chips."""
-    return [_case("small MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None, width=1024, layers=3)]
+    return [
+        _case(
+            "small MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None, width=1024, layers=3
+        )
+    ]
 
 
 def programs(case: Case, wing: str, small: bool) -> dict[str, Program]:
@@ -98,7 +112,9 @@ def arguments(target: Target, program: Program) -> tuple[Any, ...]:
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def over(sharding: NamedSharding, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
 
     params, state, x, y = program.arguments
     return over(whole, params), over(whole, state), over(split, x), over(split, y)
@@ -147,7 +163,13 @@ def _bounds(target: Target, hand: Figures) -> dict[str, float | None]:
 
 
 def _beside(
-    name: str, target: Target, quantity: str, called: str, ours: Figures, reference: Figures, bound: float | None
+    name: str,
+    target: Target,
+    quantity: str,
+    called: str,
+    ours: Figures,
+    reference: Figures,
+    bound: float | None,
 ) -> Row:
     first, second = (amount(target, figure, quantity) for figure in alike(ours, reference))
     left_out = unknown(quantity, ours, reference)

@@ -66,7 +66,11 @@ def placed(target: Target, tree: Any) -> Any:
 
 
 def measure(
-    target: Target, function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = (), **options: Any
+    target: Target,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    donated: Sequence[int] = (),
+    **options: Any,
 ) -> Figures:
     """Compiles `function` for shapes on the target's devices, without running it, and returns its figures.
 
@@ -79,7 +83,9 @@ def measure(
       OutOfMemory: the program needs more memory than the chip has; the message has the figure.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated), **options)
-    return of_lowered(target, jitted.trace(*arguments).lower(lowering_platforms=(target.chip.platform,)))
+    return of_lowered(
+        target, jitted.trace(*arguments).lower(lowering_platforms=(target.chip.platform,))
+    )
 
 
 def of_lowered(target: Target, lowered: Any) -> Figures:
@@ -106,7 +112,11 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         collectives=costs.collectives,
         exchange=exchange_seconds(chip, costs.collectives),
         uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
-        rooflines=tuple(name for name, cycles in costs.rooflines.items() if is_tpu and cycles > 0.01 * costs.cycles),
+        rooflines=tuple(
+            name
+            for name, cycles in costs.rooflines.items()
+            if is_tpu and cycles > 0.01 * costs.cycles
+        ),
         seconds=seconds,
         costs=costs,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -120,7 +130,10 @@ def roofline(chip: Chip, flops: float, moved: float) -> float:
 
 def exchange_seconds(chip: Chip, collectives: dict[tuple[str, str], float]) -> float:
     """Returns the least seconds of the collectives: an all-reduce sends its result twice, the others once."""
-    sent = sum(size * (2 if operation == "all-reduce" else 1) for (operation, _), size in collectives.items())
+    sent = sum(
+        size * (2 if operation == "all-reduce" else 1)
+        for (operation, _), size in collectives.items()
+    )
     return sent / chip.link_bandwidth
 
 

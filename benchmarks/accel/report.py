@@ -13,7 +13,12 @@ Bounds = Mapping[str, float | None]
 
 
 def rows_of(
-    name: str, target: Target, ours: Figures, reference: Figures, bounds: Bounds | None = None, note: str = ""
+    name: str,
+    target: Target,
+    ours: Figures,
+    reference: Figures,
+    bounds: Bounds | None = None,
+    note: str = "",
 ) -> Iterator[Row]:
     """Yields a row of each quantity that the target's compiler gives.
 
@@ -71,5 +76,7 @@ def _note(quantity: str, ours: Figures, note: str) -> str:
     if quantity == "seconds":
         return f"{ours.exchange * 1e6:.0f} us of them exchange" if ours.exchange else ""
     if quantity == "cycles" and ours.rooflines:
-        return "; ".join([*([note] if note else []), f"at the roofline: {', '.join(ours.rooflines)}"])
+        return "; ".join(
+            [*([note] if note else []), f"at the roofline: {', '.join(ours.rooflines)}"]
+        )
     return note if quantity == "cycles" else ""

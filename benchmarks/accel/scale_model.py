@@ -44,10 +44,14 @@ def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
     """Rotates the halves of each head by its position, in float32. (B, T, N, H) in and out, in the dtype of `x`."""
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies[None, None]  # (T, 1, H / 2)
+    angles = (
+        jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies[None, None]
+    )  # (T, 1, H / 2)
     sin, cos = jnp.sin(angles)[None], jnp.cos(angles)[None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(
+        x.dtype
+    )
 
 
 def split(x: jax.Array) -> jax.Array:
@@ -136,7 +140,9 @@ def nnx_decoder_of(nnx: Any) -> Any:
             self.query = nnx.LinearGeneral(width, (size.heads, size.head_width), **options)
             self.key = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
             self.value = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
-            self.out = nnx.LinearGeneral((size.heads, size.head_width), width, axis=(-2, -1), **options)
+            self.out = nnx.LinearGeneral(
+                (size.heads, size.head_width), width, axis=(-2, -1), **options
+            )
             self.gate, self.up = (nnx.Linear(width, size.mlp_width, **options) for _ in range(2))
             self.down = nnx.Linear(size.mlp_width, width, **options)
 
@@ -160,7 +166,9 @@ def nnx_decoder_of(nnx: Any) -> Any:
             self.embed = nnx.Embed(size.vocabulary, size.width, rngs=rngs, **threaded)
             self.layers = stacked(rngs)
             self.norm = nnx.RMSNorm(size.width, epsilon=1e-5, rngs=rngs, **threaded)
-            self.head = nnx.Linear(size.width, size.vocabulary, use_bias=False, rngs=rngs, **threaded)
+            self.head = nnx.Linear(
+                size.width, size.vocabulary, use_bias=False, rngs=rngs, **threaded
+            )
 
         def __call__(self, tokens: jax.Array) -> jax.Array:
             @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)

@@ -96,7 +96,10 @@ def ours(size: Size, policy: str = "mixed_bfloat16", **options: Any) -> tuple[An
 
     def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any, Any]:
         differentiated = value_and_grad(
-            functools.partial(loss_of, model), loss_scale=loss_scale_of(state), policy=policy, grads="compute"
+            functools.partial(loss_of, model),
+            loss_scale=loss_scale_of(state),
+            policy=policy,
+            grads="compute",
         )
         loss, gradients = differentiated(params, batch)
         params, state, _ = apply_gradients(tx, params, state, gradients)
@@ -119,9 +122,17 @@ def figures(size: Size, made: tuple[Any, Any, Step]) -> Figures:
         shardings = state_shardings(tx, params)
     else:
         shardings = jax.tree.map(lambda leaf: split if leaf.ndim else everywhere, state)
-    state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, shardings)
-    out = jax.tree.map(lambda p: p.sharding, params), jax.tree.map(lambda leaf: leaf.sharding, state), everywhere
-    return measure(Target(size.target), step, (params, state, batch), donated=(0, 1), out_shardings=out)
+    state = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, shardings
+    )
+    out = (
+        jax.tree.map(lambda p: p.sharding, params),
+        jax.tree.map(lambda leaf: leaf.sharding, state),
+        everywhere,
+    )
+    return measure(
+        Target(size.target), step, (params, state, batch), donated=(0, 1), out_shardings=out
+    )
 
 
 BY_HAND, IF_FINITE = "by hand", "by hand, apply_if_finite"
@@ -158,7 +169,9 @@ def rows(small: bool = False) -> Iterator[Row]:
         found, label = figures(size, made[name]()), f"{name}, {size.target}"
         yield Row("cycles", label, found.cycles, hand.cycles, None if small else cycles)
         yield Row("temp", label, found.temporary, hand.temporary, None if small else temporary)
-        yield Row("exchanged", label, sum(found.collectives.values()), sum(hand.collectives.values()))
+        yield Row(
+            "exchanged", label, sum(found.collectives.values()), sum(hand.collectives.values())
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import re
 from benchmarks.accel.hlo_text import Computation, Instruction, settled
 
 
-def turns(computations: dict[str, Computation], inside: Computation, loop: Instruction) -> int | None:
+def turns(
+    computations: dict[str, Computation], inside: Computation, loop: Instruction
+) -> int | None:
     """Returns the trip count of a `while`; None where it depends on data.
 
     It is the compiler's own count where the text has one; else it follows from the counter's start, bound and step.
@@ -39,7 +41,10 @@ def turns(computations: dict[str, Computation], inside: Computation, loop: Instr
         bound = _entering(inside, start, index)
     if counter is None or bound is None:
         return None
-    first, step = _entering(inside, start, counter), _step(computations, body, counter, inside, start)
+    first, step = (
+        _entering(inside, start, counter),
+        _step(computations, body, counter, inside, start),
+    )
     direction = re.search(r"direction=(\w+)", compare.rest)
     if first is None or not step or direction is None:
         return None
@@ -81,7 +86,11 @@ def _entering(inside: Computation, start: Instruction, index: int) -> int | None
 
 
 def _step(
-    computations: dict[str, Computation], body: Computation, counter: int, inside: Computation, start: Instruction
+    computations: dict[str, Computation],
+    body: Computation,
+    counter: int,
+    inside: Computation,
+    start: Instruction,
 ) -> int | None:
     """Returns the step of the loop's counter a turn; None where it can't be read."""
     result = body.root
@@ -101,7 +110,11 @@ def _step(
         where = holder
         if outer is not None:
             inner = settled(holder, side)
-            side, where = (outer[int(inner.literal)], body) if inner.opcode == "parameter" else (inner, holder)
+            side, where = (
+                (outer[int(inner.literal)], body)
+                if inner.opcode == "parameter"
+                else (inner, holder)
+            )
         if _index(where, side) == counter:
             moves = True
             continue

@@ -66,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", type=pathlib.Path, help="a file to write the table to")
     options = parser.parse_args(arguments)
 
-    rows: list[Row] = [measure(case, precision) for case, precision in selected(options.small, options.only)]
+    rows: list[Row] = [
+        measure(case, precision) for case, precision in selected(options.small, options.only)
+    ]
     if not rows:
         print(f"No row matches --only {options.only!r}.")
         return 2

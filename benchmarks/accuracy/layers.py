@@ -63,8 +63,12 @@ def layer_case(
     given = rest.get("given", "half")
     for wing, flax, ours in (("linen", flax_linen, our_linen), ("nnx", flax_nnx, our_nnx)):
         if getattr(layer, wing) is not None:
-            columns[f"ours {wing}"] = functools.partial(_run, wing, ours, "ours", layer, gradient, given)
-            columns[f"flax {wing}"] = functools.partial(_run, wing, flax, "flax", layer, gradient, given)
+            columns[f"ours {wing}"] = functools.partial(
+                _run, wing, ours, "ours", layer, gradient, given
+            )
+            columns[f"flax {wing}"] = functools.partial(
+                _run, wing, flax, "flax", layer, gradient, given
+            )
     truths = {
         "linen": functools.partial(_run, "linen", flax_linen, "truth", layer, gradient, given),
         "nnx": functools.partial(_run, "nnx", flax_nnx, "truth", layer, gradient, given),
@@ -76,7 +80,9 @@ def layer_case(
     if family == "matmuls":
         rest = {"floor": 1.0} | rest
     values = functools.partial(_value, layer)
-    return Case(label, inputs, family, data, columns, truth, gradient=gradient, values=values, **rest)
+    return Case(
+        label, inputs, family, data, columns, truth, gradient=gradient, values=values, **rest
+    )
 
 
 def _run(
@@ -110,7 +116,9 @@ def _run(
         return jax.jit(functools.partial(_gradient, run, gradient))(params, *inputs)
 
 
-def _linen(nn: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]) -> Any:
+def _linen(
+    nn: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]
+) -> Any:
     assert layer.linen is not None
     module, key = layer.linen(nn, **dtypes), jax.random.key(0)
     init = functools.partial(module.init, method=layer.method, **layer.call)
@@ -125,7 +133,9 @@ def _linen(nn: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs
     return run, variables.get("params", {})
 
 
-def _nnx(nnx: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]) -> Any:
+def _nnx(
+    nnx: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]
+) -> Any:
     assert layer.nnx is not None
     make = layer.nnx
     abstract = nnx.eval_shape(lambda: make(nnx, nnx.Rngs(0), **dtypes))
@@ -133,7 +143,9 @@ def _nnx(nnx: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs:
     params, rest = _filled(params, values), _filled(rest, values)
 
     def run(params: Any, *inputs: Any) -> Any:
-        model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))  # variables of this trace's own
+        model = nnx.merge(
+            graphdef, params, jax.tree.map(lambda x: x, rest)
+        )  # variables of this trace's own
         return getattr(model, layer.method)(*inputs, **layer.call)
 
     return run, params
@@ -142,7 +154,11 @@ def _nnx(nnx: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs:
 def _gradient(run: Callable[..., Any], name: str, params: Any, *inputs: Any) -> Any:
     """The gradient of the parameter called `name`; the cotangent is a fixed one that every half dtype holds exactly."""
     y, backward = jax.vjp(lambda params: run(params, *inputs), params)
-    (found,) = [x for path, x in jax.tree.leaves_with_path(backward(cotangent(y))[0]) if _path(path).endswith(name)]
+    (found,) = [
+        x
+        for path, x in jax.tree.leaves_with_path(backward(cotangent(y))[0])
+        if _path(path).endswith(name)
+    ]
     return found
 
 
@@ -161,7 +177,9 @@ def _filled(abstract: Any, values: Values) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros(leaf.shape, leaf.dtype)
         # Through float32, in which parameters are stored, so that the truth has no digits that the others lack.
-        return jnp.asarray(values(_path(path), leaf.shape).astype(np.float32).astype(np.float64), leaf.dtype)
+        return jnp.asarray(
+            values(_path(path), leaf.shape).astype(np.float32).astype(np.float64), leaf.dtype
+        )
 
     return jax.tree_util.tree_map_with_path(fill, abstract)
 
@@ -175,7 +193,9 @@ def _path(path: Any) -> str:
     names = [
         str(name) for key in keys for name in (key if isinstance(key, tuple) else (key,))
     ]  # nnx has tuples as keys
-    return "/".join(name for name in names if name not in ("params", "batch_stats", "value", "raw_value"))
+    return "/".join(
+        name for name in names if name not in ("params", "batch_stats", "value", "raw_value")
+    )
 
 
 def _value(layer: Layer, precision: Precision, path: str, shape: tuple[int, ...]) -> np.ndarray:

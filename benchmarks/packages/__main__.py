@@ -43,7 +43,10 @@ def rows(python: Path, only: Sequence[str], swap: bool = True) -> Iterator[Row]:
         measured = _run(python, family, only)
         ours = _run(python, family, only, "--swapped") if swap else {}
         for name, found in measured.items():
-            ways = {way: each if isinstance(each, str) else Figures(**each) for way, each in found["ways"].items()}
+            ways = {
+                way: each if isinstance(each, str) else Figures(**each)
+                for way, each in found["ways"].items()
+            }
             yield Row(name, ways, difference(found, ours.get(name)) if swap else "")
 
 
@@ -52,7 +55,9 @@ def _run(python: Path, family: str, only: Sequence[str], *flags: str) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         names = ["--only", *only] if only else []
-        status = environment.run(python, ["benchmarks.packages.run", family, str(file), *flags, *names])
+        status = environment.run(
+            python, ["benchmarks.packages.run", family, str(file), *flags, *names]
+        )
         found: Found = json.loads(file.read_text()) if file.exists() else {}
     if status:
         found[f"{family}: process"] = {"ways": {"float32": f"exits with {status}"}, "digests": {}}
@@ -68,14 +73,27 @@ def difference(flax: dict[str, Any], ours: dict[str, Any] | None) -> str:
     if one.keys() != other.keys():
         return f"{len(one)} arrays with Flax's modules, {len(other)} with ours"
     differing = [name for name, digest in one.items() if other[name] != digest]
-    return f"differs in {len(differing)} of {len(one)} arrays, as {differing[0]}" if differing else IDENTICAL
+    return (
+        f"differs in {len(differing)} of {len(one)} arrays, as {differing[0]}"
+        if differing
+        else IDENTICAL
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 1 where a bound is missed under ``--check``, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of models' names")
-    parser.add_argument("--environment", type=Path, metavar="FOLDER", help="where to make the environment and keep it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="parts of models' names"
+    )
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        metavar="FOLDER",
+        help="where to make the environment and keep it",
+    )
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     parser.add_argument("--no-swap", action="store_true", help="leave out the import swap")
@@ -89,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows(python, options.only, not options.no_swap):
             found.append(row)
             if options.json is not None:  # all that there are, should it be stopped
-                options.json.write_text(json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n")
+                options.json.write_text(
+                    json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n"
+                )
     print(table(found))
     if options.write:
         PAGE.write_text(into(PAGE.read_text(), f"Medians of {len(SEEDS)} draws:\n\n{table(found)}"))

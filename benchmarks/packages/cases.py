@@ -68,10 +68,14 @@ class Case:
             return module.apply(variables, *inputs, method=call, mutable=mutable, rngs=_rngs(0))[0]
 
         def initial() -> tuple[Any, Any]:
-            made = jax.jit(functools.partial(module.init, method=call))(_rngs(0), *self.arguments(0))
+            made = jax.jit(functools.partial(module.init, method=call))(
+                _rngs(0), *self.arguments(0)
+            )
             variables: Mapping[str, Any] = flax.core.unfreeze(made)
             apart = ("params", *_MADE_BY_CALLS)
-            return variables["params"], {name: variables[name] for name in variables if name not in apart}
+            return variables["params"], {
+                name: variables[name] for name in variables if name not in apart
+            }
 
         return (autocast(apply, POLICY, params=0) if way == AUTOCAST else apply), initial
 

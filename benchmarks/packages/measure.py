@@ -68,7 +68,9 @@ def relative_error(found: Any, truth: Any) -> float:
     difference = norm = 0.0
     for one, other in zip(_leaves(found), _leaves(truth), strict=True):
         if one.shape != other.shape:
-            raise ValueError(f"The leaves should have one shape, but have {one.shape} and {other.shape}.")
+            raise ValueError(
+                f"The leaves should have one shape, but have {one.shape} and {other.shape}."
+            )
         difference += float(np.square(one - other).sum())
         norm += float(np.square(other).sum())
     if norm:
@@ -79,7 +81,11 @@ def relative_error(found: Any, truth: Any) -> float:
 def _leaves(tree: Any) -> Iterator[np.ndarray]:
     for leaf in jax.tree.leaves(tree):
         wide = np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64
-        yield np.abs(np.asarray(leaf)).astype(wide) if leaf.dtype == bool else np.asarray(leaf).astype(wide)
+        yield (
+            np.abs(np.asarray(leaf)).astype(wide)
+            if leaf.dtype == bool
+            else np.asarray(leaf).astype(wide)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +135,9 @@ def step_of(fn: Callable[..., Any]) -> Callable[..., Any]:
         return sum(jnp.mean(jnp.square(out.astype(jnp.float32) - to)) for out, to in pairs), outputs
 
     def step(params: Any, rest: Any, inputs: Any, targets: Any) -> Any:
-        (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True, allow_int=True)(params, rest, inputs, targets)
+        (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True, allow_int=True)(
+            params, rest, inputs, targets
+        )
         return outputs, floats(gradients)
 
     return step
@@ -154,7 +162,9 @@ def results(case: Case, way: Way, drawn: Sequence[Draw]) -> tuple[list[Any], lis
 def _require_alike(params: Any, reference: Any) -> None:
     shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (params, reference)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"It has {len(shapes[0])} parameters, {len(shapes[1])} in float32, or other ones.")
+        raise ValueError(
+            f"It has {len(shapes[0])} parameters, {len(shapes[1])} in float32, or other ones."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +187,26 @@ def measure(case: Case, seeds: Sequence[int] = SEEDS, in_half: bool = True) -> M
         outputs, gradients, _ = results(case, "float32", drawn)
     except Exception as error:
         return Measured({"float32": told(error)}, {})
-    first = {"params": drawn[0].params, "rest": drawn[0].rest, "outputs": outputs[0], "gradients": gradients[0]}
+    first = {
+        "params": drawn[0].params,
+        "rest": drawn[0].rest,
+        "outputs": outputs[0],
+        "gradients": gradients[0],
+    }
     measured = Measured(
-        {}, {f"{kind}{i}": each for kind, tree in first.items() for i, each in enumerate(digests(tree))}
+        {},
+        {
+            f"{kind}{i}": each
+            for kind, tree in first.items()
+            for i, each in enumerate(digests(tree))
+        },
     )
     for way in case.ways() if in_half else ():
         try:
             found = results(case, way, drawn)
-            errors = (map(relative_error, *pair) for pair in ((found[0], outputs), (found[1], gradients)))
+            errors = (
+                map(relative_error, *pair) for pair in ((found[0], outputs), (found[1], gradients))
+            )
             measured.ways[way] = Figures(found[2], *map(statistics.median, errors))
         except Exception as error:
             measured.ways[way] = told(error)

@@ -21,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("file", type=Path, help="to write to, as JSON")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the models' names")
-    parser.add_argument("--swapped", action="store_true", help="float32 alone, with our modules for Flax's")
+    parser.add_argument(
+        "--swapped", action="store_true", help="float32 alone, with our modules for Flax's"
+    )
     options = parser.parse_args(arguments)
     shims.install()
     replaced = imports.install(modules(options.family)) if options.swapped else set[str]()

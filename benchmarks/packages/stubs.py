@@ -23,7 +23,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: Any) -> Any:
-        return MagicMock(name=spec.name, __spec__=spec, __path__=[], __name__=spec.name, __file__=None)
+        return MagicMock(
+            name=spec.name, __spec__=spec, __path__=[], __name__=spec.name, __file__=None
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing: every attribute is there."""

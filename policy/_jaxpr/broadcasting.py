@@ -13,7 +13,9 @@ from jax import lax
 def sharding_of(equation: Any) -> Any:
     """Returns the sharding of an equation's result, where the axes of the mesh are explicit; else None."""
     sharding = getattr(equation.outvars[0].aval, "sharding", None)
-    is_explicit = sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
+    is_explicit = (
+        sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
+    )
     return sharding if is_explicit else None
 
 
@@ -59,13 +61,21 @@ def _divided(repeats: _Repeats, a: Any, b: Any) -> Any:
     return lax.div(repeats.narrowed(a), repeats.narrowed(b))
 
 
-def _multiplied_jvp(repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+def _multiplied_jvp(
+    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
     a, b = map(repeats.narrowed, _values(primals))
-    parts = [lax.mul(repeats(t), other) for t, other in zip(tangents, (b, a), strict=True) if not _is_zero(t)]
+    parts = [
+        lax.mul(repeats(t), other)
+        for t, other in zip(tangents, (b, a), strict=True)
+        if not _is_zero(t)
+    ]
     return lax.mul(a, b), _sum(parts, repeats)
 
 
-def _divided_jvp(repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+def _divided_jvp(
+    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
     a, b = map(repeats.narrowed, _values(primals))
     parts = []
     if not _is_zero(tangents[0]):

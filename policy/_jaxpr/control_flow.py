@@ -47,7 +47,11 @@ class Body(Generic[V]):
 
     @classmethod
     def of(
-        cls, run: Interpreter[V], program: Subprogram, inputs: Sequence[V], like: Sequence[V | None] = ()
+        cls,
+        run: Interpreter[V],
+        program: Subprogram,
+        inputs: Sequence[V],
+        like: Sequence[V | None] = (),
     ) -> Body[V]:
         """Returns the body that is a subprogram of an equation."""
         return cls(run, program.jaxpr, inputs, like, program.role)
@@ -57,7 +61,9 @@ class Body(Generic[V]):
         consts = [inner.constant(const) for const in self.consts]
         outputs = inner.body(self.jaxpr, consts, inner.refilled(self.inputs, arrays))
         outputs[: len(self.like)] = settled(inner, outputs, self.like)
-        self.outputs = [inner.filled(value, list(map(jax.typeof, inner.arrays(value)))) for value in outputs]
+        self.outputs = [
+            inner.filled(value, list(map(jax.typeof, inner.arrays(value)))) for value in outputs
+        ]
         return inner.flat(outputs), inner.notes
 
     def arrays(self, *arrays: Any) -> list[Any]:
@@ -67,7 +73,10 @@ class Body(Generic[V]):
 
 def settled(run: Interpreter[V], values: Sequence[V], like: Sequence[V | None]) -> list[V]:
     """Returns as many values as `like` has, of its kinds where it has one."""
-    return [value if one is None else run.settled(value, one) for value, one in zip(values, like, strict=False)]
+    return [
+        value if one is None else run.settled(value, one)
+        for value, one in zip(values, like, strict=False)
+    ]
 
 
 class _Staged(Generic[V]):
@@ -90,7 +99,9 @@ class _Staged(Generic[V]):
         return jax.tree.unflatten(self._structure, self._call(*arrays))
 
 
-def _like(run: Interpreter[V], like: Sequence[V | None], outputs: Sequence[V], arrays: Sequence[Any]) -> list[V]:
+def _like(
+    run: Interpreter[V], like: Sequence[V | None], outputs: Sequence[V], arrays: Sequence[Any]
+) -> list[V]:
     """Returns results of the kinds of `like`, or else like the outputs of the program."""
     kinds = [output if one is None else one for one, output in zip(like, outputs, strict=True)]
     return run.refilled(kinds, arrays)
@@ -119,7 +130,9 @@ def remat(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     So it keeps its policy, and whether it was differentiated already, and its recomputations stay
     apart from those before.
     """
-    body = Body.of(run.inside(equation), subprogram(equation, "remat"), values, run.merge(equation, values))
+    body = Body.of(
+        run.inside(equation), subprogram(equation, "remat"), values, run.merge(equation, values)
+    )
     return _bound(run, equation, body, values, with_consts_as_arguments)
 
 
@@ -148,7 +161,9 @@ def scan(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     init = settled(run, given[program.carry], like[: program.carried])
     body = Body.of(inner, program, [*fixed, *inner.entering([*init, *xs])], like)
     width, rows = len(run.flat(init)), run.flat(xs)
-    scanned = [array for array in rows if array.ndim]  # a number that stands beside an array has no rows
+    scanned = [
+        array for array in rows if array.ndim
+    ]  # a number that stands beside an array has no rows
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
         steps = iter(xs)
@@ -166,12 +181,18 @@ def scan(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
 def while_loop(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     """Rebuilds a while. Notes of its body are the largest of all steps."""
     test, program = subprogram(equation, "cond"), subprogram(equation, "loop")
-    inner, given, tested = run.inside(equation), program.given(values), test.given(values)[test.fixed]
+    inner, given, tested = (
+        run.inside(equation),
+        program.given(values),
+        test.given(values)[test.fixed],
+    )
     like, fixed = run.merge(equation, values), given[program.fixed]
     init = settled(run, given[program.carry], like)
     entering = inner.entering(init)
     cond = Body.of(inner, test, [*tested, *entering])
-    body = _Staged(Body.of(inner, program, [*fixed, *entering], like), [*run.flat(fixed), *run.flat(init)])
+    body = _Staged(
+        Body.of(inner, program, [*fixed, *entering], like), [*run.flat(fixed), *run.flat(init)]
+    )
     zeros = {key: jax.numpy.zeros(shape.shape, shape.dtype) for key, shape in body.notes.items()}
 
     def step(state: tuple[list[Any], Notes]) -> tuple[list[Any], Notes]:
@@ -189,19 +210,29 @@ def while_loop(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
 def cond(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     """Rebuilds a conditional. Notes of a branch that was not taken are zero."""
     inner, operands = run.inside(equation), values[1:]
-    branches = [_Staged(Body.of(inner, one, operands), run.flat(operands)) for one in subprograms(equation)]
+    branches = [
+        _Staged(Body.of(inner, one, operands), run.flat(operands)) for one in subprograms(equation)
+    ]
     like = run.merge(equation, values, branches)
     shapes = {key: shape for branch in branches for key, shape in branch.notes.items()}
 
     def merged(branch: _Staged[V]) -> Callable[..., Any]:
         def call(*arrays: Any) -> Any:
             outputs, notes = branch(*arrays)
-            zeros = {key: jax.numpy.zeros(s.shape, s.dtype) for key, s in shapes.items() if key not in notes}
-            return inner.flat(settled(inner, inner.refilled(branch.outputs, outputs), like)), notes | zeros
+            zeros = {
+                key: jax.numpy.zeros(s.shape, s.dtype)
+                for key, s in shapes.items()
+                if key not in notes
+            }
+            return inner.flat(
+                settled(inner, inner.refilled(branch.outputs, outputs), like)
+            ), notes | zeros
 
         return call
 
-    outputs, notes = lax.switch(run.flat(values[:1])[0], [merged(branch) for branch in branches], *run.flat(operands))
+    outputs, notes = lax.switch(
+        run.flat(values[:1])[0], [merged(branch) for branch in branches], *run.flat(operands)
+    )
     run.notes.update(notes)
     return _like(run, like, branches[0].outputs, outputs)
 
@@ -217,7 +248,9 @@ def shard_map(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
         for array in run.arrays(value)
     ]
     counts = [1 if one is None else len(run.arrays(one)) for one in like]
-    out_specs = [spec for count, spec in zip(counts, params["out_specs"], strict=True) for _ in range(count)]
+    out_specs = [
+        spec for count, spec in zip(counts, params["out_specs"], strict=True) for _ in range(count)
+    ]
     mapped = jax.shard_map(
         body,
         mesh=params["mesh"],
@@ -239,14 +272,21 @@ def mapped_axes(equation: Any) -> tuple[str, ...]:
 
 def is_placed(equation: Any) -> bool:
     """Returns whether a jit gives shardings for its operands or results."""
-    shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    shardings = (
+        *equation.params.get("in_shardings", ()),
+        *equation.params.get("out_shardings", ()),
+    )
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
 
 
 def has_options(equation: Any) -> bool:
     """Returns whether a jit gives shardings, donates operands, or sets options of the compiler."""
     params = equation.params
-    return is_placed(equation) or any(params.get("donated_invars", ())) or bool(params.get("compiler_options_kvs"))
+    return (
+        is_placed(equation)
+        or any(params.get("donated_invars", ()))
+        or bool(params.get("compiler_options_kvs"))
+    )
 
 
 def is_for_platforms(equation: Any) -> bool:

@@ -23,7 +23,11 @@ def bytes_of(equation: Any) -> int:
 def array_bytes(aval: Any) -> int:
     """Bytes of an array; 0 of what is none."""
     dtype = getattr(aval, "dtype", None)
-    return 0 if dtype is None else size(getattr(aval, "shape", ())) * int(getattr(dtype, "itemsize", 0))
+    return (
+        0
+        if dtype is None
+        else size(getattr(aval, "shape", ())) * int(getattr(dtype, "itemsize", 0))
+    )
 
 
 def flops_of(equation: Any) -> int:
@@ -59,7 +63,9 @@ def _dot(equation: Any, result: int) -> int:
     (contracted, _), _ = numbers
     left = equation.invars[0].aval.shape
     if equation.primitive.name == "ragged_dot_general" and len(equation.outvars[0].aval.shape) > 2:
-        result = result // max(int(equation.outvars[0].aval.shape[0]), 1)  # each row is of one group
+        result = result // max(
+            int(equation.outvars[0].aval.shape[0]), 1
+        )  # each row is of one group
     return 2 * result * size([left[axis] for axis in contracted])
 
 
@@ -67,6 +73,8 @@ def _convolution(equation: Any, result: int) -> int:
     kernel = equation.invars[1].aval.shape
     numbers = equation.params["dimension_numbers"]
     outputs = kernel[numbers.rhs_spec[0]]
-    dilation = size(equation.params.get("lhs_dilation") or ())  # zeros between the rows are not multiplied
+    dilation = size(
+        equation.params.get("lhs_dilation") or ()
+    )  # zeros between the rows are not multiplied
     batches = equation.params.get("batch_group_count", 1)
     return 2 * result * size(kernel) // max(size((outputs,)) * dilation * batches, 1) * batches

@@ -27,7 +27,9 @@ def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
 
 def combines_by(equation: Any, names: Collection[str]) -> bool:
     """Tells whether a function that an equation applies to numbers has one of these primitives."""
-    return any(inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns)
+    return any(
+        inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns
+    )
 
 
 def maker_of(jaxpr: Any, place: int) -> Any:

@@ -43,8 +43,12 @@ class Operand(NamedTuple):
     @property
     def shapes(self) -> Token:
         """The views that repeat numbers, by name and shape."""
-        sizes = [(view.primitive.name, view.invars[0].aval, view.outvars[0].aval) for view in self.views]
-        return tuple((name, given.shape) for name, taken, given in sizes if taken.size != given.size)
+        sizes = [
+            (view.primitive.name, view.invars[0].aval, view.outvars[0].aval) for view in self.views
+        ]
+        return tuple(
+            (name, given.shape) for name, taken, given in sizes if taken.size != given.size
+        )
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # its text would hold the whole program
@@ -149,7 +153,9 @@ class _Builder:
         self, jaxpr: Any, consts: Sequence[Operand], arguments: Sequence[Operand], around: _Around
     ) -> list[Operand]:
         """Flattens an open jaxpr, and returns its outputs."""
-        values: dict[Any, Operand] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+        values: dict[Any, Operand] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True)
+        )
 
         def read(atom: Any) -> Operand:
             return Operand(Known(atom.val)) if isinstance(atom, jex_core.Literal) else values[atom]
@@ -168,7 +174,9 @@ class _Builder:
         if name in INLINED or name in REMATS or name == "shard_map":
             return self.inner(inside[0], operands, place, is_scope=name not in INLINED)
         at = place.chain[:-1], id(equation)
-        operation = FlatOperation(equation, operands, place.path, place.is_backward, place.is_again, at, place.loop)
+        operation = FlatOperation(
+            equation, operands, place.path, place.is_backward, place.is_again, at, place.loop
+        )
         self.made[at] = operation
         if name in LOOPS_AND_BRANCHES:
             self.operations.append(operation)
@@ -190,17 +198,25 @@ class _Builder:
         """
         self.consts.update({id(const): const for const in one.consts})
         if is_scope:
-            self.inputs[around.chain, id(one.body)] = [None if o.shapes else o.root for o in arguments]
-        return self.run(one.body, [Operand(("inner", id(const))) for const in one.consts], arguments, around)
+            self.inputs[around.chain, id(one.body)] = [
+                None if o.shapes else o.root for o in arguments
+            ]
+        return self.run(
+            one.body, [Operand(("inner", id(const))) for const in one.consts], arguments, around
+        )
 
-    def loop(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+    def loop(
+        self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around
+    ) -> list[Operand]:
         loop = next(one for one in inside if one.role == "loop")
         operands, arguments = operation.operands, loop.given(operation.operands)
         operation.carried = loop.carried
         carry = [Operand(("carry", operation, i)) for i in range(loop.carried)]
         rows = [_element(operand, loop.count) for operand in arguments[loop.rows]]
         conds = [one for one in inside if one.role == "cond"]
-        goes_on = [self.inner(one, [*one.given(operands)[one.fixed], *carry], place) for one in conds]
+        goes_on = [
+            self.inner(one, [*one.given(operands)[one.fixed], *carry], place) for one in conds
+        ]
         outputs = self.inner(loop, [*arguments[loop.fixed], *carry, *rows], place)
         operation.bodies = [outputs[: loop.carried], *goes_on]
         operation.operands = arguments[loop.carry]
@@ -208,7 +224,9 @@ class _Builder:
         operation.stacked = [("stacked", value.root, value.shapes, loop.count) for value in stacked]
         return [*_results(operation)[: loop.carried], *map(Operand, operation.stacked)]
 
-    def branches(self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around) -> list[Operand]:
+    def branches(
+        self, operation: FlatOperation, inside: Sequence[Subprogram], place: _Around
+    ) -> list[Operand]:
         operation.bodies = [self.inner(one, one.given(operation.operands), place) for one in inside]
         operation.operands = operation.operands[:1]
         return _results(operation)
@@ -218,7 +236,9 @@ def is_float_cast(equation: Any) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     source, target = dtype_of(equation.invars[0]), equation.params["new_dtype"]
-    return source == target or all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target))
+    return source == target or all(
+        jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target)
+    )
 
 
 def _results(operation: FlatOperation) -> list[Operand]:
@@ -231,15 +251,23 @@ def _element(operand: Operand, length: int) -> Operand:
     Where another scan stacked the array, that is the value which it stacked.
     """
     root = operand.root
-    if isinstance(root, tuple) and root[0] == "stacked" and (root[2], root[3], operand.shapes) == ((), length, ()):
+    if (
+        isinstance(root, tuple)
+        and root[0] == "stacked"
+        and (root[2], root[3], operand.shapes) == ((), length, ())
+    ):
         return Operand(root[1])
     return Operand(("element", root, operand.shapes, length))
 
 
 def _key(operation: FlatOperation) -> Token:
-    operands = tuple((o.root.key if isinstance(o.root, Known) else o.root, o.shapes) for o in operation.operands)
+    operands = tuple(
+        (o.root.key if isinstance(o.root, Known) else o.root, o.shapes) for o in operation.operands
+    )
     equation = operation.equation
-    params = tuple((name, str(value)) for name, value in sorted(equation.params.items()) if not callable(value))
+    params = tuple(
+        (name, str(value)) for name, value in sorted(equation.params.items()) if not callable(value)
+    )
     return equation.primitive.name, operands, params, written_at(equation)
 
 

@@ -96,29 +96,46 @@ class FrameGraph:
         """Reads an open jaxpr; `yields` tells which of its arguments are parameters."""
         self.operations: list[FrameOperation] = []
         self.top = Frame()
-        arguments = [_data(v.aval, is_param, True) for v, is_param in zip(jaxpr.invars, yields, strict=True)]
+        arguments = [
+            _data(v.aval, is_param, True) for v, is_param in zip(jaxpr.invars, yields, strict=True)
+        ]
         for output in self._run(jaxpr, arguments, self.top, False):
             output.is_returned = True
 
-    def _run(self, jaxpr: Any, arguments: Sequence[Data], frame: Frame, is_backward: bool) -> list[Data]:
+    def _run(
+        self, jaxpr: Any, arguments: Sequence[Data], frame: Frame, is_backward: bool
+    ) -> list[Data]:
         known: dict[Any, Data] = {v: _data(v.aval, False, True) for v in jaxpr.constvars}
         known.update(zip(jaxpr.invars, arguments, strict=True))
 
         def read(atoms: Iterable[Any]) -> list[Data]:
-            return [_literal(atom) if isinstance(atom, jex_core.Literal) else known[atom] for atom in atoms]
+            return [
+                _literal(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+                for atom in atoms
+            ]
 
         for equation in jaxpr.eqns:
             inputs = read(equation.invars)
             stack = str(equation.source_info.name_stack)  # a recomputation counts as forward
-            backward = (is_backward or "transpose(" in stack) and "rematted_computation" not in stack
+            backward = (
+                is_backward or "transpose(" in stack
+            ) and "rematted_computation" not in stack
             outputs = self._held(equation, inputs, frame, backward)
             if outputs is None:
-                outputs = self._made(equation.primitive.name, equation, inputs, equation.outvars, frame, backward)
+                outputs = self._made(
+                    equation.primitive.name, equation, inputs, equation.outvars, frame, backward
+                )
             known.update(zip(equation.outvars, outputs, strict=True))
         return read(jaxpr.outvars)
 
     def _made(
-        self, name: str, equation: Any, inputs: Sequence[Data], variables: Iterable[Any], frame: Frame, backward: bool
+        self,
+        name: str,
+        equation: Any,
+        inputs: Sequence[Data],
+        variables: Iterable[Any],
+        frame: Frame,
+        backward: bool,
     ) -> list[Data]:
         floats = [data for data in inputs if data.is_float] or inputs
         # A row of a table is an activation, as it is for the evaluator.
@@ -134,17 +151,25 @@ class FrameGraph:
         self.operations.append(operation)
         return outputs
 
-    def _held(self, equation: Any, inputs: list[Data], frame: Frame, backward: bool) -> list[Data] | None:
+    def _held(
+        self, equation: Any, inputs: list[Data], frame: Frame, backward: bool
+    ) -> list[Data] | None:
         """Returns the outputs of an equation whose programs are read; None of other equations.
 
         Autocast rewrites these programs.
         """
         if category_of(equation.primitive.name) != "control":
             return None
-        inner = [self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)]
+        inner = [
+            self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)
+        ]
         outputs = [found for found in inner if found is not None]
         is_run_once = all(one.role in ("call", "remat") for one in subprograms(equation))
-        return outputs[0] if is_run_once else self._left(zip(*outputs, strict=True), equation.outvars, frame, backward)
+        return (
+            outputs[0]
+            if is_run_once
+            else self._left(zip(*outputs, strict=True), equation.outvars, frame, backward)
+        )
 
     def _inside(
         self, equation: Any, one: Subprogram, inputs: Sequence[Data], frame: Frame, backward: bool
@@ -157,22 +182,36 @@ class FrameGraph:
         if one.role == "shard":
             given = self._entered(given, variables, frame, backward)
         elif one.role in ("loop", "cond"):
-            carry = [_data(v.aval, False, False) for v in variables[one.carry]]  # of every turn, not of the first
+            carry = [
+                _data(v.aval, False, False) for v in variables[one.carry]
+            ]  # of every turn, not of the first
             rows = self._entered(given[one.rows], variables[one.rows], frame, backward)
             given = [*given[one.fixed], *carry, *rows]
         inner = frame.programs.setdefault((id(equation), id(one.body)), Frame())
         outputs = self._run(one.body, given, inner, backward)
         return None if one.role == "cond" else outputs
 
-    def _entered(self, inputs: Sequence[Data], variables: Sequence[Any], frame: Frame, backward: bool) -> list[Data]:
+    def _entered(
+        self, inputs: Sequence[Data], variables: Sequence[Any], frame: Frame, backward: bool
+    ) -> list[Data]:
         pairs = zip(inputs, variables, strict=True)
-        return [self._made(ENTER, None, [data], [variable], frame, backward)[0] for data, variable in pairs]
+        return [
+            self._made(ENTER, None, [data], [variable], frame, backward)[0]
+            for data, variable in pairs
+        ]
 
     def _left(
-        self, outputs: Iterable[Sequence[Data]], variables: Sequence[Any], frame: Frame, backward: bool
+        self,
+        outputs: Iterable[Sequence[Data]],
+        variables: Sequence[Any],
+        frame: Frame,
+        backward: bool,
     ) -> list[Data]:
         pairs = zip(outputs, variables, strict=True)
-        return [self._made(LEAVE, None, data, [variable], frame, backward)[0] for data, variable in pairs]
+        return [
+            self._made(LEAVE, None, data, [variable], frame, backward)[0]
+            for data, variable in pairs
+        ]
 
 
 def _data(aval: Any, yields: bool, given: bool) -> Data:

@@ -92,19 +92,25 @@ class Graph:
         self.nodes: list[Node] = []
         self._effects: list[Node] = []
         body, consts = opened(jaxpr)
-        known = [Value(v.aval, array=const) for v, const in zip(body.constvars, consts, strict=True)]
+        known = [
+            Value(v.aval, array=const) for v, const in zip(body.constvars, consts, strict=True)
+        ]
         self.arguments = [Value(v.aval) for v in body.invars]
         self.outputs = self._run(body, (*known, *self.arguments), None, ())
         for value in self.outputs:
             value.is_output = True
         self._drop_dead_code()
 
-    def _run(self, body: Any, args: Sequence[Value], around: Site | None, branch: Branch) -> list[Value]:
+    def _run(
+        self, body: Any, args: Sequence[Value], around: Site | None, branch: Branch
+    ) -> list[Value]:
         values: dict[Any, Value] = dict(zip((*body.constvars, *body.invars), args, strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, jex_core.Literal):
-                return Value(atom.aval, array=np.asarray(atom.val) if hasattr(atom.aval, "dtype") else None)
+                return Value(
+                    atom.aval, array=np.asarray(atom.val) if hasattr(atom.aval, "dtype") else None
+                )
             return values[atom]
 
         for equation in body.eqns:
@@ -134,13 +140,18 @@ class Graph:
             self._effects.append(node)
         return node
 
-    def _call(self, site: Site, one: Subprogram, arguments: Sequence[Value], branch: Branch) -> list[Value]:
+    def _call(
+        self, site: Site, one: Subprogram, arguments: Sequence[Value], branch: Branch
+    ) -> list[Value]:
         known = [
-            Value(variable.aval, array=const) for variable, const in zip(one.body.constvars, one.consts, strict=False)
+            Value(variable.aval, array=const)
+            for variable, const in zip(one.body.constvars, one.consts, strict=False)
         ]
         return self._run(one.body, (*known, *arguments), entered(site, one), branch)
 
-    def _loop(self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch) -> list[Value]:
+    def _loop(
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch
+    ) -> list[Value]:
         loop = next(one for one in inner if one.role == "loop")
         arguments, variables = loop.given(inputs), loop.body.invars
 
@@ -159,16 +170,21 @@ class Graph:
         stacked = joints("rows", results[loop.carried :], site.equation.outvars[loop.carried :])
         return [*results[: loop.carried], *stacked]
 
-    def _branches(self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch) -> list[Value]:
+    def _branches(
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch
+    ) -> list[Value]:
         each = [
-            self._call(site, one, one.given(inputs), (*branch, (id(site.equation), i))) for i, one in enumerate(inner)
+            self._call(site, one, one.given(inputs), (*branch, (id(site.equation), i)))
+            for i, one in enumerate(inner)
         ]
         return [
             self._node(site, "branch", [inputs[0], *choices], branch).makes([variable.aval])[0]
             for variable, *choices in zip(site.equation.outvars, *each, strict=True)
         ]
 
-    def _unknown(self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch) -> list[Value]:
+    def _unknown(
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch
+    ) -> list[Value]:
         """Reads programs whose operands only their primitive knows, each by itself."""
         for one in inner:
             arguments = [Value(variable.aval) for variable in one.body.invars]
@@ -180,7 +196,10 @@ class Graph:
 
     def _drop_dead_code(self) -> None:
         """Leaves out nodes that no result depends on: JAX's derivatives leave many of them."""
-        waiting = [*self._effects, *(value.maker for value in self.outputs if value.maker is not None)]
+        waiting = [
+            *self._effects,
+            *(value.maker for value in self.outputs if value.maker is not None),
+        ]
         while waiting:
             node = waiting.pop()
             if not node.is_live:
@@ -194,7 +213,10 @@ class Graph:
     def values(self) -> Iterator[Value]:
         """Yields every value that is read or returned, once."""
         seen: set[int] = set()
-        for value in (*self.arguments, *(value for node in self.nodes for value in (*node.inputs, *node.outputs))):
+        for value in (
+            *self.arguments,
+            *(value for node in self.nodes for value in (*node.inputs, *node.outputs)),
+        ):
             if id(value) not in seen:
                 seen.add(id(value))
                 yield value

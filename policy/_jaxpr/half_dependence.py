@@ -17,7 +17,9 @@ from policy._jaxpr.upcast import dtype_of, is_half
 
 def rounds(equation: Any) -> bool:
     """Returns whether an equation without programs gives another result in float32."""
-    dtypes = [dtype for dtype in map(dtype_of, (*equation.invars, *equation.outvars)) if dtype is not None]
+    dtypes = [
+        dtype for dtype in map(dtype_of, (*equation.invars, *equation.outvars)) if dtype is not None
+    ]
     if not any(map(is_half, dtypes)):
         return _names_half(equation.params)
     name = equation.primitive.name
@@ -41,7 +43,9 @@ def _widens(source: Any, target: Any) -> bool:
     if not jnp.issubdtype(source, jnp.floating):
         return False
     narrow, wide = jnp.finfo(source), jnp.finfo(target)
-    return bool(narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp)
+    return bool(
+        narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp
+    )
 
 
 def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> list[bool]:
@@ -111,4 +115,8 @@ def calls_host(equation: Any) -> bool:
     if equation.primitive.name in HOST:
         return True
     programs = programs_of(equation)
-    return any(inner.primitive.name in HOST for one in programs for inner in equations_within(one, once=True))
+    return any(
+        inner.primitive.name in HOST
+        for one in programs
+        for inner in equations_within(one, once=True)
+    )

@@ -78,7 +78,9 @@ class Interpreter(abc.ABC, Generic[V]):
     def equation(self, equation: Any, values: list[V]) -> list[V]:
         """Returns the outputs of an equation on some operands."""
 
-    def merge(self, equation: Any, values: Sequence[V], branches: Sequence[Traced[V]] = ()) -> Sequence[V | None]:
+    def merge(
+        self, equation: Any, values: Sequence[V], branches: Sequence[Traced[V]] = ()
+    ) -> Sequence[V | None]:
         """Returns a value like each output of an equation; None leaves it to its program.
 
         A loop carries values of these kinds from the start, and all branches of a conditional
@@ -112,7 +114,9 @@ class Interpreter(abc.ABC, Generic[V]):
 
     def run(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
         """Returns the outputs of an open jaxpr."""
-        values: dict[Any, V] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        values: dict[Any, V] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+        )
 
         def read(atom: Any) -> V:
             return self.literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]

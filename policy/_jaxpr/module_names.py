@@ -73,7 +73,9 @@ def note_keys(treedef: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _keys_of(treedef: Any) -> None:
-    paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
+    paths = jax.tree_util.tree_leaves_with_path(
+        jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    )
     for key in {key for path, _ in paths for key in path if isinstance(key, jax.tree_util.DictKey)}:
         if isinstance(key.key, str):
             note(key.key)

@@ -22,7 +22,17 @@ from policy._jaxpr.primitives import (
 
 HALVES = frozenset(("bfloat16", "float16"))
 WIDES = frozenset(("float32", "float64"))
-KINDS = ("dot", "convolution", "reduction", "scatter-add", "transcendental", "collective", "cast", "opaque", "other")
+KINDS = (
+    "dot",
+    "convolution",
+    "reduction",
+    "scatter-add",
+    "transcendental",
+    "collective",
+    "cast",
+    "opaque",
+    "other",
+)
 
 
 @functools.cache

@@ -10,18 +10,43 @@ from typing import Any
 import jax
 import jaxlib
 
-_JAX = tuple(os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (jax, jaxlib))
+_JAX = tuple(
+    os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (jax, jaxlib)
+)
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUR_LAYERS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "mpmodules") + os.sep
 # Functions of JAX that are asked for a dtype, by name: a cast below one of them was meant.
 _SUMS = frozenset(
     (
-        *("sum", "mean", "var", "std", "prod", "average", "cumsum", "cumprod", "nansum", "nanmean", "nanvar", "trace"),
+        *(
+            "sum",
+            "mean",
+            "var",
+            "std",
+            "prod",
+            "average",
+            "cumsum",
+            "cumprod",
+            "nansum",
+            "nanmean",
+            "nanvar",
+            "trace",
+        ),
         *("logsumexp", "softmax", "log_softmax", "dot_product_attention"),
     )
 )
 _CASTS = frozenset(
-    ("astype", "_astype", "asarray", "array", "convert_element_type", "full", "full_like", "view", "stochastic_round")
+    (
+        "astype",
+        "_astype",
+        "asarray",
+        "array",
+        "convert_element_type",
+        "full",
+        "full_like",
+        "view",
+        "stochastic_round",
+    )
 )
 _ASKED = _CASTS | _SUMS
 

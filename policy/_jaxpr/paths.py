@@ -18,8 +18,12 @@ Path = tuple[str, ...]
 
 # Wrappers that JAX's transformations put around names. Under a derivative the names start again at the root.
 _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
-_FUNCTIONS = frozenset(("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call"))
-_OPENING = re.compile(rf"(?:(?:{'|'.join(sorted(_RESTARTING | _FUNCTIONS | {'vmap', 'remat'}))})\()+")
+_FUNCTIONS = frozenset(
+    ("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call")
+)
+_OPENING = re.compile(
+    rf"(?:(?:{'|'.join(sorted(_RESTARTING | _FUNCTIONS | {'vmap', 'remat'}))})\()+"
+)
 # Names that are no module's.
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 # A module that flax.linen named: twice in a row it is one whose call calls its base class's.
@@ -61,7 +65,9 @@ def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
             module, method = module_and_method(scope, (*above, *path))
             if module and module not in _OF_JAX and module != AUTOCAST:
                 is_root_again = len(path) == 1 and not is_repeated(module)
-                is_same_call = path[-1:] == [module] and (method or is_root_again or _NUMBERED.fullmatch(module))
+                is_same_call = path[-1:] == [module] and (
+                    method or is_root_again or _NUMBERED.fullmatch(module)
+                )
                 path += [] if is_same_call else [module]
     if not above or (path and path[0] == above[0]):
         return tuple(path)
@@ -121,7 +127,9 @@ def once(below: Path) -> Path:
     around it.
     """
     return tuple(
-        name for i, name in enumerate(below) if not i or name != below[i - 1] or name.isdigit() or is_repeated(name)
+        name
+        for i, name in enumerate(below)
+        if not i or name != below[i - 1] or name.isdigit() or is_repeated(name)
     )
 
 
@@ -142,7 +150,11 @@ def scanned_path(body: Any, above: Path) -> Path:
     """
     common: Path | None = None
     for path in _paths(body, above):
-        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common, path, strict=False)) if common else ()
+        shared = (
+            itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common, path, strict=False))
+            if common
+            else ()
+        )
         common = path if common is None else tuple(name for name, _ in shared)
     return above if common is None else common
 
@@ -171,10 +183,16 @@ def folded(paths: Iterable[str]) -> list[str]:
             found = [*_NUMBERS.finditer(text)]
             if place < len(found):
                 number = found[place]
-                families.setdefault((text[: number.start()], text[number.end() :]), []).append(int(number[0]))
+                families.setdefault((text[: number.start()], text[number.end() :]), []).append(
+                    int(number[0])
+                )
             else:
                 families[text, ""] = []
-        texts = [member for (before, after), numbers in families.items() for member in _members(before, after, numbers)]
+        texts = [
+            member
+            for (before, after), numbers in families.items()
+            for member in _members(before, after, numbers)
+        ]
     return texts
 
 
@@ -193,8 +211,14 @@ def _parts(name_stack: str) -> Iterator[tuple[tuple[str, ...], str]]:
         end = len(name_stack) if slash < 0 else slash
         wrappers, inside = (), start
         if opening := _OPENING.match(name_stack, start):
-            closing = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(name_stack, opening.end())
+            closing = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(
+                name_stack, opening.end()
+            )
             if closing is not None and not is_noted(name_stack[start : closing.end()]):
-                wrappers, inside, end = tuple(opening[0].split("(")[:-1]), opening.end(), closing.start()
+                wrappers, inside, end = (
+                    tuple(opening[0].split("(")[:-1]),
+                    opening.end(),
+                    closing.start(),
+                )
         yield wrappers, name_stack[inside:end]
         start = end + len(wrappers) + 1

@@ -43,7 +43,9 @@ class Lane(Protocol):
 
     def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None: ...
     def given(self, chain: Chain, equation: Any) -> Iterable[tuple[int, Any]]: ...
-    def made(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
+    def made(
+        self, chain: Chain, equation: Any, outputs: Sequence[Value]
+    ) -> Iterable[tuple[int, Any]]: ...
     def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None: ...
     def outputs(self, values: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
     def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
@@ -89,7 +91,9 @@ class PlacedInterpreter(Interpreter[Value]):
 
     # Programs inside equations --------------------------------------------------------------------
 
-    def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
         return [Value([None]) for _ in equation.outvars]
 
     def entering(self, values: Sequence[Value]) -> list[Value]:
@@ -101,7 +105,9 @@ class PlacedInterpreter(Interpreter[Value]):
         is_again = "rematted_computation" in name_stack
         is_backward = "transpose(" in name_stack or self.place.direction == "backward"
         path = module_path(path_of(name_stack, self.place.path), is_backward)
-        return Place(path, "again" if is_again else "backward" if is_backward else self.place.direction)
+        return Place(
+            path, "again" if is_again else "backward" if is_backward else self.place.direction
+        )
 
     def inside(self, equation: Any) -> Self:
         inner = copy.copy(self)
@@ -169,7 +175,9 @@ def _once(path: Path) -> Path:
     for length in range(len(path) // 2, 0, -1):
         for start in range(len(path) - 2 * length + 1):
             middle, end = start + length, start + 2 * length
-            if path[start:middle] == path[middle:end] and not all(map(str.isdigit, path[start:middle])):
+            if path[start:middle] == path[middle:end] and not all(
+                map(str.isdigit, path[start:middle])
+            ):
                 return _once((*path[:middle], *path[end:]))
     return path
 

@@ -43,7 +43,10 @@ class PureCall:
 
     @classmethod
     def of(
-        cls, call: Callable[..., Any], *trees: Any, traced_as: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+        cls,
+        call: Callable[..., Any],
+        *trees: Any,
+        traced_as: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     ) -> PureCall:
         """Traces ``call(*trees)``.
 
@@ -63,7 +66,10 @@ class PureCall:
             trees, _ = arguments.filled(arrays)
             leaves, treedef = jax.tree.flatten(call(*trees))
             is_dynamic = [is_array(leaf) for leaf in leaves]
-            static = [None if dynamic else _static(leaf) for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+            static = [
+                None if dynamic else _static(leaf)
+                for leaf, dynamic in zip(leaves, is_dynamic, strict=True)
+            ]
             returned[:] = static, is_dynamic, treedef
             return [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
 
@@ -79,7 +85,9 @@ class PureCall:
         """Returns the function's result with the program's results in it."""
         arrays = iter(results)
         leaves = zip(self.is_dynamic, self.static, strict=True)
-        return jax.tree.unflatten(self.treedef, [next(arrays) if dynamic else leaf for dynamic, leaf in leaves])
+        return jax.tree.unflatten(
+            self.treedef, [next(arrays) if dynamic else leaf for dynamic, leaf in leaves]
+        )
 
 
 def require_returnable(leaf: Any) -> None:
@@ -92,7 +100,11 @@ def require_returnable(leaf: Any) -> None:
     function = getattr(function, "func", function)  # of a functools.partial
     is_bound = inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
     held = jax.tree.leaves(getattr(leaf, "__dict__", None))
-    if is_bound or inspect.isgenerator(leaf) or any(isinstance(array, jax.core.Tracer) for array in held):
+    if (
+        is_bound
+        or inspect.isgenerator(leaf)
+        or any(isinstance(array, jax.core.Tracer) for array in held)
+    ):
         raise UnreturnableError(leaf)
 
 

@@ -52,12 +52,16 @@ def first_difference(first: Any, second: Any) -> Difference | None:
     return next(_differences(first, second, {}, ()), None)
 
 
-def _differences(first: Any, second: Any, same: dict[Any, Any], above: Path) -> Iterator[Difference]:
+def _differences(
+    first: Any, second: Any, same: dict[Any, Any], above: Path
+) -> Iterator[Difference]:
     """`same`: which variable of the second program each of the first is."""
     (one, one_consts), (two, two_consts) = opened(first), opened(second)
     yield from _arguments(one, two)
     yield from _constants(one_consts, two_consts)
-    same = same | dict(zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=True))
+    same = same | dict(
+        zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=True)
+    )
     for i, (a, b) in enumerate(zip(one.eqns, two.eqns, strict=False)):
         yield from _at(_equation(a, b, same, above), i, a, b, above)
         same |= dict(zip(a.outvars, b.outvars, strict=True))
@@ -75,26 +79,38 @@ def _differences(first: Any, second: Any, same: dict[Any, Any], above: Path) -> 
         yield Difference(f"They return {len(one.outvars)} and {len(two.outvars)} arrays.")
     for i, (a, b) in enumerate(zip(one.outvars, two.outvars, strict=True)):
         if not _is_same(a, b, same):
-            yield Difference(f"They return different values as number {i}: {_atom(a)} and {_atom(b)}.")
+            yield Difference(
+                f"They return different values as number {i}: {_atom(a)} and {_atom(b)}."
+            )
 
 
 def _arguments(one: Any, two: Any) -> Iterator[Difference]:
     ours, theirs = ([_aval(v.aval) for v in (*p.constvars, *p.invars)] for p in (one, two))
     if ours != theirs:
-        yield Difference(f"They take different arguments: {', '.join(ours)} and {', '.join(theirs)}.")
+        yield Difference(
+            f"They take different arguments: {', '.join(ours)} and {', '.join(theirs)}."
+        )
 
 
 def _constants(ours: list[Any], theirs: list[Any]) -> Iterator[Difference]:
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):  # as many: they are among the arguments
+    for i, (a, b) in enumerate(
+        zip(ours, theirs, strict=True)
+    ):  # as many: they are among the arguments
         if not _equal(a, b):
-            yield Difference(f"They close over different constants: the values of number {i} are not the same.")
+            yield Difference(
+                f"They close over different constants: the values of number {i} are not the same."
+            )
 
 
 def _at(found: Iterator[Any], i: int, a: Any, b: Any, above: Path) -> Iterator[Difference]:
     """Returns a difference found in a pair of equations, with its place."""
     for what in found:
         if isinstance(what, Difference):  # of the programs inside of them
-            yield what if what.path or any(what.sources) else dataclasses.replace(what, path=_path(a, above))
+            yield (
+                what
+                if what.path or any(what.sources)
+                else dataclasses.replace(what, path=_path(a, above))
+            )
         else:
             yield Difference(f"Equation {i} {what}.", _path(a, above), (source_of(a), source_of(b)))
 
@@ -110,13 +126,17 @@ def _equation(a: Any, b: Any, same: dict[Any, Any], above: Path) -> Iterator[Any
     if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
         yield f"of {a.primitive.name} has {len(a.invars)} and {len(b.invars)} operands, or other results"
     for name in sorted({*a.params, *b.params} - _NAMES):
-        yield from _parameter(a.primitive.name, name, a.params.get(name), b.params.get(name), _path_of(a, above))
+        yield from _parameter(
+            a.primitive.name, name, a.params.get(name), b.params.get(name), _path_of(a, above)
+        )
     if [_aval(v.aval) for v in a.outvars] != [_aval(v.aval) for v in b.outvars]:
         yield f"has different results: {_text(a)} and {_text(b)}"
 
 
 def _parameter(primitive: str, name: str, a: Any, b: Any, path: Path) -> Iterator[Any]:
-    ours, theirs = (list(value) if isinstance(value, (tuple, list)) else [value] for value in (a, b))
+    ours, theirs = (
+        list(value) if isinstance(value, (tuple, list)) else [value] for value in (a, b)
+    )
     if len(ours) == len(theirs) and any(map(is_jaxpr, ours)):
         for one, two in zip(ours, theirs, strict=True):
             if is_jaxpr(one) and is_jaxpr(two):
@@ -153,7 +173,10 @@ def _is_same(a: Any, b: Any, same: dict[Any, Any]) -> bool:
 
 
 def _equal_literals(a: Any, b: Any) -> bool:
-    return _aval(a.aval) == _aval(b.aval) and np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
+    return (
+        _aval(a.aval) == _aval(b.aval)
+        and np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
+    )
 
 
 def _path_of(equation: Any, above: Path) -> Path:
@@ -175,7 +198,9 @@ def _atom(atom: Any) -> str:
 
 
 def _text(equation: Any) -> str:
-    operands, results = (", ".join(_aval(v.aval) for v in vs) for vs in (equation.invars, equation.outvars))
+    operands, results = (
+        ", ".join(_aval(v.aval) for v in vs) for vs in (equation.invars, equation.outvars)
+    )
     return f"{equation.primitive.name}({operands}) -> {results}"
 
 

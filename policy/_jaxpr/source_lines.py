@@ -15,9 +15,13 @@ from policy._jaxpr.paths import Path, spelled
 _POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 # What traces a call for an inspection tool: whoever called the tool did not write what it looks at.
-_TOOLS = tuple(os.path.join(_POLICY, name) for name in ("inspection" + os.sep, "tracing.py", "testing.py"))
+_TOOLS = tuple(
+    os.path.join(_POLICY, name) for name in ("inspection" + os.sep, "tracing.py", "testing.py")
+)
 _LIBRARIES = ("flax", "optax", "mpmodules")
-_BASES = frozenset(("Module", "Scope", "Object", "Pytree"))  # of Flax, whose methods call those of layers
+_BASES = frozenset(
+    ("Module", "Scope", "Object", "Pytree")
+)  # of Flax, whose methods call those of layers
 
 
 def source_of(equation: Any) -> str:
@@ -59,7 +63,11 @@ def _frames(equation: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _line(code: Any, instruction: int) -> int:
-    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    lines = (
+        line
+        for start, end, line in code.co_lines()
+        if start <= instruction < end and line is not None
+    )
     return next(lines, code.co_firstlineno)
 
 
@@ -77,7 +85,9 @@ def _owner(file: str) -> Literal["user", "library", "tool"]:
         return "tool"
     if is_jax_file(file) or file.startswith((_POLICY, *_folders())):
         return "library"
-    is_python = file.startswith(_STDLIB) and "site-packages" not in file and "dist-packages" not in file
+    is_python = (
+        file.startswith(_STDLIB) and "site-packages" not in file and "dist-packages" not in file
+    )
     return "library" if is_python else "user"
 
 
@@ -85,4 +95,8 @@ def _owner(file: str) -> Literal["user", "library", "tool"]:
 def _folders() -> tuple[str, ...]:
     """The folders of the libraries that are installed, none of which is imported for this."""
     specs = filter(None, map(importlib.util.find_spec, _LIBRARIES))
-    return tuple(os.path.abspath(folder) + os.sep for spec in specs for folder in spec.submodule_search_locations or ())
+    return tuple(
+        os.path.abspath(folder) + os.sep
+        for spec in specs
+        for folder in spec.submodule_search_locations or ()
+    )

@@ -115,7 +115,9 @@ class Subprogram:
           ValueError: only the primitive knows which values these are.
         """
         if self.operands is None:
-            raise ValueError(f"The operands of a subprogram in the role {self.role!r} are not known.")
+            raise ValueError(
+                f"The operands of a subprogram in the role {self.role!r} are not known."
+            )
         return [values[i] for i in self.operands]
 
 
@@ -141,14 +143,18 @@ def _found(equation: Any) -> Iterator[tuple[Any, str, int | None]]:
             yield from ((one, parameter, i) for i, one in enumerate(value) if is_jaxpr(one))
 
 
-def _described(equation: Any, found: Sequence[tuple[Any, str, int | None]]) -> tuple[Subprogram, ...]:
+def _described(
+    equation: Any, found: Sequence[tuple[Any, str, int | None]]
+) -> tuple[Subprogram, ...]:
     name, count = equation.primitive.name, len(equation.invars)
     if name == "scan":
         consts, carried = scan_arity(equation)
         length = equation.params.get("length", 1)
         runs = length if isinstance(length, int) else 1
         rows = count - consts - carried
-        return tuple(Subprogram(*one, "loop", tuple(range(count)), carried, rows, runs) for one in found)
+        return tuple(
+            Subprogram(*one, "loop", tuple(range(count)), carried, rows, runs) for one in found
+        )
     if name == "while":
         both = [_of_while(equation, *one) for one in found]
         return tuple(sorted(both, key=lambda one: one.role))  # the condition first
@@ -195,7 +201,9 @@ def subprogram(equation: Any, role: Role) -> Subprogram:
     """
     found = [one for one in subprograms(equation) if one.role == role]
     if len(found) != 1:
-        raise ValueError(f"{equation.primitive.name} holds {len(found)} programs in the role {role!r}, not one.")
+        raise ValueError(
+            f"{equation.primitive.name} holds {len(found)} programs in the role {role!r}, not one."
+        )
     return found[0]
 
 
@@ -208,7 +216,9 @@ def with_subprograms(equation: Any, jaxprs: Sequence[Any]) -> dict[str, Any]:
             continue
         held = params[one.parameter]
         items = [jaxpr if i == one.place else item for i, item in enumerate(held)]
-        params[one.parameter] = type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
+        params[one.parameter] = (
+            type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
+        )
     return params
 
 

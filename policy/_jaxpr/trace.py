@@ -85,25 +85,37 @@ class Arguments:
         note_keys(treedef)
         dynamic = tuple(map(is_array, leaves))
         arrays = [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
-        static = tuple(leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if not is_dynamic)
+        static = tuple(
+            leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if not is_dynamic
+        )
         return cls(arrays, treedef, dynamic, static)
 
     def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other arrays in them."""
         dynamic, fixed = iter(arrays), iter(self.static)
-        return jax.tree.unflatten(self.treedef, [next(dynamic) if i else next(fixed) for i in self.is_array])
+        return jax.tree.unflatten(
+            self.treedef, [next(dynamic) if i else next(fixed) for i in self.is_array]
+        )
 
     @property
     def key(self) -> Any:
         """A key for programs of one function, beside the shapes of the arrays; may have no hash."""
-        exact = tuple(leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static)  # -0.0 is not 0.0
+        exact = tuple(
+            leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static
+        )  # -0.0 is not 0.0
         return self.treedef, self.is_array, exact, tuple(map(type, self.static))
 
     def names(self) -> list[str]:
         """The path of each array in the call: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
-        paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self.treedef, list(self.is_array)))[0]
+        paths = jax.tree_util.tree_flatten_with_path(
+            jax.tree.unflatten(self.treedef, list(self.is_array))
+        )[0]
         kinds = ("args", "kwargs")
-        return [kinds[getattr(p[0], "idx", 0)] + jax.tree_util.keystr(p[1:]) for p, dynamic in paths if dynamic]
+        return [
+            kinds[getattr(p[0], "idx", 0)] + jax.tree_util.keystr(p[1:])
+            for p, dynamic in paths
+            if dynamic
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,10 @@ class Upcast(PlacedInterpreter):
             return handler(self, equation, values)
         if equation.primitive.name in HOST and not equation.outvars:
             return []
-        return [Value([array]) for array in bound_wide(equation, [widen(value.arrays[0]) for value in values])]
+        return [
+            Value([array])
+            for array in bound_wide(equation, [widen(value.arrays[0]) for value in values])
+        ]
 
     def replaced(self, place: Place, value: Value, array: Any) -> Value:
         return Value([array], value.origin)
@@ -71,7 +74,9 @@ def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
         return [lax.convert_element_type(array, F32) if array.dtype != F32 else array]
     if name == "reduce_precision" and half[0] and _keeps(equation):
         return list(arrays)
-    has_half = any(half) or any(is_half(dtype) for dtype in map(dtype_of, equation.outvars) if dtype is not None)
+    has_half = any(half) or any(
+        is_half(dtype) for dtype in map(dtype_of, equation.outvars) if dtype is not None
+    )
     if has_half and (name in HOST or name in READS_BITS):
         return _as_traced(equation, arrays)
     params = {key: _wide_param(value, arrays) for key, value in equation.params.items()}
@@ -89,7 +94,9 @@ def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     """On operands rounded to the dtypes that it was traced with."""
-    operands = [narrowed(array, dtype_of(atom)) for atom, array in zip(equation.invars, arrays, strict=True)]
+    operands = [
+        narrowed(array, dtype_of(atom)) for atom, array in zip(equation.invars, arrays, strict=True)
+    ]
     return [widen(output) for output in bind(equation, operands)]
 
 
@@ -109,7 +116,11 @@ def _highest(equation: Any) -> Any:
     if not is_float:
         return precision
     highest = lax.Precision.HIGHEST
-    return (highest, highest) if equation.primitive.name != "ragged_dot_general" or precision else precision
+    return (
+        (highest, highest)
+        if equation.primitive.name != "ragged_dot_general" or precision
+        else precision
+    )
 
 
 def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
@@ -118,7 +129,9 @@ def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
         return wide_dtype(np.dtype(value))
     if is_jaxpr(value):
         return wide_program(value)
-    if isinstance(value, tuple) and any(is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value):
+    if isinstance(value, tuple) and any(
+        is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value
+    ):
         items = [_wide_param(item, arrays) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
@@ -132,7 +145,9 @@ def wide_program(program: Any) -> Any:
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype)) for v in body.invars]
 
     def run(*arrays: Any) -> list[Any]:
-        outputs = Upcast().run(body, [Value([widen(const)]) for const in consts], [Value([array]) for array in arrays])
+        outputs = Upcast().run(
+            body, [Value([widen(const)]) for const in consts], [Value([array]) for array in arrays]
+        )
         return [widen(output.arrays[0]) for output in outputs]
 
     closed = jax.make_jaxpr(run)(*inputs)
@@ -141,6 +156,13 @@ def wide_program(program: Any) -> Any:
 
 def dtypes_of(jaxpr: Any) -> list[Any]:
     """Returns the dtypes in an open jaxpr and in the programs inside it."""
-    variables = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.outvars)]
+    variables = [
+        *jaxpr.constvars,
+        *jaxpr.invars,
+        *jaxpr.outvars,
+        *(v for e in jaxpr.eqns for v in e.outvars),
+    ]
     own = [dtype for dtype in map(dtype_of, variables) if dtype is not None]
-    return own + [dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)]
+    return own + [
+        dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)
+    ]

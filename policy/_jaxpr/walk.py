@@ -140,7 +140,11 @@ class _Place(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def _place(stack: str, above: Path, _noted: int) -> _Place:
     path = path_of(stack, above) if stack else above
-    marks = ("rematted_computation" in stack, BOUNDARY in stack or AUTOCAST in stack, ISLAND in stack)
+    marks = (
+        "rematted_computation" in stack,
+        BOUNDARY in stack or AUTOCAST in stack,
+        ISLAND in stack,
+    )
     if BOUNDARY in stack or ISLAND in stack:
         path = tuple(name for name in path if name not in (BOUNDARY, ISLAND))
     return _Place(path, "transpose(" in stack, marks)

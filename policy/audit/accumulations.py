@@ -121,7 +121,9 @@ class Shares:
         """Returns the share after one operation of which one operand has a share."""
         others = [v for v in node.inputs if not any(v is one for one in mine)]
         if node.name in ADDITIONS:
-            if any(_is_sparse(v) for v in others) or (below is _Below.SCALE and any(map(self._others, others))):
+            if any(_is_sparse(v) for v in others) or (
+                below is _Below.SCALE and any(map(self._others, others))
+            ):
                 return None
             self.sums.append(node)
             sign = -1.0 if node.name == "sub" and mine == [node.inputs[1]] else 1.0
@@ -131,7 +133,9 @@ class Shares:
             if not self._scales or not is_factor or any(map(self._gates, others)):
                 return None
             number, is_exact = _number(others[0])
-            return Share(1 / number if node.name == "div" and number else number, is_exact, scaled=True)
+            return Share(
+                1 / number if node.name == "div" and number else number, is_exact, scaled=True
+            )
         if kind_of(node.name) == "scatter-add" or _applies_addition(node):
             self.sums.append(node)
             return Share(1.0, added=True)
@@ -142,7 +146,9 @@ class Shares:
 
     def _chosen(self, cases: list[Value], below: _Below, depth: int) -> Share | None:
         """Returns the share where one value or the other is taken, or a part of each."""
-        each = [self._of(v, below, depth + 1) if self._is_made_of_carry(v) else _NOTHING for v in cases]
+        each = [
+            self._of(v, below, depth + 1) if self._is_made_of_carry(v) else _NOTHING for v in cases
+        ]
         held = [share for share in each if share is None or share.factor]
         if None in held or not held:
             return None
@@ -159,7 +165,11 @@ class Shares:
         other = -second.factor if node.name == "sub" else second.factor
         is_exact = first.is_exact and second.is_exact
         # a carry less some of it, as an average has, is still the carry
-        factor = first.factor + other if is_exact or first.factor * other > 0 else max(first.factor, other)
+        factor = (
+            first.factor + other
+            if is_exact or first.factor * other > 0
+            else max(first.factor, other)
+        )
         return Share(factor, is_exact, first.added or second.added, scaled=True)
 
     def is_compensated(self) -> bool:
@@ -170,7 +180,11 @@ class Shares:
         ends = {id(self.carry), *(id(out) for node in self.sums for out in node.outputs)}
         for value in (out for node in self.sums for out in node.outputs):
             for reader in users(value, _is_view):
-                if reader.name == "sub" and all(id(_uncast(v)) in ends for v in reader.inputs) and _goes_on(reader.out):
+                if (
+                    reader.name == "sub"
+                    and all(id(_uncast(v)) in ends for v in reader.inputs)
+                    and _goes_on(reader.out)
+                ):
                     return True
         return False
 
@@ -196,7 +210,9 @@ class Dependence:
             maker = value.maker
             if maker is None or maker.name == "carry" or self._hides(maker):
                 continue
-            fresh = [v for v in maker.inputs if id(v) not in seen and id(v) not in self._independent]
+            fresh = [
+                v for v in maker.inputs if id(v) not in seen and id(v) not in self._independent
+            ]
             seen.update(map(id, fresh))
             waiting.extend(fresh)
         self._independent |= seen
@@ -211,7 +227,10 @@ def _cases(node: Node, mine: list[Value]) -> list[Value]:
     if node.name in ("select_n", "branch"):
         return node.inputs[1:]
     if node.name in UPDATES:
-        target, update = node.inputs[0], node.inputs[1 if node.name == "dynamic_update_slice" else 2]
+        target, update = (
+            node.inputs[0],
+            node.inputs[1 if node.name == "dynamic_update_slice" else 2],
+        )
         if any(v is target for v in mine) and any(v is update for v in mine):
             return [target, update]
     return []
@@ -220,7 +239,9 @@ def _cases(node: Node, mine: list[Value]) -> list[Value]:
 def _times(one: Share, other: Share) -> Share:
     """Returns the share of a share."""
     is_exact = one.is_exact and other.is_exact
-    return Share(one.factor * other.factor, is_exact, one.added or other.added, one.scaled or other.scaled)
+    return Share(
+        one.factor * other.factor, is_exact, one.added or other.added, one.scaled or other.scaled
+    )
 
 
 def _counterpart(node: Node, value: Value) -> Value:
@@ -276,7 +297,10 @@ def _is_view(node: Node) -> bool:
 
 def _goes_on(value: Value) -> bool:
     """Returns whether a value is handed on or returned, be it through sums, casts or selections."""
-    passes = lambda node: node.name in ADDITIONS or node.name in ("select_n", "branch") or _is_view(node)  # noqa: E731
+    passes = lambda node: (
+        node.name in ADDITIONS or node.name in ("select_n", "branch") or _is_view(node)
+    )  # noqa: E731
     return any(
-        each.is_output or any(node.name == "carry" for node in each.readers) for each in reached([value], passes)
+        each.is_output or any(node.name == "carry" for node in each.readers)
+        for each in reached([value], passes)
     )

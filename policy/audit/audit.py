@@ -133,7 +133,11 @@ def _in_force(asked: Asked, graph: Graph) -> str:
     """
     if asked.policy is not None:
         return short_text(asked.policy)
-    return "of modules" if asked.has_policies or any(node.site.is_placed for node in graph.nodes) else ""
+    return (
+        "of modules"
+        if asked.has_policies or any(node.site.is_placed for node in graph.nodes)
+        else ""
+    )
 
 
 def _name(fn: Any) -> str:

@@ -35,7 +35,13 @@ KINDS = {
 
 
 def finding(
-    kind: str, node: Node, message: str, dtypes: tuple[str, ...] = (), *, of: Node | None = None, primitive: str = ""
+    kind: str,
+    node: Node,
+    message: str,
+    dtypes: tuple[str, ...] = (),
+    *,
+    of: Node | None = None,
+    primitive: str = "",
 ) -> Finding:
     """Returns a finding about a node, reported at the place of the node `of` if one is given."""
     site = (of or node).site
@@ -53,7 +59,11 @@ def finding(
 
 def dtypes_of(node: Node) -> tuple[str, ...]:
     """Returns the dtypes of a node's floating operands, each once, and of its result."""
-    return tuple(dict.fromkeys(value.dtype for value in (*node.inputs, *node.outputs[:1]) if is_inexact(value.dtype)))
+    return tuple(
+        dict.fromkeys(
+            value.dtype for value in (*node.inputs, *node.outputs[:1]) if is_inexact(value.dtype)
+        )
+    )
 
 
 def at(node: Node) -> str:

@@ -41,7 +41,11 @@ def is_complex(dtype: str) -> bool:
 
 def is_cast(node: Node) -> bool:
     """Returns whether a node changes the dtype of floating numbers."""
-    return node.name == "convert_element_type" and bits(node.inputs[0].dtype) > 0 and bits(node.out.dtype) > 0
+    return (
+        node.name == "convert_element_type"
+        and bits(node.inputs[0].dtype) > 0
+        and bits(node.out.dtype) > 0
+    )
 
 
 def widens(node: Node) -> bool:
@@ -80,7 +84,13 @@ def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout)
     while waiting:
         value = waiting.pop()
         yield value
-        fresh = [out for node in value.readers if passes(node) for out in node.outputs if id(out) not in seen]
+        fresh = [
+            out
+            for node in value.readers
+            if passes(node)
+            for out in node.outputs
+            if id(out) not in seen
+        ]
         seen.update(map(id, fresh))
         waiting.extend(fresh)
 
@@ -107,14 +117,20 @@ class Flow:
     """
 
     def __init__(
-        self, graph: Graph, lost: Lost | None = None, states: Sequence[State] = (), asked: Asked | None = None
+        self,
+        graph: Graph,
+        lost: Lost | None = None,
+        states: Sequence[State] = (),
+        asked: Asked | None = None,
     ):
         self.graph = graph
         self.lost = Lost() if lost is None else lost
         self.states = states
         self.asked = Asked() if asked is None else asked
         self.matmuls = [node for node in graph.nodes if is_matmul(node)]
-        self.multiplies_in_half = any(all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls)
+        self.multiplies_in_half = any(
+            all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls
+        )
         self._widenings = self._find_widenings()
         self._leaking = self._find_leaks()
 
@@ -136,7 +152,9 @@ class Flow:
     def _find_widenings(self) -> dict[int, Node]:
         found: dict[int, Node] = {}
         for node in self.graph.nodes:
-            if widens(node) or (is_matmul(node) and any(is_narrow(v.dtype) for v in operands(node))):
+            if widens(node) or (
+                is_matmul(node) and any(is_narrow(v.dtype) for v in operands(node))
+            ):
                 origin: Node | None = node
             else:
                 origin = next((found[id(v)] for v in node.inputs if id(v) in found), None)
@@ -149,7 +167,9 @@ class Flow:
         for node in reversed(self.graph.nodes):
             for value in node.outputs:
                 is_wider = is_wide(value.dtype) or is_complex(value.dtype)
-                if is_wider and (value.is_output or any(_leaks(value, r, leaking) for r in value.readers)):
+                if is_wider and (
+                    value.is_output or any(_leaks(value, r, leaking) for r in value.readers)
+                ):
                     leaking.add(id(value))
         return leaking
 

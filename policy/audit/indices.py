@@ -38,7 +38,11 @@ def _known(value: Value) -> np.ndarray | None:
     """The numbers of an integer array that is computed from constants alone; None where they are not known."""
     if value.array is not None:
         is_small = not isinstance(value.array, Tracer) and np.size(value.array) <= _LARGEST
-        return np.asarray(value.array) if is_small and value.dtype.startswith(("int", "uint", "bool")) else None
+        return (
+            np.asarray(value.array)
+            if is_small and value.dtype.startswith(("int", "uint", "bool"))
+            else None
+        )
     maker = value.maker
     if maker is None or maker.name not in _COMPUTED or math.prod(value.shape) > _LARGEST:
         return None
@@ -74,7 +78,9 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": lambda out, params, x: np.broadcast_to(
         x.reshape(
             [
-                x.shape[params["broadcast_dimensions"].index(axis)] if axis in params["broadcast_dimensions"] else 1
+                x.shape[params["broadcast_dimensions"].index(axis)]
+                if axis in params["broadcast_dimensions"]
+                else 1
                 for axis in range(len(out.shape))
             ]
         ),
@@ -102,7 +108,9 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
     if name == "concatenate":
         return frozenset.union(*(_counting(v, known) for v in node.inputs)) - {params["dimension"]}
     if name in INJECTIVE or (name == "mul" and any(v.is_literal for v in node.inputs)):
-        return frozenset.union(*(_counting(v, known) for v in node.inputs if not v.is_literal), _NONE)
+        return frozenset.union(
+            *(_counting(v, known) for v in node.inputs if not v.is_literal), _NONE
+        )
     if not node.inputs:
         return _NONE
     axes = _counting(node.inputs[0], known)
@@ -126,7 +134,11 @@ def _literals(value: Value) -> list[float]:
     maker = value.maker
     if maker is None or maker.name not in SELECTS_LITERALS:
         return []
-    return [number for operand in maker.inputs[maker.name == "select_n" :] for number in _literals(operand)]
+    return [
+        number
+        for operand in maker.inputs[maker.name == "select_n" :]
+        for number in _literals(operand)
+    ]
 
 
 def _reshaped(axes: Axes, before: Sequence[int], after: Sequence[int]) -> Axes:

@@ -171,7 +171,9 @@ class Audit:
         path = Path(path)
         if path.suffix not in (".html", ".json"):
             raise ValueError(f"An audit is saved as .html or .json, but got {str(path)!r}.")
-        path.write_text(self.to_html() if path.suffix == ".html" else self.to_json(), encoding="utf-8")
+        path.write_text(
+            self.to_html() if path.suffix == ".html" else self.to_json(), encoding="utf-8"
+        )
 
     def show(self, file: TextIO | None = None) -> None:
         """Prints the audit to `file` or the standard output.

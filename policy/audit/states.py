@@ -60,7 +60,9 @@ def states_of(traced: Traced) -> tuple[State, ...]:
     for leaf in _arguments(traced):
         is_named = any(not isinstance(key, int) for key in leaf.keys)
         for out in outputs[leaf.keys]:
-            is_alike = _of(traced.jaxpr.in_avals[leaf.place]) == _of(traced.jaxpr.out_avals[out.place])
+            is_alike = _of(traced.jaxpr.in_avals[leaf.place]) == _of(
+                traced.jaxpr.out_avals[out.place]
+            )
             if is_alike and (is_named or leaf.layout == out.layout):
                 found[State(leaf.place, out.place, leaf.name)] = None
     return tuple(found)
@@ -71,7 +73,9 @@ def _arguments(traced: Traced) -> Iterator[_Leaf]:
     tree = jax.tree.unflatten(traced.arguments.treedef, traced.arguments.is_array)
     marked = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = [path for path, is_array in marked if is_array]
-    layouts = _layouts(((_keys(path)[:2], _keys(path)[2:]) for path in paths), traced.jaxpr.in_avals)
+    layouts = _layouts(
+        ((_keys(path)[:2], _keys(path)[2:]) for path in paths), traced.jaxpr.in_avals
+    )
     parameters = _parameters(traced.called)
     for place, path in enumerate(paths):
         (kind, which), keys = _keys(path)[:2], _keys(path)[2:]
@@ -79,7 +83,9 @@ def _arguments(traced: Traced) -> Iterator[_Leaf]:
         if not keys or name in _NO_STATE:
             continue
         for each in (keys, (name, *keys)) if name else (keys,):
-            yield _Leaf(place, each, layouts[kind, which], f"{name}{jax.tree_util.keystr(path[2:])}")
+            yield _Leaf(
+                place, each, layouts[kind, which], f"{name}{jax.tree_util.keystr(path[2:])}"
+            )
 
 
 def _outputs(traced: Traced) -> Iterator[_Leaf]:
@@ -97,7 +103,9 @@ def _outputs(traced: Traced) -> Iterator[_Leaf]:
 def _layouts(paths: Iterable[tuple[Keys, Keys]], avals: Sequence[Any]) -> dict[Keys, Any]:
     """The layout of each tree, of the key paths of trees and of arrays in them."""
     layouts: dict[Keys, list[Any]] = defaultdict(list)
-    for aval, (tree, keys) in zip(avals, paths, strict=False):  # gradients come after what a call returns
+    for aval, (tree, keys) in zip(
+        avals, paths, strict=False
+    ):  # gradients come after what a call returns
         layouts[tree].append((keys, _of(aval)))
     return layouts
 
@@ -108,7 +116,9 @@ def _of(aval: Any) -> tuple[Any, Any]:
 
 def _keys(path: Any) -> Keys:
     """The keys of a path, whatever containers they are of."""
-    return tuple(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
+    return tuple(
+        getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path
+    )
 
 
 def _parameters(fn: Any) -> dict[int, str]:

@@ -39,7 +39,9 @@ def matters(node: Node) -> bool:
     adds = node.name.startswith("log")
     passes = lambda reader: not _is_beside(reader) and (is_joint(reader) or _passes(reader, adds))  # noqa: E731
     for value in reached(node.outputs, passes):
-        if value.is_output or any(_is_sensitive(reader, value) for reader in value.readers if not _is_beside(reader)):
+        if value.is_output or any(
+            _is_sensitive(reader, value) for reader in value.readers if not _is_beside(reader)
+        ):
             return True
     return False
 
@@ -82,7 +84,9 @@ def _is_judged(node: Node) -> bool:
 
     def passes(reader: Node) -> bool:
         is_of_norm = reader.name in _NORMALISES or _sums(reader)
-        return not _is_beside(reader) and (is_joint(reader) or is_of_norm or _passes(reader, adds=True))
+        return not _is_beside(reader) and (
+            is_joint(reader) or is_of_norm or _passes(reader, adds=True)
+        )
 
     for value in reached(node.outputs, passes):
         if value.is_output or any(_is_steep(reader) for reader in value.readers):
@@ -118,6 +122,8 @@ def _passes(reader: Node, adds: bool) -> bool:
 
 def _is_guarded(value: Value) -> bool:
     """Returns whether a value was kept from being large by a `where` or a `minimum`, as elu does it."""
-    while value.maker is not None and (value.maker.name in MOVES_DATA or value.maker.name in SCALINGS):
+    while value.maker is not None and (
+        value.maker.name in MOVES_DATA or value.maker.name in SCALINGS
+    ):
         value = value.maker.inputs[0]
     return value.maker is not None and value.maker.name in LIMITS

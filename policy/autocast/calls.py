@@ -23,7 +23,10 @@ def _jit(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value
     if not control_flow.has_options(equation):
         return control_flow.call(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
-    like = [Value(array, value.yields, value.constant) for array, value in zip(arrays, values, strict=True)]
+    like = [
+        Value(array, value.yields, value.constant)
+        for array, value in zip(arrays, values, strict=True)
+    ]
     return control_flow.jit(evaluator, equation, like)
 
 
@@ -37,7 +40,9 @@ def _scan(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
 
 def _while(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     carry = slice(len(values) - len(equation.outvars), len(values))
-    return control_flow.while_loop(evaluator, equation, _carrying_as_traced(equation, values, carry))
+    return control_flow.while_loop(
+        evaluator, equation, _carrying_as_traced(equation, values, carry)
+    )
 
 
 def _carrying_as_traced(equation: Any, values: Sequence[Value], carry: slice) -> list[Value]:
@@ -47,7 +52,9 @@ def _carrying_as_traced(equation: Any, values: Sequence[Value], carry: slice) ->
 
 
 def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-    if control_flow.is_for_platforms(equation):  # the results of the platforms' branches must be alike
+    if control_flow.is_for_platforms(
+        equation
+    ):  # the results of the platforms' branches must be alike
         return _platforms(evaluator.inside(equation), equation, as_traced(equation.invars, values))
     return control_flow.cond(evaluator, equation, values)
 
@@ -60,14 +67,20 @@ def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Valu
     inputs = list(map(Value, operands))
     branches = [Body.of(inside, one, inputs, out) for one in subprograms(equation)]
     rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
-    return [Value(output) for output in bind(equation, arrays, with_subprograms(equation, rewritten))]
+    return [
+        Value(output) for output in bind(equation, arrays, with_subprograms(equation, rewritten))
+    ]
 
 
 def _may_narrow(evaluator: Evaluator, program: Any) -> bool:
     """Returns whether a program has to be rewritten or reported if its operands are as traced."""
     settings = evaluator.settings
     names = MATMULS | settings.allow
-    return settings.strict or evaluator.report is not None or any(site.name in names for site in walk(program))
+    return (
+        settings.strict
+        or evaluator.report is not None
+        or any(site.name in names for site in walk(program))
+    )
 
 
 HANDLERS: Mapping[str, Handler] = {

@@ -43,7 +43,9 @@ def custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
 
     def original(given: Sequence[Any], moved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         before = [given[i] for i in floats]
-        return jax.jvp(lambda *before: bind(equation, _filled(given, floats, before)), before, moved)
+        return jax.jvp(
+            lambda *before: bind(equation, _filled(given, floats, before)), before, moved
+        )
 
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -56,7 +58,9 @@ def custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
         half = len(outputs) // 2
         if not body.outputs:  # an eager derivative asks for the rule alone
             jax.eval_shape(body.arrays, *primals)
-        primals_out = [cast(o, known.dtype) for o, known in zip(outputs[:half], body.outputs, strict=True)]
+        primals_out = [
+            cast(o, known.dtype) for o, known in zip(outputs[:half], body.outputs, strict=True)
+        ]
         tangents_out = [
             cast(o, known.dtype) if jax.numpy.issubdtype(known.dtype, np.inexact) else o
             for o, known in zip(outputs[half:], body.outputs, strict=True)
@@ -74,9 +78,13 @@ def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
         return _rebuilt_vjp(evaluator, equation, values)
     except UnknownPrimitiveError:
         raise
-    except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
+    except (
+        Exception
+    ):  # whatever the author's rules say to abstract values: then they run as they were written
         if evaluator.report is not None:
-            evaluator.report.note(evaluator.path, "custom_vjp_call", opaque_kind(equation), evaluator.flat(values))
+            evaluator.report.note(
+                evaluator.path, "custom_vjp_call", opaque_kind(equation), evaluator.flat(values)
+            )
         return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
@@ -94,9 +102,15 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
         return jax.vjp(lambda *moved: bind(equation, _filled(given, floats, moved)), *moved)
 
     def rewritten(*given: Any) -> tuple[list[Any], list[Any]]:
-        forward, (outputs, pullback) = jax.make_jaxpr(original, return_shape=True)(*_in(like_traced, given))
+        forward, (outputs, pullback) = jax.make_jaxpr(original, return_shape=True)(
+            *_in(like_traced, given)
+        )
         residuals, treedef = jax.tree.flatten(pullback)
-        backward[:] = [jax.make_jaxpr(lambda saved, ct: jax.tree.unflatten(treedef, saved)(ct))(residuals, outputs)]
+        backward[:] = [
+            jax.make_jaxpr(lambda saved, ct: jax.tree.unflatten(treedef, saved)(ct))(
+                residuals, outputs
+            )
+        ]
         results = Body(inside, forward, values).arrays(*given)
         return results[: len(outputs)], results[len(outputs) :]
 
@@ -107,19 +121,29 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
     def fwd(*primals: Any) -> tuple[list[Any], Any]:
         given = [primal.value for primal in primals]
         if any(primal.perturbed for primal in primals[:closed_over]):
-            raise TypeError("A function with a custom_vjp rule is differentiated by what it closes over: hand that in.")
+            raise TypeError(
+                "A function with a custom_vjp rule is differentiated by what it closes over: hand that in."
+            )
         try:
             outputs, saved = rewritten(*given)
         except UnknownPrimitiveError:
             raise
-        except Exception:  # whatever the author's rules say to abstract values: then they run as they were written
+        except (
+            Exception
+        ):  # whatever the author's rules say to abstract values: then they run as they were written
             if evaluator.report is not None:
-                evaluator.report.note(evaluator.path, "custom_vjp_call", opaque_kind(equation), given)
+                evaluator.report.note(
+                    evaluator.path, "custom_vjp_call", opaque_kind(equation), given
+                )
             outputs, saved = original(*_in(like_traced, given))
-        return [cast(output, known.dtype) for output, known in zip(outputs, body.outputs, strict=True)], saved
+        return [
+            cast(output, known.dtype) for output, known in zip(outputs, body.outputs, strict=True)
+        ], saved
 
     def bwd(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        cotangents = [jax.numpy.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct for ct in cotangents]
+        cotangents = [
+            jax.numpy.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct for ct in cotangents
+        ]
         if isinstance(saved, list):
             given = [*saved, *cotangents]
             found = Body(inside, backward[0], list(map(Value, given))).arrays(*given)

@@ -15,7 +15,15 @@ from jax import lax
 from policy._jaxpr.broadcasting import repeated, sharding_of
 from policy._jaxpr.interpreter import Interpreter, Traced, equations_of, readers_of
 from policy._jaxpr.paths import Path, path_of
-from policy._jaxpr.primitives import FORWARD_ADDITIONS, KEEPS_CONSTANTS, MATMULS, NARY, PRODUCTS, READS_LOGITS, REBUILT
+from policy._jaxpr.primitives import (
+    FORWARD_ADDITIONS,
+    KEEPS_CONSTANTS,
+    MATMULS,
+    NARY,
+    PRODUCTS,
+    READS_LOGITS,
+    REBUILT,
+)
 from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
 from policy.autocast import marks
@@ -84,7 +92,9 @@ class Evaluator(Interpreter[Value]):
     def literal(self, literal: jex_core.Literal) -> Value:
         dtype = getattr(literal.aval, "dtype", None)
         number = literal.val if dtype is None else np.asarray(literal.val, dtype)
-        is_number = isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
+        is_number = (
+            isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
+        )
         return Value(number, yields=True, constant=number[()] if is_number else None)
 
     def arrays(self, value: Value) -> tuple[Any]:
@@ -111,11 +121,17 @@ class Evaluator(Interpreter[Value]):
         if name == "cond":
             outputs = zip(equation.outvars, *(branch.outputs for branch in branches), strict=True)
             return [_merged(variable, found) for variable, *found in outputs]
-        return list(map(traced_kind, equation.outvars)) if name in REBUILT else super().merge(equation, values)
+        return (
+            list(map(traced_kind, equation.outvars))
+            if name in REBUILT
+            else super().merge(equation, values)
+        )
 
     def settled(self, value: Value, like: Value) -> Value:
         dtype = float_dtype(like.array)
-        return Value(value.array if dtype is None else cast(value.array, dtype), narrows=like.narrows)
+        return Value(
+            value.array if dtype is None else cast(value.array, dtype), narrows=like.narrows
+        )
 
     def inside(self, equation: Any, *, reports: bool = True) -> Evaluator:
         inner = copy.copy(self)
@@ -145,7 +161,11 @@ class Evaluator(Interpreter[Value]):
     def saved(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         """Returns operands saved for a derivative: half, where the body would narrow them."""
         place = self.place_of(equation)
-        return list(values) if place.region else [self._narrowed(value, "control", place) for value in values]
+        return (
+            list(values)
+            if place.region
+            else [self._narrowed(value, "control", place) for value in values]
+        )
 
     # The run --------------------------------------------------------------------------------------
 
@@ -185,7 +205,9 @@ class Evaluator(Interpreter[Value]):
         if category != "promote" or name not in FORWARD_ADDITIONS:
             return category
         names = self.readers.get(equation.outvars[0], set())
-        reads_wide = {reader for reader in names if reader and self.settings.category(reader) == "fp32"}
+        reads_wide = {
+            reader for reader in names if reader and self.settings.category(reader) == "fp32"
+        }
         # The second is a log_softmax, whose difference of the shifted logits is in float32 as its
         # logarithm is.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
@@ -198,7 +220,11 @@ class Evaluator(Interpreter[Value]):
             return self.handlers[name](self, equation, values)
         if not place.region and name != "add_any":
             values = [self._narrowed(value, category, place) for value in values]
-        traced = {dtype for v in (*equation.invars, *equation.outvars) if (dtype := float_dtype(v.aval)) is not None}
+        traced = {
+            dtype
+            for v in (*equation.invars, *equation.outvars)
+            if (dtype := float_dtype(v.aval)) is not None
+        }
         if name == "convert_element_type":
             done, outputs = "author's cast", [_converted(equation, values[0])]
         elif (
@@ -206,14 +232,21 @@ class Evaluator(Interpreter[Value]):
             or (category == "compute" and _is_complex(equation))
             or category in ("exempt", "opaque", "explicit", "control")
         ):
-            done, outputs = _kind_of_opaque(equation, traced, category), _as_traced(equation, values)
+            done, outputs = (
+                _kind_of_opaque(equation, traced, category),
+                _as_traced(equation, values),
+            )
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
         elif name == "add_any":
             done, outputs = self._accumulated(equation, values, place)
         elif place.compute == F32 or place.region or category == "fp32":
             follows = not (place.compute == F32 or place.region) and _follows(equation, place)
-            done, outputs = self._mixed(equation, values, place) if follows else self._wide(equation, values, place)
+            done, outputs = (
+                self._mixed(equation, values, place)
+                if follows
+                else self._wide(equation, values, place)
+            )
         elif category == "passthrough":
             done, outputs = self._passed(equation, values, place)
         else:
@@ -238,15 +271,21 @@ class Evaluator(Interpreter[Value]):
         if floats and all(value.yields for value in floats):
             return "float32", [Value(output.array, yields=True) for output in outputs]
         if place.region == "applies":
-            return "float32, handed on in half", [Value(output.array, narrows=True) for output in outputs]
+            return "float32, handed on in half", [
+                Value(output.array, narrows=True) for output in outputs
+            ]
         return "float32", outputs
 
-    def _accumulated(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+    def _accumulated(
+        self, equation: Any, values: list[Value], place: Place
+    ) -> tuple[str, list[Value]]:
         """The sum of two cotangents: in float32 as long as more are added, and half where an operation reads it."""
         is_half = place.region == "applies" or all(
             value.narrows or value.dtype == place.compute != F32 for value in values
         )
-        return "float32", [Value(output.array, narrows=is_half) for output in _as_traced(equation, values)]
+        return "float32", [
+            Value(output.array, narrows=is_half) for output in _as_traced(equation, values)
+        ]
 
     def _passed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
         if _holds_program(equation):
@@ -254,21 +293,39 @@ class Evaluator(Interpreter[Value]):
         is_param = values[0].yields and values[0].constant is None and values[0].array.ndim
         if equation.primitive.name == "gather" and is_param and self.settings.narrows:
             looked_up = bind(equation, [value.array for value in values])
-            return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
+            return "looked up, then cast", [
+                Value(cast(output, place.compute)) for output in looked_up
+            ]
         if equation.primitive.name == "gather" and values[0].dtype == place.compute != F32:
             # Of the widened operand, so that its cotangents are added up in float32, those of other
             # readers included.
-            looked_up = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
-            return "looked up, then cast", [Value(cast(output, place.compute)) for output in looked_up]
-        if equation.primitive.name in REPEATS and is_repeated(values[0], _extent(equation), place.compute):
-            wide = bind(equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])])
+            looked_up = bind(
+                equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
+            )
+            return "looked up, then cast", [
+                Value(cast(output, place.compute)) for output in looked_up
+            ]
+        if equation.primitive.name in REPEATS and is_repeated(
+            values[0], _extent(equation), place.compute
+        ):
+            wide = bind(
+                equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
+            )
             return "broadcast, then cast", [Value(cast(output, place.compute)) for output in wide]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
-        if equation.primitive.name == "transpose" and values[0].yields and values[0].constant is None:
+        if (
+            equation.primitive.name == "transpose"
+            and values[0].yields
+            and values[0].constant is None
+        ):
             axes = tuple(equation.params["permutation"])
-            return "as it comes", [Value(outputs[0].array, yields=True, transposed=(values[0], axes))]
+            return "as it comes", [
+                Value(outputs[0].array, yields=True, transposed=(values[0], axes))
+            ]
         if len(values) == len(outputs) or len([v for v in values if is_floating(v.dtype)]) == 1:
-            sources = values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
+            sources = (
+                values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
+            )
             keeps = equation.primitive.name in KEEPS_CONSTANTS
             outputs = [
                 Value(output.array, source.yields, source.constant)
@@ -291,7 +348,9 @@ class Evaluator(Interpreter[Value]):
         shape = equation.outvars[0].aval.shape if equation.primitive.name in NARY else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
-        if equation.primitive.name in PRODUCTS and any(is_repeated(value, shape, dtype) for value in values):
+        if equation.primitive.name in PRODUCTS and any(
+            is_repeated(value, shape, dtype) for value in values
+        ):
             return done, product(equation, values, arrays, dtype)
         return done, _bound_or_traced(equation, values, arrays)
 
@@ -328,7 +387,11 @@ def _only_float(values: Sequence[Value]) -> Value:
 def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
     """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in float32."""
     array = value.array
-    if is_floating(array.dtype) and is_repeated(value, shape, dtype) and equation.primitive.name not in PRODUCTS:
+    if (
+        is_floating(array.dtype)
+        and is_repeated(value, shape, dtype)
+        and equation.primitive.name not in PRODUCTS
+    ):
         array = as_dtype(value, F32)
     if not is_floating(array.dtype) or array.dtype == dtype:
         return array
@@ -414,7 +477,9 @@ def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str
         return "author's algorithm", _as_traced(equation, values)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    arrays = [as_dtype(value, dtype) if is_floating(value.dtype) else value.array for value in values]
+    arrays = [
+        as_dtype(value, dtype) if is_floating(value.dtype) else value.array for value in values
+    ]
     return str(dtype), [Value(output) for output in bind(equation, arrays, params)]
 
 
@@ -428,4 +493,6 @@ def _converted(equation: Any, value: Value) -> Value:
         return Value(output)
     # A mask of zeros and ones is exact in any dtype; positions and counts are not.
     constant = None if value.constant is None else np.asarray(value.constant).astype(target)[()]
-    return Value(output, yields=value.dtype == np.bool_ or value.constant is not None, constant=constant)
+    return Value(
+        output, yields=value.dtype == np.bool_ or value.constant is not None, constant=constant
+    )

@@ -49,9 +49,13 @@ def once_for_all_alike(handler: Handler) -> Handler:
         found = evaluator.places.shared.get(key)
         if found is None:
             found = evaluator.places.shared[key] = _Shared(equation)
-            found.call = _call(handler, evaluator, found, [_without_array(value) for value in values])
+            found.call = _call(
+                handler, evaluator, found, [_without_array(value) for value in values]
+            )
         outputs = found.call(*(value.array for value in values))
-        return [_with_array(output, known) for output, known in zip(outputs, found.known, strict=True)]
+        return [
+            _with_array(output, known) for output, known in zip(outputs, found.known, strict=True)
+        ]
 
     return shared
 
@@ -59,7 +63,9 @@ def once_for_all_alike(handler: Handler) -> Handler:
 def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequence[Value]) -> Any:
     def rewritten(*arrays: Any) -> list[Any]:
         values = [_with_array(array, known) for array, known in zip(arrays, inputs, strict=True)]
-        with source_info_util.reset_name_stack():  # the first equation's names are not those of the others
+        with (
+            source_info_util.reset_name_stack()
+        ):  # the first equation's names are not those of the others
             outputs = handler(evaluator, found.equation, values)
         found.known = [_without_array(output) for output in outputs]
         return [output.array for output in outputs]

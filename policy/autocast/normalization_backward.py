@@ -14,7 +14,9 @@ _FOLLOWED = MOVES | ELEMENTWISE | _SUMS
 
 
 def backward_of(
-    operations: Sequence[FrameOperation], measures: set[FrameOperation], applies: set[FrameOperation]
+    operations: Sequence[FrameOperation],
+    measures: set[FrameOperation],
+    applies: set[FrameOperation],
 ) -> None:
     """Adds the backward passes of normalisations to their operations.
 
@@ -29,7 +31,9 @@ def backward_of(
             continue
         is_backward = operation.is_backward and operation.equation is not None
         if not is_backward and cotangents.inside.issuperset(floats):
-            cotangents.inside.add(operation.outputs[0])  # a residual, of a square for one; or it enters a program
+            cotangents.inside.add(
+                operation.outputs[0]
+            )  # a residual, of a square for one; or it enters a program
         elif is_backward and operation not in measures and operation not in applies:
             region = cotangents.region_of(operation, floats)
             if region is not None:
@@ -42,7 +46,9 @@ def _inside(measures: set[FrameOperation], applies: set[FrameOperation]) -> set[
     inside = {data for operation in measures for data in operation.outputs if data.is_float}
     for operation in applies:
         for data in operation.outputs:
-            if not data.is_returned and all(reader in marked or reader.is_backward for reader in data.readers):
+            if not data.is_returned and all(
+                reader in marked or reader.is_backward for reader in data.readers
+            ):
                 inside.add(data)
     return inside
 
@@ -85,4 +91,8 @@ class _Cotangents:
     def _of_sums(self, floats: Sequence[Data]) -> set[Data] | None:
         """Returns `sums` where all operands are cotangents of statistics, or statistics that those are scaled by."""
         has_sum = not self.sums.isdisjoint(floats)
-        return self.sums if has_sum and all(data in self.sums or data in self.inside for data in floats) else None
+        return (
+            self.sums
+            if has_sum and all(data in self.sums or data in self.inside for data in floats)
+            else None
+        )

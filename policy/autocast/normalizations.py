@@ -20,7 +20,16 @@ from typing import Any
 from policy._jaxpr.frames import MOVES, Data, Frame, FrameGraph, FrameOperation, holds
 from policy._jaxpr.primitives import FORWARD_ADDITIONS, JOINS_ROOTS, MATMULS, PRODUCTS, SQUARE_ROOTS
 from policy.autocast.normalization_backward import backward_of
-from policy.autocast.second_moments import SUMS, Chain, Moment, chain_of, is_stored, meeting, repeats, statistics_of
+from policy.autocast.second_moments import (
+    SUMS,
+    Chain,
+    Moment,
+    chain_of,
+    is_stored,
+    meeting,
+    repeats,
+    statistics_of,
+)
 
 _ROOTS = SQUARE_ROOTS | {"pow"}
 
@@ -48,7 +57,11 @@ class Regions:
 
     def within(self, equation: Any) -> dict[int, Regions]:
         """Returns the regions of the programs that an equation holds, by the identity of each."""
-        return {program: found for (holder, program), found in self.programs.items() if holder == id(equation)}
+        return {
+            program: found
+            for (holder, program), found in self.programs.items()
+            if holder == id(equation)
+        }
 
 
 NOWHERE = Regions()
@@ -88,7 +101,9 @@ def _regions(frame: Frame, found: _Found) -> Regions:
     applies = frozenset(id(op.equation) for op in own if op in found.applies)
     floats = [op for op in own if any(data.is_float for data in op.outputs)]
     is_whole = all(op in found.measures or op in found.applies for op in floats)
-    is_whole = is_whole and all(regions.is_whole for regions in programs.values()) and bool(floats or kept)
+    is_whole = (
+        is_whole and all(regions.is_whole for regions in programs.values()) and bool(floats or kept)
+    )
     return Regions(measures, applies, kept, is_whole)
 
 
@@ -112,14 +127,20 @@ def _look_at(root: FrameOperation, found: _Found) -> None:
         is_plain = not (affine or quotient.is_scaled)
         if is_plain and chosen is not None and not chosen.is_mean:
             continue
-        if is_plain and numerator.data[-1].given and not _feeds_a_matmul(quotient.operation.outputs[0]):
+        if (
+            is_plain
+            and numerator.data[-1].given
+            and not _feeds_a_matmul(quotient.operation.outputs[0])
+        ):
             continue
         found.measures.update((root, *quotients.made, *statistics.operations))
         found.applies.update((quotient.operation, *affine, *_centring(numerator, moments)))
         for moment in moments:
             found.measures.update(moment.operations)
             squared = chain_of(moment.of)
-            found.measures.update(squared.operations[: squared.data.index(meeting(squared, numerator) or moment.of)])
+            found.measures.update(
+                squared.operations[: squared.data.index(meeting(squared, numerator) or moment.of)]
+            )
     found.measures -= found.applies
 
 
@@ -128,18 +149,30 @@ def _is_inverse(root: FrameOperation) -> bool | None:
     if root.name != "pow":
         return root.name == "rsqrt"
     exponent = root.inputs[1]
-    while exponent.number is None and exponent.made_by is not None and exponent.made_by.name in MOVES:
+    while (
+        exponent.number is None and exponent.made_by is not None and exponent.made_by.name in MOVES
+    ):
         exponent = exponent.made_by.inputs[0]
     number = None if exponent.number is None else float(exponent.number)
     return {0.5: False, -0.5: True}.get(number) if number is not None else None
 
 
-def _is_centred(numerator: Chain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]) -> bool:
+def _is_centred(
+    numerator: Chain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]
+) -> bool:
     """Returns whether a stored mean is subtracted: before the division, or after it, divided by the root itself."""
     if numerator.data[0].yields:
         return False
-    before = (op for op in numerator.operations if op.name == "sub" and is_stored(op.inputs[1], op.outputs[0].shape))
-    after = (op for op in affine if op.name in FORWARD_ADDITIONS and any(data.made_by in of_root for data in op.inputs))
+    before = (
+        op
+        for op in numerator.operations
+        if op.name == "sub" and is_stored(op.inputs[1], op.outputs[0].shape)
+    )
+    after = (
+        op
+        for op in affine
+        if op.name in FORWARD_ADDITIONS and any(data.made_by in of_root for data in op.inputs)
+    )
     return any(True for _ in before) or any(True for _ in after)
 
 
@@ -214,20 +247,26 @@ def _read(
     if name == "reciprocal" or (name == "integer_pow" and operation.equation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
     if name in JOINS_ROOTS:
-        stored = all(is_stored(other, operation.outputs[0].shape) for other in others if other.is_float)
+        stored = all(
+            is_stored(other, operation.outputs[0].shape) for other in others if other.is_float
+        )
         return None, (is_inverse, is_scaled) if stored else None
     if name not in PRODUCTS or len(others) != 1:
         return None, None
     other, divides = others[0], name == "div" and operation.inputs[1] is data
     shape = operation.outputs[0].shape
-    if is_stored(other, shape) or (other.given and data.shape == shape and not repeats(data, shape)):
+    if is_stored(other, shape) or (
+        other.given and data.shape == shape and not repeats(data, shape)
+    ):
         return None, (is_inverse != divides, is_scaled or other.number is None)
     if is_inverse if name == "mul" else divides and not is_inverse:
         return _Quotient(operation, other, is_scaled), None
     return None, None
 
 
-def _affine(data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOperation]) -> list[FrameOperation]:
+def _affine(
+    data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOperation]
+) -> list[FrameOperation]:
     """Returns the operations that scale a quotient by stored values and then shift it, and what stands between."""
     found: list[FrameOperation] = []
     readers = [operation for operation in data.readers if not operation.is_backward]
@@ -235,7 +274,9 @@ def _affine(data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOpe
         others = [other for other in operation.inputs if other is not data]
         is_number = len(others) == 1 and others[0].number is not None
         after: tuple[bool, bool] | None = None
-        if operation.name in MOVES or (operation.name in PRODUCTS and is_number and len(readers) == 1):
+        if operation.name in MOVES or (
+            operation.name in PRODUCTS and is_number and len(readers) == 1
+        ):
             rest = _affine(operation.outputs[0], is_scaled, is_shifted, of_root)
             found += [operation, *rest] if rest else []
         elif len(others) == 1 and not is_number and _affects(operation, data, others[0], of_root):
@@ -250,12 +291,15 @@ def _affine(data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOpe
 
 def _feeds_a_matmul(data: Data) -> bool:
     return any(
-        reader.name in MATMULS or (reader.name in MOVES and any(map(_feeds_a_matmul, reader.outputs)))
+        reader.name in MATMULS
+        or (reader.name in MOVES and any(map(_feeds_a_matmul, reader.outputs)))
         for reader in data.readers
     )
 
 
-def _affects(operation: FrameOperation, data: Data, other: Data, of_root: set[FrameOperation]) -> bool:
+def _affects(
+    operation: FrameOperation, data: Data, other: Data, of_root: set[FrameOperation]
+) -> bool:
     """Returns whether an operation scales or shifts `data` by what is stored, or was made of that and of the root."""
     if operation.name == "div" and operation.inputs[0] is not data:
         return False

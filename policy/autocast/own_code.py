@@ -50,7 +50,12 @@ class Ported:
         """
         found: Counter[Path] = Counter()
         for site in walk(self.jaxpr):
-            if site.name in MATMULS and _sums(site.equation) and _is_wide(site.equation) and _is_own(site):
+            if (
+                site.name in MATMULS
+                and _sums(site.equation)
+                and _is_wide(site.equation)
+                and _is_own(site)
+            ):
                 found[site.path] += _flops(site)
         return found
 
@@ -62,7 +67,9 @@ class Ported:
         similar functions add half precision in float32 anyway.
         """
         return any(
-            site.name in NEEDS_FLOAT32 and float_dtype(site.equation.outvars[0].aval) == F32 and _is_own(site)
+            site.name in NEEDS_FLOAT32
+            and float_dtype(site.equation.outvars[0].aval) == F32
+            and _is_own(site)
             for site in walk(self.jaxpr)
         )
 
@@ -76,11 +83,20 @@ class Ported:
         settings = Settings(policy, narrows_scans=True)
         places = Places(settings, repeated_programs(body))
         arrays = self.call.arrays
-        values = [Value(_narrow(a, v), p) for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)]
-        outputs = Evaluator(settings, places, HANDLERS).run(body, [Value(const) for const in consts], values)
+        values = [
+            Value(_narrow(a, v), p)
+            for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)
+        ]
+        outputs = Evaluator(settings, places, HANDLERS).run(
+            body, [Value(const) for const in consts], values
+        )
         dtypes = [float_dtype(atom.aval) for atom in body.outvars]
         results = [
-            operand if operand is not None else output.array if dtype is None else cast(output.array, dtype)
+            operand
+            if operand is not None
+            else output.array
+            if dtype is None
+            else cast(output.array, dtype)
             for output, operand, dtype in zip(outputs, self.call.operands(), dtypes, strict=True)
         ]
         return self.call.returned(results)
@@ -115,7 +131,9 @@ def _flops(site: Site) -> int:
 def _narrow(array: Any, variable: Any) -> Any:
     """Returns a float64 operand as the float32 that it was traced as, others unchanged."""
     dtype = float_dtype(array)
-    is_wide = dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
+    is_wide = (
+        dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
+    )
     return cast(array, F32) if is_wide else array
 
 
@@ -143,7 +161,9 @@ def _marks(site: Site | None) -> Path:
     """Returns the marks around an equation, the innermost last."""
     found: list[str] = []
     while site is not None:
-        names = str(site.equation.source_info.name_stack).replace("(", "/").replace(")", "/").split("/")
+        names = (
+            str(site.equation.source_info.name_stack).replace("(", "/").replace(")", "/").split("/")
+        )
         found = [*filter(marks.is_mark, names), *found]
         site = site.around
     return tuple(found)

@@ -50,22 +50,35 @@ def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[Value]) -> A
     return half
 
 
-def _stable(evaluator: Evaluator, equation: Any, given: Sequence[Value], traced: Sequence[Any], half: Any) -> list[Any]:
+def _stable(
+    evaluator: Evaluator, equation: Any, given: Sequence[Value], traced: Sequence[Any], half: Any
+) -> list[Any]:
     """Returns the dtypes of a carry that a step returns as it gets them: a fixpoint."""
     program, inside = subprogram(equation, "loop"), evaluator.inside(equation, reports=False)
     fixed, xs = given[program.fixed], given[program.rows]
     init = evaluator.flat(given[program.carry])
-    out = [half if dtype == F32 and np.ndim(array) else dtype for dtype, array in zip(traced, init, strict=True)]
+    out = [
+        half if dtype == F32 and np.ndim(array) else dtype
+        for dtype, array in zip(traced, init, strict=True)
+    ]
 
     def step(fixed_arrays: list[Any], init: list[Any], xs_arrays: list[Any]) -> list[Any]:
         carry = [a if dtype is None else cast(a, dtype) for a, dtype in zip(init, out, strict=True)]
         rows = [lax.index_in_dim(array, 0, keepdims=False) for array in xs_arrays]
-        like = [*fixed, *map(Value, carry), *(Value(row, x.yields) for row, x in zip(rows, xs, strict=True))]
-        return Body.of(inside, program, like).arrays(*fixed_arrays, *carry, *rows)[: program.carried]
+        like = [
+            *fixed,
+            *map(Value, carry),
+            *(Value(row, x.yields) for row, x in zip(rows, xs, strict=True)),
+        ]
+        return Body.of(inside, program, like).arrays(*fixed_arrays, *carry, *rows)[
+            : program.carried
+        ]
 
     while True:
         found = jax.eval_shape(step, evaluator.flat(fixed), init, evaluator.flat(xs))
-        stable = [t if d == half != o.dtype else d for d, o, t in zip(out, found, traced, strict=True)]
+        stable = [
+            t if d == half != o.dtype else d for d, o, t in zip(out, found, traced, strict=True)
+        ]
         if stable == out:
             return out
         out = stable

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from policy._jaxpr.frames import MOVES, Data, FrameOperation
-from policy._jaxpr.primitives import BROADCASTS, ELEMENTWISE, FORWARD_ADDITIONS, OF_MOMENTS, SIGN_CHANGES
+from policy._jaxpr.primitives import (
+    BROADCASTS,
+    ELEMENTWISE,
+    FORWARD_ADDITIONS,
+    OF_MOMENTS,
+    SIGN_CHANGES,
+)
 
 SUMS = frozenset(("reduce_sum",))
 # What a second moment may pass through between its sum and its root.
 _OF_MOMENTS = MOVES | OF_MOMENTS
-_DEEPEST = 8  # broadcasts and arithmetic that are followed back to tell whether a value repeats numbers
+_DEEPEST = (
+    8  # broadcasts and arithmetic that are followed back to tell whether a value repeats numbers
+)
 
 
 @dataclasses.dataclass
@@ -85,11 +93,17 @@ def _moment(sum_: FrameOperation, is_mean: bool) -> Iterator[Moment]:
 
 def _squared(operation: FrameOperation) -> Data | None:
     """Returns what an operation squares, or None."""
-    if operation.name == "square" or (operation.name == "integer_pow" and operation.equation.params["y"] == 2):
+    if operation.name == "square" or (
+        operation.name == "integer_pow" and operation.equation.params["y"] == 2
+    ):
         return operation.inputs[0]
-    if operation.name == "mul" and _unconverted(operation.inputs[0]) is _unconverted(operation.inputs[1]):
+    if operation.name == "mul" and _unconverted(operation.inputs[0]) is _unconverted(
+        operation.inputs[1]
+    ):
         return operation.inputs[0]
-    return operation.inputs[0] if operation.name == "pow" and operation.inputs[1].number == 2 else None
+    return (
+        operation.inputs[0] if operation.name == "pow" and operation.inputs[1].number == 2 else None
+    )
 
 
 def _unconverted(data: Data) -> Data:

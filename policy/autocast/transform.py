@@ -24,7 +24,13 @@ from policy.autocast.report import Report
 from policy.autocast.settings import Places, Settings
 from policy.autocast.values import Value, cast, is_floating
 from policy.callables import require_function
-from policy.parameters import Params, parameters, require_params, warn_of_nnx_optimizer, warn_of_optimizer
+from policy.parameters import (
+    Params,
+    parameters,
+    require_params,
+    warn_of_nnx_optimizer,
+    warn_of_optimizer,
+)
 from policy.policy import Policy, get_policy
 from policy.precedence import warn_once
 from policy.rules import PolicyRules, name_of
@@ -140,7 +146,9 @@ def _checked(
         raise ValueError(f"on_unknown should be 'opaque' or 'raise', but got {on_unknown!r}.")
     require_params(params)
     policy = None if policy is None else get_policy(policy)
-    rules = None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    rules = (
+        None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    )
     classes = [name_of(pattern) for pattern, _ in rules or () if isinstance(pattern, type)]
     if classes:
         raise TypeError(
@@ -269,7 +277,9 @@ class _Autocast:
             self.programs.popitem(last=False)
         return program
 
-    def _rewritten(self, arguments: Arguments, settings: Settings, report: Report | None = None) -> Callable[..., Any]:
+    def _rewritten(
+        self, arguments: Arguments, settings: Settings, report: Report | None = None
+    ) -> Callable[..., Any]:
         """Returns the function of the arrays alone that traces `fn` and evaluates its program."""
 
         def flat(*arrays: Any) -> Any:
@@ -280,12 +290,18 @@ class _Autocast:
             jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arrays)
             args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
-            params = [mark for mark, is_dynamic in zip(marks, arguments.is_array, strict=True) if is_dynamic]
+            params = [
+                mark
+                for mark, is_dynamic in zip(marks, arguments.is_array, strict=True)
+                if is_dynamic
+            ]
             warn_of_optimizer(args, kwargs)
             if report is not None:
                 report.note_parameters(arguments.names(), params)
             values = [
-                Value(array if _is_key(array) else jnp.asarray(array), is_param and settings.narrows)
+                Value(
+                    array if _is_key(array) else jnp.asarray(array), is_param and settings.narrows
+                )
                 for array, is_param in zip(arrays, params, strict=True)
             ]
             body, consts = opened(jaxpr)
@@ -299,7 +315,9 @@ class _Autocast:
                 places.check(settings.rules)  # those of a scope may be meant for other code
             places.check(settings.normalises)
             leaves, structure = jax.tree.flatten(shape)
-            results = [_like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)]
+            results = [
+                _like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)
+            ]
             return jax.tree.unflatten(structure, results)
 
         rewritten.__name__ = _name_of(self.fn)

@@ -32,7 +32,13 @@ from policy.audit.audit import audit
 from policy.audit.finding_kinds import KINDS
 from policy.audit.render.text import show
 from policy.audit.report import Audit, named
-from policy.command_line.target import CommandError, call_of, did_you_mean, running_users_code, target_of
+from policy.command_line.target import (
+    CommandError,
+    call_of,
+    did_you_mean,
+    running_users_code,
+    target_of,
+)
 from policy.policy import Policy
 from policy.rules import PolicyRules
 from policy.traced.call import checked_policy
@@ -60,9 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         help="which dtypes a function really runs in, before it runs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="kinds of findings:\n" + "\n".join(f"  {kind:25}{what}" for kind, what in KINDS.items()),
+        epilog="kinds of findings:\n"
+        + "\n".join(f"  {kind:25}{what}" for kind, what in KINDS.items()),
     )
-    command.add_argument("target", metavar="module:function", help="a module's name or a .py file, and a name in it")
+    command.add_argument(
+        "target", metavar="module:function", help="a module's name or a .py file, and a name in it"
+    )
     command.add_argument(
         "--arg",
         action="append",
@@ -71,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or a list, tuple "
         "or dict of these; once for each argument",
     )
-    command.add_argument("--policy", metavar="TEXT", help="audit it under a policy, as mixed_bfloat16")
+    command.add_argument(
+        "--policy", metavar="TEXT", help="audit it under a policy, as mixed_bfloat16"
+    )
     command.add_argument(
         "--rule",
         action="append",
@@ -87,10 +98,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ARGUMENT",
         help="an argument, by position or name, that --backward takes gradients by; once for each",
     )
-    command.add_argument("--html", metavar="FILE", help="write the report as one HTML page; - is the standard output")
-    command.add_argument("--json", metavar="FILE", help="write the report as JSON; - is the standard output")
-    command.add_argument("--ignore", action="append", default=[], metavar="KIND", help="leave out findings of a kind")
-    command.add_argument("--fail-on-findings", action="store_true", help="exit with 1 where there are findings")
+    command.add_argument(
+        "--html", metavar="FILE", help="write the report as one HTML page; - is the standard output"
+    )
+    command.add_argument(
+        "--json", metavar="FILE", help="write the report as JSON; - is the standard output"
+    )
+    command.add_argument(
+        "--ignore", action="append", default=[], metavar="KIND", help="leave out findings of a kind"
+    )
+    command.add_argument(
+        "--fail-on-findings", action="store_true", help="exit with 1 where there are findings"
+    )
     return parser
 
 
@@ -98,16 +117,26 @@ def _audit(options: argparse.Namespace) -> int:
     for kind in options.ignore:
         if kind not in KINDS:
             near = difflib.get_close_matches(kind, KINDS, 1)
-            raise CommandError(f"--ignore {kind!r} is no kind of finding.{did_you_mean(near)} See --help for all.")
+            raise CommandError(
+                f"--ignore {kind!r} is no kind of finding.{did_you_mean(near)} See --help for all."
+            )
     if options.json == options.html == "-":
-        raise CommandError("--json - and --html - both take the standard output: give one of them a file.")
+        raise CommandError(
+            "--json - and --html - both take the standard output: give one of them a file."
+        )
     fn, args, kwargs = call_of(
         target_of(options.target), [parse_argument(text) for text in options.arg], options.target
     )
     policy, rules = _policy(options)
     with running_users_code(f"{options.target} can't be traced"):
         report = audit(
-            fn, *args, policy=policy, rules=rules, backward=options.backward, params=_params(options), **kwargs
+            fn,
+            *args,
+            policy=policy,
+            rules=rules,
+            backward=options.backward,
+            params=_params(options),
+            **kwargs,
         )
     report = named(report, options.target, without=options.ignore)
     _write(report, options)
@@ -136,7 +165,9 @@ def _policy(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules | N
 def _write(report: Audit, options: argparse.Namespace) -> None:
     """Writes the requested files, and prints the report or a format for standard output."""
     printed = [
-        contents for name, contents in ((options.json, report.to_json), (options.html, report.to_html)) if name == "-"
+        contents
+        for name, contents in ((options.json, report.to_json), (options.html, report.to_html))
+        if name == "-"
     ]
     if printed:
         print(printed[0]())

@@ -52,8 +52,14 @@ def target_of(text: str) -> Any:
     """
     module_name, _, name = text.rpartition(":")
     is_file = module_name.endswith(".py")
-    if not module_name or not name or (not is_file and (":" in module_name or module_name[0] == ".")):
-        raise CommandError(f"{text!r} should be module:function or file.py:function, as in train:loss_fn.")
+    if (
+        not module_name
+        or not name
+        or (not is_file and (":" in module_name or module_name[0] == "."))
+    ):
+        raise CommandError(
+            f"{text!r} should be module:function or file.py:function, as in train:loss_fn."
+        )
     value: Any = _of_file(Path(module_name)) if is_file else _of_name(module_name)
     for part in name.split("."):
         with running_users_code(f"{text!r} can't be read"):
@@ -65,7 +71,9 @@ def target_of(text: str) -> Any:
             )
         value = getattr(value, part)
     if not callable(value):
-        raise CommandError(f"{text!r} is {reprlib.repr(value)}, of type {type(value).__name__}: it can't be called.")
+        raise CommandError(
+            f"{text!r} is {reprlib.repr(value)}, of type {type(value).__name__}: it can't be called."
+        )
     return value
 
 
@@ -105,7 +113,9 @@ def _of_file(path: Path) -> ModuleType:
     resolved = path.resolve()
     sys.path.insert(0, str(resolved.parent))
     importlib.invalidate_caches()
-    found = sys.modules.get(path.stem) or (importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None)
+    found = sys.modules.get(path.stem) or (
+        importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    )
     origin = getattr(found, "origin", None) or getattr(found, "__file__", None)
     if origin is not None and Path(origin).resolve() == resolved:
         return _imported(path.stem, lambda: importlib.import_module(path.stem))
@@ -140,7 +150,9 @@ def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
 # --------------------------------------------------------------------------------------------------
 
 
-def call_of(fn: Callable[..., Any], args: list[Any], target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+def call_of(
+    fn: Callable[..., Any], args: list[Any], target: str
+) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     """Returns the function to audit and its arguments: given ones, or those that a target returns.
 
     A function without arguments that returns arrays is audited itself, unless it is called an
@@ -177,7 +189,11 @@ def _are_results(made: Any) -> bool:
 def _told(made: Any) -> str:
     if not isinstance(made, tuple):
         return type(made).__name__
-    return ", ".join(type(part).__name__ for part in made) if len(made) > 1 else f"a tuple of {len(made)}"
+    return (
+        ", ".join(type(part).__name__ for part in made)
+        if len(made) > 1
+        else f"a tuple of {len(made)}"
+    )
 
 
 def _required(fn: Callable[..., Any]) -> list[str] | None:

@@ -83,10 +83,16 @@ def compare(
     call = Call.of("compare", fn, args, kwargs, params, _scale(backward, loss_scale))
     program = program_of(call, policy, rules=rules)
     log = Log()
-    compiled = jax.jit(paired(program, log)).lower(*program.arguments.arrays).compile(compiler_options=EXACT)
+    compiled = (
+        jax.jit(paired(program, log))
+        .lower(*program.arguments.arrays)
+        .compile(compiler_options=EXACT)
+    )
     numbers, undefined = jax.device_get(compiled(*program.arguments.arrays))
     name = getattr(fn, "__name__", type(fn).__name__)
-    return comparison_of(program, log, numbers, undefined, name, "" if policy is None else short_text(policy))
+    return comparison_of(
+        program, log, numbers, undefined, name, "" if policy is None else short_text(policy)
+    )
 
 
 def _scale(backward: bool, loss_scale: float) -> float | None:
@@ -107,9 +113,13 @@ def paired(program: Program, log: Log) -> Any:
         log.measurements.clear()
         pairing = program.reference
         log.unpaired = {} if pairing is None else dict(pairing.unpaired)
-        both = Paired(log, bool(program.gradients), frozenset() if pairing is None else pairing.touched)
+        both = Paired(
+            log, bool(program.gradients), frozenset() if pairing is None else pairing.touched
+        )
         both.lane = lane_of(pairing, reference, log.unpaired)
-        outputs = both.run(body, [Value([const]) for const in consts], [Value([array]) for array in arrays])
+        outputs = both.run(
+            body, [Value([const]) for const in consts], [Value([array]) for array in arrays]
+        )
         outputs = both.ended(outputs)
         both.returned(outputs, body.outvars)
         return both.notes, [_has_nan(array) for array in arrays]

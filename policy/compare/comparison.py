@@ -147,15 +147,22 @@ class Comparison:
         for row in self.rows:
             if row.path == path:
                 return row
-        raise KeyError(f"No row {path!r}. Rows: {', '.join(dict.fromkeys(row.path for row in self.rows))}.")
+        raise KeyError(
+            f"No row {path!r}. Rows: {', '.join(dict.fromkeys(row.path for row in self.rows))}."
+        )
 
     def to_json(self, *, indent: int | None = 1) -> str:
         """Returns the comparison as JSON.
 
         Infinite values and NaN are texts, "inf" or "nan", as JSON has no such numbers.
         """
-        found = {"version": 1, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rows"}}
-        return json.dumps(_plain({**found, "rows": [dataclasses.asdict(row) for row in self.rows]}), indent=indent)
+        found = {
+            "version": 1,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rows"},
+        }
+        return json.dumps(
+            _plain({**found, "rows": [dataclasses.asdict(row) for row in self.rows]}), indent=indent
+        )
 
     def to_svg(self) -> str:
         """Returns a drawing of the errors by path, to embed in a page."""

@@ -107,7 +107,9 @@ class Paired(PlacedInterpreter):
         place = self.place_of(equation)
         self._met(place)
         if equation.primitive.name not in INLINED:
-            stacked = sum(scan_arity(equation)) if equation.primitive.name == "scan" else len(values)
+            stacked = (
+                sum(scan_arity(equation)) if equation.primitive.name == "scan" else len(values)
+            )
             values = [*map(_decoded, values[:stacked]), *values[stacked:]]
             for value, atom in zip(values, equation.invars, strict=True):
                 self._read(value, place, dtype_of(atom))
@@ -125,10 +127,15 @@ class Paired(PlacedInterpreter):
         else:
             wide = Upcast().standing_in(self)
             references = wide.equation(equation, [Value([reference(value)]) for value in values])
-            lanes = [[output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)]
+            lanes = [
+                [output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)
+            ]
         name, source = self._made_by(equation, place, values)
         made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
-        return [Value(lane, Origin(place, name, source, made=m)) for lane, m in zip(lanes, made, strict=True)]
+        return [
+            Value(lane, Origin(place, name, source, made=m))
+            for lane, m in zip(lanes, made, strict=True)
+        ]
 
     def _made_by(self, equation: Any, place: Place, values: Sequence[Value]) -> tuple[str, str]:
         """The operation of the user's that made a result, and its line.
@@ -138,13 +145,21 @@ class Paired(PlacedInterpreter):
         stack = str(equation.source_info.name_stack)
         origin = values[0].origin if len(values) == 1 else None
         is_cast = equation.primitive.name == "convert_element_type"
-        if is_cast and (BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation)) and origin and origin.source:
+        if (
+            is_cast
+            and (BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation))
+            and origin
+            and origin.source
+        ):
             return origin.primitive, origin.source
         source = source_of(equation) or self._line_around
         return equation.primitive.name, source or layer_of(equation, place.path)
 
     def replaced(self, place: Place, value: Value, array: Any) -> Value:
-        return Value([_decoded(value).arrays[0], array], value.origin and dataclasses.replace(value.origin, coded=None))
+        return Value(
+            [_decoded(value).arrays[0], array],
+            value.origin and dataclasses.replace(value.origin, coded=None),
+        )
 
     def _met(self, place: Place) -> None:
         if place in self.log.places or place.direction == "again":
@@ -170,13 +185,20 @@ class Paired(PlacedInterpreter):
 
     def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
         measurement = Measurement(
-            len(self.log.measurements), origin.primitive, origin.source, dtype, origin.place, self.bodies
+            len(self.log.measurements),
+            origin.primitive,
+            origin.source,
+            dtype,
+            origin.place,
+            self.bodies,
         )
         self.log.measurements.append(measurement)
         origin.measurement = measurement
         own = value.arrays[0]
         is_pair = len(value.arrays) > 1
-        note = measured(own, value.arrays[1], self.axes) if is_pair else largest_alone(own, self.axes)
+        note = (
+            measured(own, value.arrays[1], self.axes) if is_pair else largest_alone(own, self.axes)
+        )
         self.notes[measurement.key] = note
         value.arrays = tuple(self._after(array) for array in value.arrays)
         return measurement
@@ -216,7 +238,11 @@ class Paired(PlacedInterpreter):
         origin, array = value.origin, value.arrays[0]
         if array.size < _LARGE:
             return array
-        if origin is None or origin.made is None or (origin.measurement is not None and is_half(array.dtype)):
+        if (
+            origin is None
+            or origin.made is None
+            or (origin.measurement is not None and is_half(array.dtype))
+        ):
             return self._after(array)
         equation, operands, i = origin.made
         return bind(equation, [self._once_more(operand) for operand in operands])[i]
@@ -239,7 +265,9 @@ class Paired(PlacedInterpreter):
 
     # Bodies ---------------------------------------------------------------------------------------
 
-    def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
         place = self.place_of(equation)
         origin = Origin(place, *self._made_by(equation, place, values))
@@ -256,14 +284,20 @@ class Paired(PlacedInterpreter):
         places = [value.origin.place if value.origin else self.place for value in values]
         return [
             Value(
-                value.arrays, Origin(Place(self.place.path, place.direction), coded=value.origin and value.origin.coded)
+                value.arrays,
+                Origin(
+                    Place(self.place.path, place.direction),
+                    coded=value.origin and value.origin.coded,
+                ),
             )
             for value, place in zip(values, places, strict=True)
         ]
 
     def body(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """Enters a body, whose measurements are known there alone."""
-        args = [Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in args]
+        args = [
+            Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in args
+        ]
         outputs = super().body(jaxpr, consts, args)
         for value, atom in zip(map(_decoded, outputs), jaxpr.outvars, strict=True):
             self._read(value, self.place, dtype_of(atom))
@@ -273,7 +307,11 @@ class Paired(PlacedInterpreter):
         value = _decoded(value)
         if len(value.arrays) != len(like.arrays):
             value = Value([value.arrays[0], reference(value)], value.origin)
-        return Value([_coded(*value.arrays), value.arrays[1]], like.origin) if _is_coded(like) else value
+        return (
+            Value([_coded(*value.arrays), value.arrays[1]], like.origin)
+            if _is_coded(like)
+            else value
+        )
 
 
 def _is_cheap(equation: Any) -> bool:
@@ -281,7 +319,12 @@ def _is_cheap(equation: Any) -> bool:
     name = equation.primitive.name
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
     category = category_of(name)
-    return not (name in CONTROL_FLOW or is_half_dot or equation.effects or category in (None, "opaque", "control"))
+    return not (
+        name in CONTROL_FLOW
+        or is_half_dot
+        or equation.effects
+        or category in (None, "opaque", "control")
+    )
 
 
 def _coded(array: Any, wide: Any) -> Any:
@@ -294,7 +337,9 @@ def _coded(array: Any, wide: Any) -> Any:
     """
     if is_half(array.dtype):
         return lax.bitcast_convert_type(array, jnp.uint16)
-    difference = jnp.where(array == wide, jnp.zeros((), wide.dtype), array - wide).astype(jnp.bfloat16)
+    difference = jnp.where(array == wide, jnp.zeros((), wide.dtype), array - wide).astype(
+        jnp.bfloat16
+    )
     bits = lax.bitcast_convert_type(difference, jnp.uint16)
     return jnp.where((array == 0) & (wide != 0), _IS_ZERO, bits)
 
@@ -322,6 +367,11 @@ def reference(value: Value) -> Any:
 
 def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:
     """The paths that a value leaves, deepest first, and those that it enters, outermost first."""
-    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(origin, reader, strict=False)))
+    common = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(origin, reader, strict=False)
+        )
+    )
     left = [origin[:length] for length in range(len(origin), common, -1)]
     return left, [reader[:length] for length in range(common + 1, len(reader) + 1)]

@@ -22,10 +22,16 @@ class _Unavailable(Exception):
 
 
 def lane_of(
-    reference: Reference | None, wide: Callable[[Value], Any], missed: dict[Path, None] | None = None
+    reference: Reference | None,
+    wide: Callable[[Value], Any],
+    missed: dict[Path, None] | None = None,
 ) -> ReferenceLane | None:
     """The lane of a whole program; None where there is no float32 trace of it."""
-    return None if reference is None else ReferenceLane(reference, wide, {} if missed is None else missed)
+    return (
+        None
+        if reference is None
+        else ReferenceLane(reference, wide, {} if missed is None else missed)
+    )
 
 
 def first_array(value: Value) -> Any:
@@ -63,7 +69,9 @@ class ReferenceLane:
 
     def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None:
         """Takes the arguments of a body."""
-        for root, value in zip(self.reference.inputs.get((chain, id(jaxpr)), ()), args, strict=False):
+        for root, value in zip(
+            self.reference.inputs.get((chain, id(jaxpr)), ()), args, strict=False
+        ):
             self._know(root, value)
 
     def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None:
@@ -94,7 +102,9 @@ class ReferenceLane:
             if array is not None:
                 yield k, array
 
-    def made(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> Iterator[tuple[int, Any]]:
+    def made(
+        self, chain: Chain, equation: Any, outputs: Sequence[Value]
+    ) -> Iterator[tuple[int, Any]]:
         """The results of an equation that float32 computes in another way."""
         operation = self.reference.made.get((chain, id(equation)))
         if operation is None:
@@ -102,7 +112,9 @@ class ReferenceLane:
         for i, variable in enumerate(equation.outvars):
             root = ("result", operation, i)
             if root in self.reference.joined:
-                array = self._shaped(Operand(self.reference.same[root]), variable.aval.shape, operation.path)
+                array = self._shaped(
+                    Operand(self.reference.same[root]), variable.aval.shape, operation.path
+                )
                 if array is not None:
                     yield i, array
 
@@ -120,7 +132,11 @@ class ReferenceLane:
             return None
         if array.shape == tuple(shape):
             return array
-        return jnp.reshape(array, shape) if array.size == math.prod(shape) else jnp.broadcast_to(array, shape)
+        return (
+            jnp.reshape(array, shape)
+            if array.size == math.prod(shape)
+            else jnp.broadcast_to(array, shape)
+        )
 
     def _read_or_none(self, operand: Operand) -> Any:
         with contextlib.suppress(_Unavailable):
@@ -150,9 +166,16 @@ class ReferenceLane:
         if root[0] != "result":
             raise _Unavailable
         operation: FlatOperation = root[1]
-        if operation.bodies or operation.stacked or operation.equation.effects or operation.name in HOST:
+        if (
+            operation.bodies
+            or operation.stacked
+            or operation.equation.effects
+            or operation.name in HOST
+        ):
             raise _Unavailable
-        results = _bound(operation.equation, [self._read(operand) for operand in operation.operands])
+        results = _bound(
+            operation.equation, [self._read(operand) for operand in operation.operands]
+        )
         self.values.update({("result", operation, i): array for i, array in enumerate(results)})
         return results[root[2]]
 
@@ -176,5 +199,10 @@ def _bound(equation: Any, arrays: Iterable[Any]) -> list[Any]:
         with equation.ctx.manager:
             operands = zip(arrays, equation.invars, strict=True)
             return bound_wide(equation, [_as(widen(array), atom.aval) for array, atom in operands])
-    except (AssertionError, NotImplementedError, TypeError, ValueError):  # it takes no such operands
+    except (
+        AssertionError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ):  # it takes no such operands
         raise _Unavailable from None

@@ -52,14 +52,23 @@ class Findings:
 
     def __init__(self, log: Log, notes: dict[int, Any], program: Program):
         self.log = _with_whole_paths(log)
-        self.numbers = [Numbers(m, np.asarray(notes[m.key], np.float64)) for m in log.measurements if m.key in notes]
+        self.numbers = [
+            Numbers(m, np.asarray(notes[m.key], np.float64))
+            for m in log.measurements
+            if m.key in notes
+        ]
         halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
         # The error of one rounding: smaller errors can't be distinguished.
-        self.floor = max((float(jnp.finfo(dtype).eps) for dtype in halves), default=float(jnp.finfo(np.float32).eps))
+        self.floor = max(
+            (float(jnp.finfo(dtype).eps) for dtype in halves),
+            default=float(jnp.finfo(np.float32).eps),
+        )
 
     @functools.cached_property
     def _entered(self) -> dict[Place, list[Numbers]]:
-        return {place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places}
+        return {
+            place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places
+        }
 
     def places(self) -> Iterable[Place]:
         """Returns all places, in program order."""
@@ -71,7 +80,9 @@ class Findings:
         """
         found = [n for n in self.numbers if place in n.of.left]
         is_all = place.direction != "backward" or not found
-        return found + [n for n in self.numbers if is_all and place in n.of.returned and n not in found]
+        return found + [
+            n for n in self.numbers if is_all and place in n.of.returned and n not in found
+        ]
 
     def entering(self, place: Place, numbers: Numbers, what: int = _ERROR) -> np.ndarray:
         """Returns the worst error that entered a place before a value, in each step of a scan."""
@@ -79,14 +90,17 @@ class Findings:
         for other in self._entered.get(place, ()):
             if other.of.key < numbers.of.key:
                 found = other.array[..., what]
-                worst = np.maximum(worst, found if found.shape == worst.shape else found.max(initial=0))
+                worst = np.maximum(
+                    worst, found if found.shape == worst.shape else found.max(initial=0)
+                )
         return worst
 
     def _enters(self, numbers: Numbers, place: Place) -> bool:
         """Returns whether a value enters a place; backward reads the module's activations, too."""
         forward = Place(place.path, "forward")
         return place in numbers.of.entered or (
-            place.direction == "backward" and (forward in numbers.of.entered or forward in numbers.of.left)
+            place.direction == "backward"
+            and (forward in numbers.of.entered or forward in numbers.of.left)
         )
 
     def jumps(self, place: Place, numbers: Numbers) -> np.ndarray:
@@ -99,14 +113,23 @@ class Findings:
         if place.direction == "backward":
             reference = numbers.array[..., _REFERENCE]
             is_zero = reference < _ZERO * self.entering(place, numbers, _REFERENCE)
-            jumps &= ~is_zero | ~np.isfinite(numbers.errors) | (numbers.array[..., _UNDERFLOW] > 0.5)
+            jumps &= (
+                ~is_zero | ~np.isfinite(numbers.errors) | (numbers.array[..., _UNDERFLOW] > 0.5)
+            )
         return jumps
 
     def first_error(self, place: Place) -> Numbers | None:
         """Returns the first value in a place whose error is made there, or None."""
         depth = len(place.path)
         inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
-        return next((n for n in inside if n.of.made.direction == place.direction and self.jumps(place, n).any()), None)
+        return next(
+            (
+                n
+                for n in inside
+                if n.of.made.direction == place.direction and self.jumps(place, n).any()
+            ),
+            None,
+        )
 
     def first_jump(self) -> tuple[Place, int | None] | None:
         """Returns the first place with a jump, the innermost if nested, and its scan's step."""
@@ -114,11 +137,21 @@ class Findings:
         for numbers in self.numbers:
             if found and not _is_same_loop(found[0][1], numbers):
                 break
-            places = [*numbers.of.left, *(p for p in numbers.of.returned if p.direction == "forward")]
+            places = [
+                *numbers.of.left,
+                *(p for p in numbers.of.returned if p.direction == "forward"),
+            ]
             for place in sorted(places, key=lambda place: -len(place.path)):
                 jumps = self.jumps(place, numbers)
                 if jumps.any():
-                    found.append((_first(jumps, place), numbers, place, _first(jumps, place) if jumps.ndim else None))
+                    found.append(
+                        (
+                            _first(jumps, place),
+                            numbers,
+                            place,
+                            _first(jumps, place) if jumps.ndim else None,
+                        )
+                    )
                     break
         if not found:
             return None
@@ -171,7 +204,12 @@ def _is_same_loop(one: Numbers, other: Numbers) -> bool:
 
 
 def comparison_of(
-    program: Program, log: Log, notes: dict[int, Any], has_nan: Sequence[Any], name: str, policy: str
+    program: Program,
+    log: Log,
+    notes: dict[int, Any],
+    has_nan: Sequence[Any],
+    name: str,
+    policy: str,
 ) -> Comparison:
     """Returns the comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
@@ -187,7 +225,12 @@ def _comparison(
     apart = [place.path for place in log.places] if program.refused else log.unpaired
     unpaired = tuple(dict.fromkeys(map(spelled, apart)))
     return Comparison(
-        tuple(sorted(rows, key=lambda row: ("activation", "gradient", "parameter", "output").index(row.kind))),
+        tuple(
+            sorted(
+                rows,
+                key=lambda row: ("activation", "gradient", "parameter", "output").index(row.kind),
+            )
+        ),
         None if jump is None else spelled(jump[0].path),
         None if jump is None else jump[1],
         tuple(_notes(program, rows, unpaired, has_nan)),
@@ -212,14 +255,22 @@ def _returned(program: Program, findings: Findings) -> Iterable[Row]:
         if output is not None and output < len(program.outputs):
             yield _row(program.outputs[output], "output", [numbers], findings)
         elif output is not None:
-            yield _row(program.gradients[output - len(program.outputs)], "parameter", [numbers], findings)
+            yield _row(
+                program.gradients[output - len(program.outputs)], "parameter", [numbers], findings
+            )
 
 
-def _row(path: str, kind: Kind, leaving: list[Numbers], findings: Findings, place: Place | None = None) -> Row:
+def _row(
+    path: str, kind: Kind, leaving: list[Numbers], findings: Findings, place: Place | None = None
+) -> Row:
     worst = np.max([numbers.worst for numbers in leaving], axis=0)
     of = dict(zip(NAMES, map(float, worst), strict=True))
-    nearest = max(leaving, key=lambda numbers: (not is_discrete(numbers.of.dtype), numbers.headroom))
-    culprit = (place and findings.first_error(place)) or max(leaving, key=lambda n: float(n.worst[_ERROR]))
+    nearest = max(
+        leaving, key=lambda numbers: (not is_discrete(numbers.of.dtype), numbers.headroom)
+    )
+    culprit = (place and findings.first_error(place)) or max(
+        leaving, key=lambda n: float(n.worst[_ERROR])
+    )
     in_steps = [numbers for numbers in leaving if numbers.errors.ndim]
     shape = max((n.errors.shape for n in in_steps), key=len, default=())
     steps = [n.errors for n in in_steps if n.errors.shape == shape]
@@ -236,11 +287,14 @@ def _row(path: str, kind: Kind, leaving: list[Numbers], findings: Findings, plac
         str(np.dtype(nearest.of.dtype)),
         of["reference_largest"],
         of["undefined"],
-        max((float(findings.entering(place, n).max(initial=0)) for n in leaving), default=0.0) if place else 0.0,
+        max((float(findings.entering(place, n).max(initial=0)) for n in leaving), default=0.0)
+        if place
+        else 0.0,
         _nested(np.max(steps, axis=0).tolist()) if steps else (),
         culprit.of.primitive,
         culprit.of.source,
-        place is not None and any(bool(findings.jumps(place, numbers).any()) for numbers in leaving),
+        place is not None
+        and any(bool(findings.jumps(place, numbers).any()) for numbers in leaving),
     )
 
 
@@ -248,7 +302,9 @@ def _nested(values: Any) -> Any:
     return tuple(map(_nested, values)) if isinstance(values, list) else values
 
 
-def _notes(program: Program, rows: Sequence[Row], unpaired: Sequence[str], has_nan: Sequence[Any]) -> Iterable[str]:
+def _notes(
+    program: Program, rows: Sequence[Row], unpaired: Sequence[str], has_nan: Sequence[Any]
+) -> Iterable[str]:
     if program.refused:
         yield (
             f"The function can't be traced in float32 ({program.refused}). It is compared with the same program, "
@@ -267,7 +323,9 @@ def _notes(program: Program, rows: Sequence[Row], unpaired: Sequence[str], has_n
         yield f"float32 itself is infinite or NaN in {len(undefined)} rows, the first of them {undefined[0]!r}."
     gradients = [row for row in rows if row.kind == "parameter"]
     largest = max((row.reference_largest for row in gradients), default=0.0)
-    zero = [row.path for row in gradients if row.error > 1 and row.reference_largest < _ZERO * largest]
+    zero = [
+        row.path for row in gradients if row.error > 1 and row.reference_largest < _ZERO * largest
+    ]
     if zero:
         yield f"Zero but for rounding in float32 too, so that their errors say nothing: {', '.join(zero)}."
     yield from _equal(program, rows)

@@ -13,7 +13,16 @@ from jax import lax
 # Masks' stand-ins for minus infinity would dominate the norm, and their squares overflow.
 _FILL = 1e18
 # In the order of `measured`. Of each, more is worse: so the largest of several is the worst.
-NAMES = ("error", "distance", "underflow", "subnormal", "overflow", "largest", "reference_largest", "undefined")
+NAMES = (
+    "error",
+    "distance",
+    "underflow",
+    "subnormal",
+    "overflow",
+    "largest",
+    "reference_largest",
+    "undefined",
+)
 
 
 def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
@@ -40,8 +49,12 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return _share(value, reference, axes)
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        value, reference = (jnp.stack([lax.real(array), lax.imag(array)]) for array in (value, reference))
-    sums, largest = _reduced(value.astype(reference.dtype), reference, float(jnp.finfo(value.dtype).tiny))
+        value, reference = (
+            jnp.stack([lax.real(array), lax.imag(array)]) for array in (value, reference)
+        )
+    sums, largest = _reduced(
+        value.astype(reference.dtype), reference, float(jnp.finfo(value.dtype).tiny)
+    )
     if axes:
         sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
     return _named(sums, largest)
@@ -49,11 +62,18 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
 
 def _share(value: Any, reference: Any, axes: Sequence[str]) -> Any:
     counts = jnp.stack([jnp.sum(value != reference), jnp.full((), value.size)]).astype(jnp.float32)
-    largest = jnp.stack([_largest(jnp.abs(array.astype(jnp.float32))) for array in (value, reference)])
+    largest = jnp.stack(
+        [_largest(jnp.abs(array.astype(jnp.float32))) for array in (value, reference)]
+    )
     if axes:
         counts, largest = lax.psum(counts, tuple(axes)), lax.pmax(largest, tuple(axes))
     differ = counts[0] / jnp.maximum(counts[1], 1)
-    found = {"error": differ, "distance": differ, "largest": largest[0], "reference_largest": largest[1]}
+    found = {
+        "error": differ,
+        "distance": differ,
+        "largest": largest[0],
+        "reference_largest": largest[1],
+    }
     return jnp.stack([found.get(name, jnp.zeros((), jnp.float32)) for name in NAMES])
 
 
@@ -68,13 +88,25 @@ def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
     zero = jnp.zeros((), reference.dtype)
     difference = jnp.where(counts, x - reference, zero)
     x_kept, kept = jnp.where(counts, x, zero), jnp.where(counts, reference, zero)
-    masks = ((x == 0) & (reference != 0), (x != 0) & (magnitude < tiny), was_finite & ~is_finite, ~was_finite)
-    added = [difference * difference, kept * kept, x_kept * x_kept, *(mask.astype(reference.dtype) for mask in masks)]
+    masks = (
+        (x == 0) & (reference != 0),
+        (x != 0) & (magnitude < tiny),
+        was_finite & ~is_finite,
+        ~was_finite,
+    )
+    added = [
+        difference * difference,
+        kept * kept,
+        x_kept * x_kept,
+        *(mask.astype(reference.dtype) for mask in masks),
+    ]
     compared = [magnitude, jnp.where(was_finite, size, zero)]
     found = _variadic(added, compared)
     count = jnp.full((), math.prod(x.shape), jnp.float32)
     n = len(added)
-    return jnp.stack([*(f.astype(jnp.float32) for f in found[:n]), count]), jnp.stack(found[n:]).astype(jnp.float32)
+    return jnp.stack([*(f.astype(jnp.float32) for f in found[:n]), count]), jnp.stack(
+        found[n:]
+    ).astype(jnp.float32)
 
 
 def _variadic(added: Sequence[Any], compared: Sequence[Any]) -> Sequence[Any]:
@@ -95,7 +127,10 @@ def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
     is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
     magnitude = jnp.abs(value if is_complex else value.astype(jnp.float32))
     is_nan = jnp.isnan(magnitude)
-    largest, undefined = _largest(jnp.where(is_nan, 0, magnitude)), jnp.mean(is_nan, dtype=jnp.float32)
+    largest, undefined = (
+        _largest(jnp.where(is_nan, 0, magnitude)),
+        jnp.mean(is_nan, dtype=jnp.float32),
+    )
     if axes:
         largest, undefined = lax.pmax(largest, tuple(axes)), lax.pmean(undefined, tuple(axes))
     zeros = jnp.zeros((), jnp.float32)
@@ -118,7 +153,9 @@ def _named(sums: Any, largest: Any) -> Any:
     error = jnp.where((overflow > 0) | jnp.isnan(error), jnp.inf, error)
     # Of the law of cosines: the cosine itself would be a difference of nearly equal numbers.
     norms, lengths = jnp.sqrt(kept * own), jnp.sqrt(kept) - jnp.sqrt(own)
-    distance = jnp.where(norms == 0, (kept != own).astype(jnp.float32), (difference - lengths**2) / (2 * norms))
+    distance = jnp.where(
+        norms == 0, (kept != own).astype(jnp.float32), (difference - lengths**2) / (2 * norms)
+    )
     distance = jnp.where(overflow > 0, 1, jnp.clip(distance, 0, 2))
     shares = [count / size for count in (underflow, subnormal, overflow)]
     own_largest = jnp.where((overflow > 0) | jnp.isnan(largest[0]), jnp.inf, largest[0])
@@ -129,7 +166,9 @@ def limit_of(dtype: Any) -> float:
     """Returns the largest finite number of a dtype."""
     if dtype == np.bool_:
         return 1.0
-    return float((jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(np.dtype(dtype)).max)
+    return float(
+        (jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(np.dtype(dtype)).max
+    )
 
 
 def is_discrete(dtype: Any) -> bool:

@@ -97,7 +97,9 @@ class Float32Cotangents(Interpreter[Any]):
                 return results
         return bind(equation, [read(x) for x in values])
 
-    def merge(self, equation: Any, values: Sequence[Any], branches: Sequence[Any] = ()) -> list[Any]:
+    def merge(
+        self, equation: Any, values: Sequence[Any], branches: Sequence[Any] = ()
+    ) -> list[Any]:
         """Returns arrays: a carry is new each turn, and branches read their results."""
         return [variable.aval for variable in equation.outvars]
 
@@ -120,7 +122,11 @@ def _moved(equation: Any, operands: list[Any]) -> list[Any] | None:
         return [Wide(x, first.dtype, is_exact) for x in bind(equation, [x.value for x in operands])]
     if name in NARY and _repeats_wide(equation, is_wide):
         return [_repeating(equation, operands, is_wide)]
-    if name == "convert_element_type" and first.is_exact and _itemsize(equation.params["new_dtype"]) >= 4:
+    if (
+        name == "convert_element_type"
+        and first.is_exact
+        and _itemsize(equation.params["new_dtype"]) >= 4
+    ):
         return bind(equation, [first.value])
     return None
 
@@ -159,7 +165,9 @@ def is_read(equation: Any) -> bool:
     if equation.primitive.name != "convert_element_type" or not isinstance(equation.invars[0], Var):
         return False
     innermost = re.split("[/(]", str(equation.source_info.name_stack).rstrip(")"))[-1]
-    return innermost == READ and _itemsize(equation.params["new_dtype"]) < _itemsize(equation.invars[0].aval.dtype)
+    return innermost == READ and _itemsize(equation.params["new_dtype"]) < _itemsize(
+        equation.invars[0].aval.dtype
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,7 +184,9 @@ def _itemsize(dtype: Any) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _jitted(program: Subprogram, kinds: tuple[tuple[Any, bool] | None, ...], name: str) -> tuple[Any, Body[Any]]:
+def _jitted(
+    program: Subprogram, kinds: tuple[tuple[Any, bool] | None, ...], name: str
+) -> tuple[Any, Body[Any]]:
     """Returns one jitted function for each body: called outside of jit, it compiles once."""
     inputs = [None if kind is None else Wide(None, *kind) for kind in kinds]
     body = Body.of(Float32Cotangents(), program, inputs)
@@ -208,7 +218,11 @@ def _checkpoint(run: Float32Cotangents, equation: Any, operands: list[Any]) -> l
 
 
 def _cond(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any] | None:
-    return None if control_flow.is_for_platforms(equation) else control_flow.cond(run, equation, operands)
+    return (
+        None
+        if control_flow.is_for_platforms(equation)
+        else control_flow.cond(run, equation, operands)
+    )
 
 
 _HANDLERS: Mapping[str, Callable[[Float32Cotangents, Any, list[Any]], list[Any] | None]] = {

@@ -26,7 +26,9 @@ from policy.grads.float32_cotangents import Wide, evaluate, read
 from policy.trees import is_overwritten
 
 
-def widened_value_and_grad(function: Callable[..., Any], argnums: int | Sequence[int]) -> Callable[..., Any]:
+def widened_value_and_grad(
+    function: Callable[..., Any], argnums: int | Sequence[int]
+) -> Callable[..., Any]:
     """Returns `jax.value_and_grad` with aux and float32 gradients for half-precision leaves."""
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -47,10 +49,15 @@ def widened_value_and_grad(function: Callable[..., Any], argnums: int | Sequence
         traced, rebuild = _trace(of_leaves, leaves)
 
         def of_wide_leaves(wide: list[Any]) -> Any:
-            inputs = [Wide(w, leaf.dtype) if n else w for w, leaf, n in zip(wide, leaves, narrow, strict=True)]
+            inputs = [
+                Wide(w, leaf.dtype) if n else w
+                for w, leaf, n in zip(wide, leaves, narrow, strict=True)
+            ]
             return rebuild([read(x) for x in evaluate(traced, inputs)])
 
-        wide = [leaf.astype(jnp.float32) if n else leaf for leaf, n in zip(leaves, narrow, strict=True)]
+        wide = [
+            leaf.astype(jnp.float32) if n else leaf for leaf, n in zip(leaves, narrow, strict=True)
+        ]
         value, gradients = jax.value_and_grad(of_wide_leaves, has_aux=True)(wide)
         gradients = jax.tree.unflatten(treedef, gradients)
         return value, gradients[0] if isinstance(argnums, int) else gradients
@@ -60,16 +67,22 @@ def widened_value_and_grad(function: Callable[..., Any], argnums: int | Sequence
 
 def _is_half(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    return (
+        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    )
 
 
-def _trace(function: Callable[..., Any], leaves: list[Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
+def _trace(
+    function: Callable[..., Any], leaves: list[Any]
+) -> tuple[Any, Callable[[list[Any]], Any]]:
     """Returns the jaxpr of `function`, and a function that rebuilds its output with non-arrays."""
     found: list[Any] = []
 
     def arrays_of(*leaves: Any) -> list[Any]:
         flat, treedef = jax.tree.flatten(function(*leaves))
-        is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)) for x in flat]
+        is_array = [
+            isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)) for x in flat
+        ]
         others = [None if a else x for x, a in zip(flat, is_array, strict=True)]
         found[:] = [treedef, is_array, others]
         return [x for x, a in zip(flat, is_array, strict=True) if a]
@@ -79,6 +92,8 @@ def _trace(function: Callable[..., Any], leaves: list[Any]) -> tuple[Any, Callab
     def rebuild(arrays: list[Any]) -> Any:
         treedef, is_array, others = found
         remaining = iter(arrays)
-        return jax.tree.unflatten(treedef, [next(remaining) if a else x for x, a in zip(others, is_array, strict=True)])
+        return jax.tree.unflatten(
+            treedef, [next(remaining) if a else x for x, a in zip(others, is_array, strict=True)]
+        )
 
     return traced, rebuild

@@ -24,7 +24,11 @@ def note_gradients(tree: T) -> T:
 def are_swapped(params: Any, gradients: Any) -> bool:
     """Returns whether all arrays of `params` are registered gradients, and none of `gradients`."""
     leaves = jax.tree.leaves(params)
-    return bool(leaves) and all(map(_is_noted, leaves)) and not any(map(_is_noted, jax.tree.leaves(gradients)))
+    return (
+        bool(leaves)
+        and all(map(_is_noted, leaves))
+        and not any(map(_is_noted, jax.tree.leaves(gradients)))
+    )
 
 
 def _is_noted(leaf: Any) -> bool:

@@ -203,7 +203,9 @@ class DynamicLossScale:
         """
         finite = jnp.asarray(grads_finite)
         if finite.ndim:
-            raise ValueError(f"grads_finite should be a boolean scalar, but got shape {finite.shape}.")
+            raise ValueError(
+                f"grads_finite should be a boolean scalar, but got shape {finite.shape}."
+            )
         finite = finite.astype(bool)
         scale = jnp.asarray(self.loss_scale, jnp.float32)
         counter = jnp.asarray(self.counter, jnp.int32) + jnp.int32(1)
@@ -216,7 +218,9 @@ class DynamicLossScale:
         fallen = scale / factor
         # also from a scale that is not finite, which a restored or overwritten state may hold
         fallen = jnp.where(
-            fallen > smallest, jnp.minimum(fallen, np.float32(min(self.max_loss_scale, _LARGEST))), smallest
+            fallen > smallest,
+            jnp.minimum(fallen, np.float32(min(self.max_loss_scale, _LARGEST))),
+            smallest,
         )
         left = self.hysteresis_left
         if left is not None:
@@ -253,7 +257,10 @@ def _unflatten(static: tuple[Any, ...], leaves: Any) -> DynamicLossScale:
     # past __post_init__: JAX also puts placeholders where arrays were
     made = object.__new__(DynamicLossScale)
     object.__setattr__(made, "hysteresis_left", None)
-    for name, value in (*zip(_DYNAMIC_STATIC, static, strict=True), *zip(_DYNAMIC_LEAVES, leaves, strict=False)):
+    for name, value in (
+        *zip(_DYNAMIC_STATIC, static, strict=True),
+        *zip(_DYNAMIC_LEAVES, leaves, strict=False),
+    ):
         object.__setattr__(made, name, value)
     return made
 
@@ -274,10 +281,16 @@ def get_loss_scale(loss_scale: LossScale | str | ArrayLike | None) -> LossScale:
         return NoOpLossScale()
     if isinstance(loss_scale, str):
         if loss_scale != "dynamic":
-            raise ValueError(f"loss_scale should be None, 'dynamic', a number or a loss scale, but got {loss_scale!r}.")
+            raise ValueError(
+                f"loss_scale should be None, 'dynamic', a number or a loss scale, but got {loss_scale!r}."
+            )
         return DynamicLossScale()
     if isinstance(loss_scale, (bool, type)):
-        made = f"make one, {loss_scale.__name__}(...)" if isinstance(loss_scale, type) else "'dynamic' turns one on"
+        made = (
+            f"make one, {loss_scale.__name__}(...)"
+            if isinstance(loss_scale, type)
+            else "'dynamic' turns one on"
+        )
         raise TypeError(
             "loss_scale should be None, 'dynamic', a concrete number or a loss scale, but got "
             f"{getattr(loss_scale, '__name__', loss_scale)}: {made}."
@@ -321,7 +334,11 @@ def require_positive(scale: Any) -> jax.Array | Literal[True]:
 def _checked(scale: ArrayLike) -> ArrayLike:
     """Returns `scale`, or NaN for a traced one that is not positive, which skips the step."""
     is_positive = require_positive(scale)
-    return scale if is_positive is True else jnp.where(is_positive, scale, jnp.full_like(scale, np.nan))
+    return (
+        scale
+        if is_positive is True
+        else jnp.where(is_positive, scale, jnp.full_like(scale, np.nan))
+    )
 
 
 def scale_tree(tree: T, scale: ArrayLike) -> T:
@@ -372,7 +389,9 @@ def all_squares_finite(gradients: Any, scale: ArrayLike | None) -> jax.Array:
         return jnp.array(True)
     totals = lax.platform_dependent(
         leaves,
-        tpu=lambda leaves: [_total(leaf, scale, _sum_by_matmul, (*_SUMMED, jnp.float16)) for leaf in leaves],
+        tpu=lambda leaves: [
+            _total(leaf, scale, _sum_by_matmul, (*_SUMMED, jnp.float16)) for leaf in leaves
+        ],
         default=lambda leaves: [_total(leaf, scale, _sum, _SUMMED) for leaf in leaves],
     )
     totals = jnp.stack([*totals, jnp.zeros_like(totals[0])])
@@ -396,7 +415,9 @@ def _total(
     by a factor: XLA:CPU would broadcast the factor in memory.
     """
     if x.dtype not in summed:
-        parts = unscale_by_reciprocal([x.real, x.imag] if jnp.iscomplexobj(x) else [x], 1.0 if scale is None else scale)
+        parts = unscale_by_reciprocal(
+            [x.real, x.imag] if jnp.iscomplexobj(x) else [x], 1.0 if scale is None else scale
+        )
         squares = functools.reduce(jnp.add, [jnp.square(part) for part in parts])
         return jnp.where(is_finite(squares, x.dtype), np.float32(0), np.float32(np.nan))
     if scale is not None:
@@ -430,7 +451,9 @@ def _sum_by_matmul(x: jax.Array) -> jax.Array:
     # two rows, as XLA makes a reduction of a product with one
     ones = jnp.ones((2, x.shape[axis]), x.dtype)
     contracted = ((1,), (axis,)), ((), ())
-    sums = lax.dot_general(ones, x, contracted, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+    sums = lax.dot_general(
+        ones, x, contracted, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+    )
     return jnp.sum(sums[0])
 
 
@@ -445,7 +468,10 @@ def unscale_by_reciprocal(tree: T, scale: ArrayLike) -> T:
     first = jnp.where(scale > np.float32(2.0**100), np.float32(2.0**-64), np.float32(1))
     second = np.float32(1) / (scale * first)
     return jax.tree.map(
-        lambda x: _in_working_dtype(jnp.multiply, _in_working_dtype(jnp.multiply, x, first), second), tree
+        lambda x: _in_working_dtype(
+            jnp.multiply, _in_working_dtype(jnp.multiply, x, first), second
+        ),
+        tree,
     )
 
 
@@ -531,7 +557,11 @@ def fusion_barrier(flag: jax.Array) -> jax.Array:
 def _strong_scalar(x: Any, dtype: Any) -> Any:
     """Returns `x` in a strong dtype: a weak one would change in the first adjustment."""
     if isinstance(x, jax.Array):
-        return x if x.dtype == dtype and not x.weak_type else lax.convert_element_type(x, np.dtype(dtype))
+        return (
+            x
+            if x.dtype == dtype and not x.weak_type
+            else lax.convert_element_type(x, np.dtype(dtype))
+        )
     return np.asarray(x, dtype)
 
 
@@ -541,13 +571,21 @@ def _python_float(name: str, x: Any) -> float:
             f"{name} should be a number, but got {x!r}: mixed_precision(..., loss_scale={x!r}) takes texts."
         )
     if isinstance(x, Tracer):
-        raise TypeError(f"{name} should be a concrete number, but got the traced {x.aval}: make it outside of jit.")
-    return x if isinstance(x, (int, float)) and not isinstance(x, bool) else float(np.asarray(x).astype(np.float64))
+        raise TypeError(
+            f"{name} should be a concrete number, but got the traced {x.aval}: make it outside of jit."
+        )
+    return (
+        x
+        if isinstance(x, (int, float)) and not isinstance(x, bool)
+        else float(np.asarray(x).astype(np.float64))
+    )
 
 
 def _require_between(scale: Any, smallest: float, largest: float) -> None:
     values = np.asarray(scale)
-    if not np.all((np.float32(smallest) <= values) & (values <= np.float32(min(largest, _LARGEST)))):
+    if not np.all(
+        (np.float32(smallest) <= values) & (values <= np.float32(min(largest, _LARGEST)))
+    ):
         raise ValueError(
             f"loss_scale should lie between min_loss_scale={smallest} and max_loss_scale={largest}, but got {scale}."
         )
@@ -558,7 +596,9 @@ def _positive_int(name: str, x: Any) -> int:
     if not (value >= 1 and value == value // 1):
         raise ValueError(f"{name} should be a whole number of at least 1, but got {value}.")
     if value > _LARGEST_INT:
-        raise ValueError(f"{name} should be at most {_LARGEST_INT}, as its counter is an int32, but got {value}.")
+        raise ValueError(
+            f"{name} should be at most {_LARGEST_INT}, as its counter is an int32, but got {value}."
+        )
     return operator.index(int(value))
 
 

@@ -53,9 +53,12 @@ def split_batch(batch: T, count: int) -> T:
     lengths = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     if len(lengths) > 1:
         shapes = [
-            f"{path_name(path)} {tuple(jnp.shape(leaf))}" for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+            f"{path_name(path)} {tuple(jnp.shape(leaf))}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
         ]
-        raise ValueError(f"The leaves of batch should share their first axis, but got {shortened(shapes)}.")
+        raise ValueError(
+            f"The leaves of batch should share their first axis, but got {shortened(shapes)}."
+        )
     return microbatches
 
 
@@ -109,9 +112,13 @@ def accumulate_gradients(
     count = _count(microbatches)
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     if weights is not None and weights.shape != (count,):
-        raise ValueError(f"weights should have shape ({count},), one for each microbatch, but got {weights.shape}.")
+        raise ValueError(
+            f"weights should have shape ({count},), one for each microbatch, but got {weights.shape}."
+        )
     one = lambda params, microbatch: _Turn(value_and_grad_fn(params, microbatch))  # noqa: E731
-    like = jax.eval_shape(lambda p, m: one(p, jax.tree.map(lambda x: x[0], m)).summed, params, microbatches)
+    like = jax.eval_shape(
+        lambda p, m: one(p, jax.tree.map(lambda x: x[0], m)).summed, params, microbatches
+    )
     weight_axes = frozenset() if weights is None else varying_axes(weights)
     kinds: list[_Turn] = []
 
@@ -119,7 +126,9 @@ def accumulate_gradients(
         microbatch, weight = turn
         result = one(params, microbatch)
         kinds[:] = [result]
-        return jax.tree_util.tree_map_with_path(lambda *x: _add(weight, *x), sums, result.summed), result.stacked
+        return jax.tree_util.tree_map_with_path(
+            lambda *x: _add(weight, *x), sums, result.summed
+        ), result.stacked
 
     start = jax.tree_util.tree_map_with_path(lambda path, x: _zero(path, x, weight_axes), like)
     sums, (aux, scales) = lax.scan(body, start, (microbatches, weights))
@@ -171,9 +180,13 @@ def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:
     if is_overwritten(path):
         start = make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like))
     else:
-        start = make_varying(jnp.zeros(like.shape, working_dtype(like.dtype)), varying_axes(like) | more_axes)
+        start = make_varying(
+            jnp.zeros(like.shape, working_dtype(like.dtype)), varying_axes(like) | more_axes
+        )
     sharding = jax.typeof(like).sharding  # under a mesh of explicit axes
-    return jax.reshard(start, sharding) if any(axis is not None for axis in sharding.spec) else start
+    return (
+        jax.reshard(start, sharding) if any(axis is not None for axis in sharding.spec) else start
+    )
 
 
 def _add(weight: Any, path: Any, total: jax.Array, x: jax.Array) -> jax.Array:

@@ -61,7 +61,9 @@ def needs_float32_sums(policy: Policy | None, *trees: Any) -> bool:
     """
     if policy is None or policy.compute_dtype.itemsize >= 4:
         return False
-    return any(isinstance(leaf, jax.core.Tracer) for tree in trees for leaf in jax.tree.leaves(tree))
+    return any(
+        isinstance(leaf, jax.core.Tracer) for tree in trees for leaf in jax.tree.leaves(tree)
+    )
 
 
 def with_float32_sums(call: Callable[..., Any], *trees: Any) -> Any:

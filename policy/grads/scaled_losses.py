@@ -36,7 +36,9 @@ def note_scaled(tree: Any, scale: Any) -> None:
     leaves = jax.tree.leaves(tree)
     if len(leaves) == 1 and isinstance(leaves[0], Tracer) and _is_loss(leaves[0]):
         key, scales = _key(scale), _pending.scales
-        scales[key] = None if _is_number(scale) else weakref.ref(scale, lambda _: scales.pop(key, None))
+        scales[key] = (
+            None if _is_number(scale) else weakref.ref(scale, lambda _: scales.pop(key, None))
+        )
 
 
 def note_unscaled() -> None:

@@ -23,10 +23,23 @@ from jax.typing import ArrayLike
 
 from policy.grads.half_params import widened_value_and_grad
 from policy.grads.known_gradients import note_gradients
-from policy.grads.loss_scale import LossScale, get_loss_scale, require_positive, scale_tree, unscale_tree
+from policy.grads.loss_scale import (
+    LossScale,
+    get_loss_scale,
+    require_positive,
+    scale_tree,
+    unscale_tree,
+)
 from policy.policy import Policy, get_policy
 from policy.scope import current_policy, use_policy
-from policy.trees import OVERWRITE_WITH_GRADIENT, is_inexact, is_overwritten, map_gradients, path_name, working_dtype
+from policy.trees import (
+    OVERWRITE_WITH_GRADIENT,
+    is_inexact,
+    is_overwritten,
+    map_gradients,
+    path_name,
+    working_dtype,
+)
 
 GradientKind = Literal["float32", "compute"]
 
@@ -137,14 +150,20 @@ class ScaledGradients(metaclass=_SaysItsUse):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
-            raise AttributeError(f"'ScaledGradients' object has no attribute {name!r}", name=name, obj=self)
-        raise AttributeError(f"ScaledGradients have no attribute {name!r}. {_WAY_OUT}", name=name, obj=self)
+            raise AttributeError(
+                f"'ScaledGradients' object has no attribute {name!r}", name=name, obj=self
+            )
+        raise AttributeError(
+            f"ScaledGradients have no attribute {name!r}. {_WAY_OUT}", name=name, obj=self
+        )
 
     __iter__ = _refuses("Iteration")
     __array__ = __float__ = _refuses("A conversion")
     __neg__ = __pos__ = __abs__ = _refuses("Arithmetic")
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuses("Arithmetic")
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuses("Arithmetic")
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuses(
+        "Arithmetic"
+    )
     __lt__ = __le__ = __gt__ = __ge__ = _refuses("A comparison")
 
     def __repr__(self) -> str:
@@ -240,7 +259,9 @@ def value_and_grad(
         for position in _positions(argnums, len(args)):
             _require_differentiable(args[position], position)
         with finish.scope():
-            differentiated = widened_value_and_grad(scaled_loss(loss_fn, finish.scale, has_aux), argnums)
+            differentiated = widened_value_and_grad(
+                scaled_loss(loss_fn, finish.scale, has_aux), argnums
+            )
             (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
             gradients = finish(gradients)
         return ((loss, aux) if has_aux else loss), gradients
@@ -268,7 +289,9 @@ def grad(
     >>> policy.grad(lambda w: jnp.sum(w * w))(jnp.array([1.0, 3.0], jnp.bfloat16))
     Array([2., 6.], dtype=float32)
     """
-    differentiated = value_and_grad(loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads)
+    differentiated = value_and_grad(
+        loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads
+    )
 
     @functools.wraps(loss_fn)
     def gradients_only(*args: Any, **kwargs: Any) -> Any:
@@ -304,7 +327,9 @@ class Finish:
         if self.grads == "compute":
             policy = self.policy or current_policy()
             compute_dtype = jnp.dtype(jnp.float32) if policy is None else policy.compute_dtype
-            return ScaledGradients(map_gradients(lambda g: _narrow(g, compute_dtype), gradients), self.scale)
+            return ScaledGradients(
+                map_gradients(lambda g: _narrow(g, compute_dtype), gradients), self.scale
+            )
         return note_gradients(map_gradients(lambda g: unscale_tree(g, self.scale), gradients))
 
 
@@ -354,9 +379,13 @@ def _require_floating_scalar(loss: Any) -> jax.Array:
     try:
         loss = jnp.asarray(loss)
     except (TypeError, ValueError):
-        raise TypeError(f"loss_fn should return a floating scalar, but got {type(loss).__name__}: {hint}.") from None
+        raise TypeError(
+            f"loss_fn should return a floating scalar, but got {type(loss).__name__}: {hint}."
+        ) from None
     if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"loss_fn should return a floating scalar, but got {loss.dtype}{list(loss.shape)}: {hint}.")
+        raise TypeError(
+            f"loss_fn should return a floating scalar, but got {loss.dtype}{list(loss.shape)}: {hint}."
+        )
     return loss
 
 
@@ -367,7 +396,9 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
             "arguments to what comes back, value_and_grad(loss_fn)(params, batch)."
         )
     positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    if not positions or not all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in positions):
+    if not positions or not all(
+        isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in positions
+    ):
         raise TypeError(
             f"argnums should be the position of an argument, or several, but got {_shortened(argnums)}: arguments go "
             "to what comes back, value_and_grad(loss_fn)(params, batch), and a policy in policy=."
@@ -375,7 +406,11 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
 
 
 def _shortened(x: Any) -> str:
-    return repr(x) if isinstance(x, (str, float, bool, tuple)) and len(repr(x)) < 80 else f"a {type(x).__name__}"
+    return (
+        repr(x)
+        if isinstance(x, (str, float, bool, tuple)) and len(repr(x)) < 80
+        else f"a {type(x).__name__}"
+    )
 
 
 def _scale_value(loss_scale: Any) -> ArrayLike:

@@ -17,7 +17,10 @@ Cell = tuple[object, float | None]
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
     """Returns a table that sorts by a click on a heading, and becomes cards on narrow screens."""
-    header = [tag("th", tag("button", name, type="button"), scope="col", aria_sort="none") for name in columns]
+    header = [
+        tag("th", tag("button", name, type="button"), scope="col", aria_sort="none")
+        for name in columns
+    ]
     body = [tag("tr", *map(_cell, columns, row)) for row in rows]
     return tag("table", tag("thead", tag("tr", *header)), tag("tbody", *body))
 
@@ -36,7 +39,11 @@ def _sortable(value: float) -> object:
 
 def link(path: str, ids: Mapping[str, str]) -> Markup:
     """Returns a module's path, linked to its place in the tree if it has one."""
-    return tag("a", path or OUTSIDE, href=f"#{ids[path]}", class_="path") if path in ids else escaped(path or OUTSIDE)
+    return (
+        tag("a", path or OUTSIDE, href=f"#{ids[path]}", class_="path")
+        if path in ids
+        else escaped(path or OUTSIDE)
+    )
 
 
 def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
@@ -44,7 +51,8 @@ def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
     total = sum(shares.values()) if total is None else total
     widths = {dtype: amount / total for dtype, amount in shares.items() if amount}
     return [
-        tag("span", "", class_=f"piece {colour(dtype)}", style=f"width:{width:.4%}") for dtype, width in widths.items()
+        tag("span", "", class_=f"piece {colour(dtype)}", style=f"width:{width:.4%}")
+        for dtype, width in widths.items()
     ]
 
 
@@ -55,13 +63,16 @@ def bar(what: str, shares: Mapping[str, int], form: Callable[[int], str]) -> Mar
         return tag("figure", tag("figcaption", f"{what}: none"))
     parts = {dtype: amount / total for dtype, amount in shares.items() if amount}
     legend = [
-        tag("li", chip(dtype), f" {share:.1%} ", tag("small", form(shares[dtype]))) for dtype, share in parts.items()
+        tag("li", chip(dtype), f" {share:.1%} ", tag("small", form(shares[dtype])))
+        for dtype, share in parts.items()
     ]
     said = ", ".join(f"{dtype} {share:.1%}" for dtype, share in parts.items())
     return tag(
         "figure",
         tag("figcaption", f"{what}: {form(total)}"),
-        tag("div", *pieces(shares), class_="bar", role="img", aria_label=f"{what} by dtype: {said}"),
+        tag(
+            "div", *pieces(shares), class_="bar", role="img", aria_label=f"{what} by dtype: {said}"
+        ),
         tag("ul", *legend, class_="legend"),
     )
 
@@ -104,6 +115,8 @@ def bytes_text(number: int) -> str:
 
 def _in_units(number: int, units: Mapping[str, float], below: str) -> str:
     """Returns three digits of a number, in the largest unit that it reaches."""
-    unit, size = next(((unit, size) for unit, size in units.items() if number >= size), (below, 1.0))
+    unit, size = next(
+        ((unit, size) for unit, size in units.items() if number >= size), (below, 1.0)
+    )
     digits = number / size
     return f"{digits:.0f} {unit}" if digits >= 100 else f"{digits:.3g} {unit}"

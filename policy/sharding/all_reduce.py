@@ -77,7 +77,9 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
             return leaf
         if dtype is None:
             return make_varying(leaf, frozenset(missing))
-        return _reducing_vary(missing, typed.intersection(missing), dtype, is_overwritten(path))(leaf)
+        return _reducing_vary(missing, typed.intersection(missing), dtype, is_overwritten(path))(
+            leaf
+        )
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -100,7 +102,11 @@ def _reducing_vary(
         if overwritten:
             return (lax.pmax(cotangent, axes),)
         floating = jnp.issubdtype(cotangent.dtype, jnp.floating)
-        return (lax.psum(cotangent.astype(dtype) if floating else cotangent, axes).astype(cotangent.dtype),)
+        return (
+            lax.psum(cotangent.astype(dtype) if floating else cotangent, axes).astype(
+                cotangent.dtype
+            ),
+        )
 
     def vary(x: jax.Array) -> jax.Array:
         return move(x)
@@ -190,7 +196,9 @@ def _as_axes(axis: Axis) -> tuple[Any, ...]:
 def _reducing_dtype(dtype: DTypeLike) -> np.dtype:
     found = parse_dtype(dtype) if isinstance(dtype, str) else jnp.dtype(dtype)
     if not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
-        raise ValueError(f"Gradients are summed in a floating dtype of 16 bits or more, but got {found.name}.")
+        raise ValueError(
+            f"Gradients are summed in a floating dtype of 16 bits or more, but got {found.name}."
+        )
     return require_available(found)
 
 

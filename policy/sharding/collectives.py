@@ -119,10 +119,16 @@ def _traced(jaxpr: Any) -> Iterator[Collective]:
 def _traced_at(sites: list[Site]) -> Iterator[Collective]:
     for site in sites:
         axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
-        axes = tuple(str(a) for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if not isinstance(a, int))
+        axes = tuple(
+            str(a)
+            for a in (axes if isinstance(axes, (tuple, list)) else (axes,))
+            if not isinstance(a, int)
+        )
         for x in site.equation.outvars if axes else ():
             name, kind = "/".join((*site.path, site.name)), HLO_COLLECTIVES[site.name]
-            yield Collective(kind, x.aval.dtype.name, tuple(x.aval.shape), axes, name, spelled(site.path))
+            yield Collective(
+                kind, x.aval.dtype.name, tuple(x.aval.shape), axes, name, spelled(site.path)
+            )
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:
@@ -138,7 +144,14 @@ def _partitioned_text(lowered: Any) -> tuple[str, Any]:
         }
         compiled = lowered.compile(compiler_options=options)
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-        mesh = next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1), None)
+        mesh = next(
+            (
+                s.mesh
+                for s in shardings
+                if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1
+            ),
+            None,
+        )
         files = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
         if files:
             return files[-1].read_text(), mesh
@@ -205,14 +218,18 @@ def _axes(attributes: str, mesh: Any) -> tuple[str, ...]:
         return ()
     pairs = re.search(r"source_target_pairs=\{(\{[^=]*?\})\}", attributes)
     if pairs:
-        ends = np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([0-9,]+)\}", pairs[1])])
+        ends = np.array(
+            [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([0-9,]+)\}", pairs[1])]
+        )
         places = [np.unravel_index(ends[:, i], mesh.axis_sizes) for i in (0, 1)]
         return tuple(a for a, x, y in zip(mesh.axis_names, *places, strict=True) if (x != y).any())
     groups = _groups(attributes)
     for count in range(1, len(mesh.axis_names) + 1):
         for axes in itertools.combinations(range(len(mesh.axis_names)), count):
             # an axis of one device is part of no exchange
-            if all(mesh.axis_sizes[a] > 1 for a in axes) and groups == _groups_over(mesh.axis_sizes, axes):
+            if all(mesh.axis_sizes[a] > 1 for a in axes) and groups == _groups_over(
+                mesh.axis_sizes, axes
+            ):
                 return tuple(mesh.axis_names[a] for a in axes)
     return ()
 
@@ -223,8 +240,13 @@ Groups = frozenset[frozenset[int]]
 def _groups(attributes: str) -> Groups | None:
     """Returns the groups of partitions that exchange, from any of HLO's three notations."""
     if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
-        return frozenset(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([0-9,]+)\}", listed[1]))
-    if counted := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):
+        return frozenset(
+            frozenset(map(int, group.split(",")))
+            for group in re.findall(r"\{([0-9,]+)\}", listed[1])
+        )
+    if counted := re.search(
+        r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes
+    ):
         numbers = _numbers(counted[2], counted[3]).reshape(_ints(counted[1])[0], -1)
         return frozenset(frozenset(map(int, row)) for row in numbers)
     order = r"(?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))?"
@@ -233,7 +255,9 @@ def _groups(attributes: str) -> Groups | None:
         named = re.findall(r"'([^']*)'", meshed[4])
         if ":" not in meshed[4] and set(named) <= set(sizes):
             numbers = _numbers(meshed[2] or str(math.prod(sizes.values())), meshed[3])
-            return _groups_over(list(sizes.values()), [list(sizes).index(a) for a in named], numbers)
+            return _groups_over(
+                list(sizes.values()), [list(sizes).index(a) for a in named], numbers
+            )
     return None
 
 
@@ -253,5 +277,7 @@ def _groups_over(sizes: Any, axes: Any, numbers: np.ndarray | None = None) -> Gr
     Partitions are counted along the mesh's axes, or numbered by `numbers`.
     """
     numbers = (np.arange(math.prod(sizes)) if numbers is None else numbers).reshape(sizes)
-    rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(-1, math.prod(sizes[a] for a in axes))
+    rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(
+        -1, math.prod(sizes[a] for a in axes)
+    )
     return frozenset(frozenset(map(int, row)) for row in rows)

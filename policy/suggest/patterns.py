@@ -23,14 +23,18 @@ def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[Patte
     every = set(candidates)
     prefixes = {path[:n] for path in every for n in range(1, len(path) + 1)}
     said = _said(wide, every, prefixes)
-    return list(_folded({spelled(path): state for path, state in said.items()}, set(map(spelled, prefixes))))
+    return list(
+        _folded({spelled(path): state for path, state in said.items()}, set(map(spelled, prefixes)))
+    )
 
 
 def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[Path, bool]:
     """Returns the rules to print, by path, outermost first."""
     said: dict[Path, bool] = {}
     for path in sorted(prefixes, key=lambda path: (len(path), path)):
-        inherited = next((said[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in said), False)
+        inherited = next(
+            (said[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in said), False
+        )
         below = {other for other in every if other[: len(path)] == path}
         if path in every:
             state = path in wide
@@ -49,7 +53,9 @@ def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[Pattern]:
     for name, state in said.items():
         groups.setdefault((re.sub(r"\d+", "#", name), state), []).append(name)
     for (template, state), names in groups.items():
-        pattern = "".join(r"\d+" if part == "#" else re.escape(part) for part in re.split("(#)", template))
+        pattern = "".join(
+            r"\d+" if part == "#" else re.escape(part) for part in re.split("(#)", template)
+        )
         matched = {name for name in known if re.fullmatch(pattern, name)}
         if len(names) > 1 and matched == set(names):
             yield pattern, state

@@ -41,7 +41,10 @@ class Emulated(Upcast):
             return []
         atoms = (*equation.invars, *equation.outvars)
         if not any(is_half(dtype) for dtype in map(dtype_of, atoms) if dtype is not None):
-            return [Value([output]) for output in bound_wide(equation, [value.arrays[0] for value in values])]
+            return [
+                Value([output])
+                for output in bound_wide(equation, [value.arrays[0] for value in values])
+            ]
         return self._half(equation, values)
 
     def _half(self, equation: Any, values: list[Value]) -> list[Value]:
@@ -63,11 +66,18 @@ class Emulated(Upcast):
         # Some backends add these up in half, which no rounding of a float32 sum shows.
         if name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
-            outputs = [jnp.where(is_wide, o, widen(n)) for o, n in zip(outputs, narrow, strict=True)]
+            outputs = [
+                jnp.where(is_wide, o, widen(n)) for o, n in zip(outputs, narrow, strict=True)
+            ]
         elif name not in EXACT:
-            outputs = [rounded(o, dtype_of(v), is_wide) for o, v in zip(outputs, equation.outvars, strict=True)]
+            outputs = [
+                rounded(o, dtype_of(v), is_wide)
+                for o, v in zip(outputs, equation.outvars, strict=True)
+            ]
         halves = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.outvars)]
-        return [Value([o, is_wide] if half else [o]) for o, half in zip(outputs, halves, strict=True)]
+        return [
+            Value([o, is_wide] if half else [o]) for o, half in zip(outputs, halves, strict=True)
+        ]
 
     def given(self, equation: Any, values: list[Value]) -> list[Value]:
         """Constants are not rounded where what they are mixed with is in float32."""
@@ -93,7 +103,9 @@ class Emulated(Upcast):
 
     # Loops and branches hand on what their variables hold -----------------------------------------
 
-    def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
         flag = self.flag(self.place_of(equation))
         return [Value([None], (dtype_of(variable), flag)) for variable in equation.outvars]
 
@@ -148,10 +160,14 @@ class Ruled(PlacedInterpreter):
         arrays = [value.arrays[0] for value in values]
         if self.is_wide(self.place_of(equation)):
             return [Value([output]) for output in bound_wide(equation, list(map(widen, arrays)))]
-        operands = [narrowed(a, dtype_of(atom)) for a, atom in zip(arrays, equation.invars, strict=True)]
+        operands = [
+            narrowed(a, dtype_of(atom)) for a, atom in zip(arrays, equation.invars, strict=True)
+        ]
         return [Value([output]) for output in bind(equation, operands)]
 
-    def merge(self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()) -> list[Value]:
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
         return [Value([None], dtype_of(variable)) for variable in equation.outvars]
 
     def settled(self, value: Value, like: Value) -> Value:

@@ -11,7 +11,9 @@ Wide = frozenset[int]
 FEW = 8  # candidates, of which all sets can be measured
 NEAR = 1.25  # how many times its budget the error may be that emulation foresees of a set that meets it
 DEARER = 1.05  # by how much a set may cost more than the cheapest
-CANCELLATION = 2.0  # how many times smaller the error of several may be than the error of one of them
+CANCELLATION = (
+    2.0  # how many times smaller the error of several may be than the error of one of them
+)
 
 
 @dataclasses.dataclass
@@ -61,7 +63,9 @@ class Search:
         """The candidates by how much of the error each unit of cost buys, the best first. Independent errors add up in
         squares."""
         gain = lambda i: self.alone[i] ** 2 / max(self.costs[i], 1e-12)  # noqa: E731
-        return sorted(self.every, key=lambda i: (not math.isinf(self.alone[i]), -gain(i), self.costs[i]))
+        return sorted(
+            self.every, key=lambda i: (not math.isinf(self.alone[i]), -gain(i), self.costs[i])
+        )
 
     def least(self, budget: float) -> Wide | None:
         """A set that meets the budget, without what turned out superfluous in it.
@@ -72,7 +76,9 @@ class Search:
         wide = self._sufficient(budget)
         if wide is None or not wide:
             return wide
-        return self._cheapest(wide, budget) if len(self.costs) <= FEW else self._pruned(wide, budget)
+        return (
+            self._cheapest(wide, budget) if len(self.costs) <= FEW else self._pruned(wide, budget)
+        )
 
     def _sufficient(self, budget: float) -> Wide | None:
         """A set that meets the budget: those that buy the most, as many as it takes."""
@@ -94,7 +100,9 @@ class Search:
                 low = middle
         wide = frozenset(order[:high])
         error = self.error(wide)
-        if error is not None and error > budget:  # unknown, where no run was left: its confirmation tells
+        if (
+            error is not None and error > budget
+        ):  # unknown, where no run was left: its confirmation tells
             return None
         return wide
 
@@ -111,7 +119,11 @@ class Search:
         for count, i in enumerate(order):
             if left <= budget**2:
                 return count
-            left = left - self.alone[i] ** 2 if math.isfinite(self.alone[i]) else self._rest(order[count + 1 :])
+            left = (
+                left - self.alone[i] ** 2
+                if math.isfinite(self.alone[i])
+                else self._rest(order[count + 1 :])
+            )
         return len(order)
 
     def _rest(self, order: Sequence[int]) -> float:
@@ -137,7 +149,11 @@ class Search:
         self.runs = max(self.runs, 2 ** len(self.costs))
         needed = {i for i in wide if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget}
         left = sorted(self.every - needed)
-        sets = (needed.union(chosen) for count in range(len(left)) for chosen in itertools.combinations(left, count))
+        sets = (
+            needed.union(chosen)
+            for count in range(len(left))
+            for chosen in itertools.combinations(left, count)
+        )
         cheaper = [frozenset(s) for s in sets if self.cost(s) < self.cost(wide)]
         cheaper.sort(key=lambda s: (self.cost(s), sorted(s)))
         return next((s for s in cheaper if self.meets(s, budget)), wide)
@@ -150,5 +166,7 @@ class Search:
         if not wide or len(self.costs) > FEW:
             return []
         near = (s for s, error in self.known.items() if budget < error <= NEAR * budget)
-        cheaper = sorted((s for s in near if self.cost(s) * DEARER < self.cost(wide)), key=self.cost)
+        cheaper = sorted(
+            (s for s in near if self.cost(s) * DEARER < self.cost(wide)), key=self.cost
+        )
         return cheaper[:2]

@@ -185,7 +185,9 @@ def suggest(
 
 def _checked(error: Any) -> float:
     if not isinstance(error, (int, float)) or isinstance(error, bool) or not (0 < error < math.inf):
-        raise ValueError(f"error should be a positive number, the relative error allowed, but got {error!r}.")
+        raise ValueError(
+            f"error should be a positive number, the relative error allowed, but got {error!r}."
+        )
     return float(error)
 
 
@@ -245,7 +247,9 @@ def _applied(
     return rules, _real(call, policy, program, trial, wide, rules)
 
 
-def _rules(program: Program, trial: Trial, wide: Wide, policy: Policy | None, full: Policy) -> PolicyRules:
+def _rules(
+    program: Program, trial: Trial, wide: Wide, policy: Policy | None, full: Policy
+) -> PolicyRules:
     kept = frozenset(trial.paths[i] for i in wide)
     named = patterns_of(kept, trial.paths)
     half = policy or get_policy("mixed_bfloat16")
@@ -253,7 +257,12 @@ def _rules(program: Program, trial: Trial, wide: Wide, policy: Policy | None, fu
 
 
 def _real(
-    call: Call, policy: Policy | None, program: Program, trial: Trial, wide: Wide, rules: PolicyRules
+    call: Call,
+    policy: Policy | None,
+    program: Program,
+    trial: Trial,
+    wide: Wide,
+    rules: PolicyRules,
 ) -> list[np.ndarray]:
     """Returns the measured outputs of the program that the rules give."""
     if program.route == "as written":
@@ -263,10 +272,14 @@ def _real(
         def run(*arrays: Any) -> list[Value]:
             ruled = Ruled(kept, trial.candidates)
             ruled.lane = lane_of(program.reference, first_array)
-            return ruled.ended(ruled.run(body, list(map(_value, consts)), list(map(_value, arrays))))
+            return ruled.ended(
+                ruled.run(body, list(map(_value, consts)), list(map(_value, arrays)))
+            )
 
     else:
-        ruled = jex_core.jaxpr_as_fun(call.traced(policy, rules if rules else None, program.route).jaxpr)
+        ruled = jex_core.jaxpr_as_fun(
+            call.traced(policy, rules if rules else None, program.route).jaxpr
+        )
         run = lambda *arrays: [Value([output]) for output in ruled(*arrays)]  # noqa: E731
     ready = compiled(program, lambda *arrays: floats_of(program, run(*arrays)))
     return jax.device_get(ready(*program.arguments.arrays))
@@ -288,7 +301,10 @@ def _suggestion(
     confirmations: int,
 ) -> Suggestion:
     alone = search.alone or [math.nan] * len(trial.paths)
-    evidence = [Evidence(spelled(path), alone[i], trial.costs[i], i in wide) for i, path in enumerate(trial.paths)]
+    evidence = [
+        Evidence(spelled(path), alone[i], trial.costs[i], i in wide)
+        for i, path in enumerate(trial.paths)
+    ]
     return Suggestion(
         rules,
         "" if policy is None else short_text(policy),
@@ -296,7 +312,9 @@ def _suggestion(
         found,
         search.known.get(wide, math.nan),
         search.known.get(frozenset(), math.nan),
-        tuple(sorted(evidence, key=lambda e: (not e.keeps, -e.alone if e.alone == e.alone else 0.0))),
+        tuple(
+            sorted(evidence, key=lambda e: (not e.keeps, -e.alone if e.alone == e.alone else 0.0))
+        ),
         "gradients" if program.gradients else "outputs",
         program.route,
         trial.runs,

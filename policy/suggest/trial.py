@@ -42,7 +42,9 @@ class Trial:
             raise ValueError(_no_paths(program, self.outside))
         self.costs = [shares[path] for path in self.paths]
         self.candidates = {path: i + 1 for i, path in enumerate(self.paths)}
-        self.candidates |= {end: self.candidates[path] for end, path in lost.items() if path in self.candidates}
+        self.candidates |= {
+            end: self.candidates[path] for end, path in lost.items() if path in self.candidates
+        }
         self.compiled = compiled(program, self._run, self._flags(frozenset()))
         self.reference = self._outputs(np.ones(len(self.paths) + 2, bool))
         _require_finite(program, self.reference)
@@ -71,14 +73,18 @@ class Trial:
 
     def measure_alone(self, i: int) -> float:
         """The error with one candidate in half, whatever it is mixed with."""
-        return self.error(self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False)))
+        return self.error(
+            self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False))
+        )
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for rounding."""
         sides = [list(map(_exact, side)) for side in (outputs, self.reference)]
         pairs = list(zip(*sides, strict=True))
         if self.program.gradients:
-            return _relative(*(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True)))
+            return _relative(
+                *(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True))
+            )
         return max(_relative(value, reference) for value, reference in pairs)
 
 
@@ -107,11 +113,17 @@ def floats_of(program: Program, outputs: Sequence[Value]) -> list[Any]:
 
 def _require_finite(program: Program, reference: Sequence[np.ndarray]) -> None:
     if not reference:
-        raise ValueError("suggest measures the error of floating outputs, but the function returns none.")
+        raise ValueError(
+            "suggest measures the error of floating outputs, but the function returns none."
+        )
     if all(np.isfinite(output).all() for output in reference):
         return
     inputs = zip(program.arguments.names(), program.arguments.arrays, strict=True)
-    bad = [n for n, a in inputs if jnp.issubdtype(a.dtype, jnp.floating) and np.isnan(np.asarray(a)).any()]
+    bad = [
+        n
+        for n, a in inputs
+        if jnp.issubdtype(a.dtype, jnp.floating) and np.isnan(np.asarray(a)).any()
+    ]
     why = f"There is NaN in {', '.join(bad)}" if bad else "Its inputs hold no NaN"
     raise ValueError(
         f"float32 itself gives infinities or NaN for these inputs, and nothing can be measured against them. {why}: "
@@ -131,7 +143,9 @@ def _no_paths(program: Program, outside: bool) -> str:
     )
 
 
-def _shares(program: Program, modules: set[str] | None) -> tuple[dict[Path, float], dict[Path, Path]]:
+def _shares(
+    program: Program, modules: set[str] | None
+) -> tuple[dict[Path, float], dict[Path, Path]]:
     """The candidates in the order of the program, and their part in the FLOPs and the bytes of half precision; and what
     else they are called."""
     sites = [(module_path(site.path, site.is_backward), site) for site in walk(program.jaxpr)]
@@ -151,7 +165,9 @@ def _shares(program: Program, modules: set[str] | None) -> tuple[dict[Path, floa
 def _is_in_half(equation: Any) -> bool:
     """Returns whether an equation that holds no program reads or returns half precision."""
     dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
-    return not any(one.is_run for one in subprograms(equation)) and any(is_half(d) for d in dtypes if d is not None)
+    return not any(one.is_run for one in subprograms(equation)) and any(
+        is_half(d) for d in dtypes if d is not None
+    )
 
 
 def _reached(path: Path, modules: set[str] | None) -> Path:

@@ -76,7 +76,9 @@ class Call:
     loss_scale: float | None
 
     @classmethod
-    def of(cls, what: str, fn: Any, args: Any, kwargs: Any, params: Params, loss_scale: float | None) -> Call:
+    def of(
+        cls, what: str, fn: Any, args: Any, kwargs: Any, params: Params, loss_scale: float | None
+    ) -> Call:
         """Returns the call of any function or module.
 
         Raises:
@@ -91,7 +93,9 @@ class Call:
             fn, args, kwargs = _returning(call.pure, call.result), call.args, call.kwargs
         arguments = Arguments.of(args, kwargs)
         if not arguments.arrays:
-            raise TypeError(f"{what} measures what a function does to arrays, but was given none to call it with.")
+            raise TypeError(
+                f"{what} measures what a function does to arrays, but was given none to call it with."
+            )
         for name, array in zip(arguments.names(), arguments.arrays, strict=True):
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise TypeError(
@@ -189,7 +193,9 @@ def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
     keys = [path for path, dynamic in jax.tree_util.tree_leaves_with_path(tree) if dynamic]
     paths = [name_of(path[2:]) or name for path, name in zip(keys, arguments.names(), strict=True)]
     matches = [_OF_STATE.fullmatch(path) if is_lowered else None for path in paths]
-    short = [path if match is None else match[1] for path, match in zip(paths, matches, strict=True)]
+    short = [
+        path if match is None else match[1] for path, match in zip(paths, matches, strict=True)
+    ]
     return short if len(set(short)) == len(set(paths)) else paths
 
 
@@ -216,7 +222,9 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
     if rules is None:
         return None
     if policy is None:
-        raise ValueError("rules= says what differs from a policy: give policy= with it, as policy='mixed_bfloat16'.")
+        raise ValueError(
+            "rules= says what differs from a policy: give policy= with it, as policy='mixed_bfloat16'."
+        )
     return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
 
 
@@ -236,7 +244,10 @@ class _Listening(PolicyRules):
 
 
 def program_of(
-    call: Call, policy: Policy | None, modules: set[str] | None = None, rules: PolicyRules | None = None
+    call: Call,
+    policy: Policy | None,
+    modules: set[str] | None = None,
+    rules: PolicyRules | None = None,
 ) -> Program:
     """Returns the program under a policy, paired with the function in float32.
 
@@ -251,7 +262,9 @@ def program_of(
     return _with_reference(call, _in_half(call, policy, modules, rules))
 
 
-def _in_half(call: Call, policy: Policy | None, modules: set[str] | None, rules: PolicyRules | None) -> Program:
+def _in_half(
+    call: Call, policy: Policy | None, modules: set[str] | None, rules: PolicyRules | None
+) -> Program:
     if policy is None:
         return call.traced(None, None, "as written")
     with warnings.catch_warnings(record=True) as caught:
@@ -278,16 +291,21 @@ def _with_reference(call: Call, program: Program) -> Program:
             warnings.simplefilter("ignore")
             wide = dataclasses.replace(call, arguments=arguments).traced(None, None, "as written")
     except Exception as error:
-        return dataclasses.replace(program, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return dataclasses.replace(
+            program, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
     if wide.outputs != program.outputs or wide.gradients != program.gradients:
-        return dataclasses.replace(program, refused="it returns other values than in half precision")
+        return dataclasses.replace(
+            program, refused="it returns other values than in half precision"
+        )
     return dataclasses.replace(program, reference=reference_of(program.jaxpr, wide.jaxpr))
 
 
 def multiplies_in_half(jaxpr: Any) -> bool:
     """Returns whether a program has a matmul or convolution of half operands."""
     return any(
-        site.name in MATMULS and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
+        site.name in MATMULS
+        and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
         for site in walk(jaxpr)
     )
 

@@ -26,7 +26,11 @@ _bind: Callable[..., Any] = jex_core.Primitive.bind
 
 def _bind_wide(primitive: Any, *args: Any, **params: Any) -> Any:
     """`Primitive.bind` on widened operands, to a widened result."""
-    if current_scope().in_float32 and primitive.name not in HOST and primitive.name not in READS_BITS:
+    if (
+        current_scope().in_float32
+        and primitive.name not in HOST
+        and primitive.name not in READS_BITS
+    ):
         args = tuple(map(_widened, args))
         params = {name: _wide(value) for name, value in params.items()}
     return _bind(primitive, *args, **params)
@@ -42,7 +46,9 @@ def _widened(operand: Any) -> Any:
 
 
 def _wide(value: Any) -> Any:
-    is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+    is_dtype = isinstance(value, np.dtype) or (
+        isinstance(value, type) and issubclass(value, np.generic)
+    )
     return F32 if is_dtype and is_half(value) else value
 
 

@@ -47,9 +47,15 @@ def places_of_parameters(
       args, kwargs: the arguments of the call.
       arguments: the same, flattened.
     """
-    marks = [m for m, is_one in zip(parameters(fn, params, args, kwargs), arguments.is_array, strict=True) if is_one]
+    marks = [
+        m
+        for m, is_one in zip(parameters(fn, params, args, kwargs), arguments.is_array, strict=True)
+        if is_one
+    ]
     excluded = _no_parameters(args, kwargs) if params is None else [False] * len(marks)
-    floating = [i for i, array in enumerate(arguments.arrays) if _is_floating(array) and not excluded[i]]
+    floating = [
+        i for i, array in enumerate(arguments.arrays) if _is_floating(array) and not excluded[i]
+    ]
     return [i for i in floating if marks[i]] or floating
 
 
@@ -106,11 +112,17 @@ def traced_call(
         return _with_gradients(fn, args, kwargs, params, around)
     require_differentiable_by(params)
     if params is not None:
-        raise ValueError(f"params={params!r} says what gradients are taken by: give backward=True with it.")
-    return traced_around(fn, args, kwargs, lambda pure, is_lowered: around(pure, 0 if is_lowered else None))
+        raise ValueError(
+            f"params={params!r} says what gradients are taken by: give backward=True with it."
+        )
+    return traced_around(
+        fn, args, kwargs, lambda pure, is_lowered: around(pure, 0 if is_lowered else None)
+    )
 
 
-def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: Params, around: Around) -> Traced:
+def _with_gradients(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: Params, around: Around
+) -> Traced:
     call = lowered(fn, args, kwargs)
     params = explicit_or_lowered(params, call)
     if call is not None:
@@ -118,7 +130,9 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
     arguments = Arguments.of(args, kwargs)
     chosen = places_of_parameters(fn, params, args, kwargs, arguments)
     if not chosen:
-        raise ValueError("backward=True differentiates by floating arguments, but the function is called with none.")
+        raise ValueError(
+            "backward=True differentiates by floating arguments, but the function is called with none."
+        )
     # it returns its new state beside its result
     has_state = call is not None and call.finish is not Lowered.finish
     called, fn = fn, around(fn, params)
@@ -126,7 +140,9 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
     def both(*arrays: Any) -> Any:
         def of_chosen(*values: Any) -> Any:
             given = dict(zip(chosen, values, strict=True))
-            new_args, new_kwargs = arguments.filled([given.get(i, array) for i, array in enumerate(arrays)])
+            new_args, new_kwargs = arguments.filled(
+                [given.get(i, array) for i, array in enumerate(arrays)]
+            )
             out = fn(*new_args, **new_kwargs)
             primary = _primary(out[0] if has_state else out)
             floats = [leaf for leaf in jax.tree.leaves(primary) if _is_floating(leaf)]
@@ -134,7 +150,9 @@ def _with_gradients(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], para
 
         floats, backward, out = jax.vjp(of_chosen, *(arrays[i] for i in chosen), has_aux=True)
         if not floats:
-            raise ValueError("backward=True differentiates floating outputs, but the function returns none.")
+            raise ValueError(
+                "backward=True differentiates floating outputs, but the function returns none."
+            )
         return out, backward([jnp.ones_like(leaf) for leaf in floats])
 
     jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arguments.arrays)

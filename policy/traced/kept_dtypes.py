@@ -21,7 +21,9 @@ def parameters_of(
     """
     call = lowered(fn, args, kwargs)
     traced = trace(fn, *args, **kwargs)
-    places = jax.tree.unflatten(jax.tree.structure(traced.shape), range(len(jax.tree.leaves(traced.shape))))
+    places = jax.tree.unflatten(
+        jax.tree.structure(traced.shape), range(len(jax.tree.leaves(traced.shape)))
+    )
     shape = traced.shape
     # modules, whose state is handed in and out
     if call is not None and call.finish is not type(call).finish:
@@ -32,17 +34,30 @@ def parameters_of(
     if isinstance(shape, tuple):
         shape, places = shape[returned], places[returned]
     after = _placed(shape, places)
-    return (_dtypes(args[params]) if keeps else {n: d for n, (_, d) in after.items()}), after, traced.jaxpr
+    return (
+        (_dtypes(args[params]) if keeps else {n: d for n, (_, d) in after.items()}),
+        after,
+        traced.jaxpr,
+    )
 
 
 def _dtypes(tree: Any) -> dict[str, str]:
     """Returns the dtype of each leaf, by its path in the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path) or "the parameter": str(jnp.result_type(leaf)) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path) or "the parameter": str(jnp.result_type(leaf))
+        for path, leaf in leaves
+    }
 
 
 def _placed(shape: Any, places: Any) -> dict[str, tuple[int, str]]:
-    return dict(zip(_dtypes(shape), zip(jax.tree.leaves(places), _dtypes(shape).values(), strict=True), strict=True))
+    return dict(
+        zip(
+            _dtypes(shape),
+            zip(jax.tree.leaves(places), _dtypes(shape).values(), strict=True),
+            strict=True,
+        )
+    )
 
 
 def origin_of(jaxpr: Any, place: int) -> str:

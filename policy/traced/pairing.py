@@ -22,7 +22,16 @@ from policy._jaxpr.walk import written_at
 # Parameters that say which dtypes an operation computes in.
 _OF_DTYPES = frozenset(
     (
-        *("precision", "preferred_element_type", "new_dtype", "dtype", "name", "weak_type", "sharding", "out_sharding"),
+        *(
+            "precision",
+            "preferred_element_type",
+            "new_dtype",
+            "dtype",
+            "name",
+            "weak_type",
+            "sharding",
+            "out_sharding",
+        ),
         *("accuracy", "index_dtype", "exponent_bits", "mantissa_bits", "is_async"),
     )
 )
@@ -84,7 +93,9 @@ class _Pairs:
         self.ours, self.theirs = flattened(half), flattened(wide)
         self.consts = opened(half)[1], opened(wide)[1]
         self.inner = self.ours.consts | self.theirs.consts
-        self.reference = Reference(self.ours.made, self.ours.inputs, consts=(self.consts[1], self.inner))
+        self.reference = Reference(
+            self.ours.made, self.ours.inputs, consts=(self.consts[1], self.inner)
+        )
         self.partner: dict[int, FlatOperation] = {}  # of an operation of ours, by its id
         self.taken: set[Token] = set()  # values of theirs that are one of ours
 
@@ -93,13 +104,17 @@ class _Pairs:
         self.leaving()
         self.accepted(waiting)
         self.bodies()
-        for i, (ours, theirs) in enumerate(zip(self.ours.outputs, self.theirs.outputs, strict=True)):
+        for i, (ours, theirs) in enumerate(
+            zip(self.ours.outputs, self.theirs.outputs, strict=True)
+        ):
             if self.status(ours, theirs) != "same" and not self.joins(ours, theirs):
                 self.reference.outputs[i] = theirs
         for path in self.unresolved():
             self.reference.unpaired[path] = None
         self.reference.touched |= {
-            id_ for (_, id_), made in self.ours.made.items() if made.at in self.reference.given or self.is_joined(made)
+            id_
+            for (_, id_), made in self.ours.made.items()
+            if made.at in self.reference.given or self.is_joined(made)
         }
         return self.reference
 
@@ -107,7 +122,9 @@ class _Pairs:
         results = range(len(operation.equation.outvars))
         return any(("result", operation, i) in self.reference.joined for i in results)
 
-    def accepted(self, pairs: list[tuple[FlatOperation, FlatOperation]]) -> list[tuple[FlatOperation, FlatOperation]]:
+    def accepted(
+        self, pairs: list[tuple[FlatOperation, FlatOperation]]
+    ) -> list[tuple[FlatOperation, FlatOperation]]:
         """Makes one of the operations that are; returns the others."""
         return [pair for pair in pairs if not self.accept(*pair)]
 
@@ -118,7 +135,9 @@ class _Pairs:
             return False
         read = [other.operands[j] for j in order] if one.carried else other.operands
         found = [self.status(ours, theirs) for ours, theirs in zip(one.operands, read, strict=True)]
-        if any(status in ("unknown", "different") for status in found) and not self.is_one(one, found, other):
+        if any(status in ("unknown", "different") for status in found) and not self.is_one(
+            one, found, other
+        ):
             return False
         for k, (status, ours, theirs) in enumerate(zip(found, one.operands, read, strict=True)):
             if status == "given" or (status != "same" and not self.joins(ours, theirs)):
@@ -132,9 +151,17 @@ class _Pairs:
 
     def is_one(self, one: FlatOperation, found: Sequence[str], other: FlatOperation) -> bool:
         """Returns whether two operations are the same code on values not known to be one."""
-        if one.name in MATMULS or one.bodies or written_at(one.equation) == written_at(other.equation):
+        if (
+            one.name in MATMULS
+            or one.bodies
+            or written_at(one.equation) == written_at(other.equation)
+        ):
             return True
-        unknown = [operand for operand, status in zip(one.operands, found, strict=True) if status == "unknown"]
+        unknown = [
+            operand
+            for operand, status in zip(one.operands, found, strict=True)
+            if status == "unknown"
+        ]
         paths = [_path(operand.root) for operand in unknown]
         return all(path is not None and path != one.path for path in paths) and len(unknown) > 0
 
@@ -149,7 +176,11 @@ class _Pairs:
         """
         one, other = ours.root, theirs.root
         if isinstance(one, Known) or isinstance(other, Known):
-            return _constants(one, other) if isinstance(one, Known) and isinstance(other, Known) else "different"
+            return (
+                _constants(one, other)
+                if isinstance(one, Known) and isinstance(other, Known)
+                else "different"
+            )
         if one[0] == other[0] and one[0] in ("const", "inner") and one not in self.reference.same:
             return self.arrays(one, other)
         found = self.reference.resolved(one)
@@ -170,7 +201,11 @@ class _Pairs:
     def joins(self, ours: Operand, theirs: Operand) -> bool:
         """Records that float32 computes a value as another, if it can be."""
         one, other = ours.root, theirs.root
-        if isinstance(one, Known) or isinstance(other, Known) or self.reference.resolved(one) is not None:
+        if (
+            isinstance(one, Known)
+            or isinstance(other, Known)
+            or self.reference.resolved(one) is not None
+        ):
             return False
         while one[0] == other[0] == "stacked" and one[2:] == other[2:]:
             one, other = one[1], other[1]
@@ -222,7 +257,11 @@ class _Pairs:
 def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[FlatOperation, FlatOperation]]:
     kinds = [[operation.kind for operation in side.operations] for side in (ours, theirs)]
     blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
-    return [(ours.operations[i + n], theirs.operations[k + n]) for i, k, size in blocks for n in range(size)]
+    return [
+        (ours.operations[i + n], theirs.operations[k + n])
+        for i, k, size in blocks
+        for n in range(size)
+    ]
 
 
 def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
@@ -255,7 +294,9 @@ def _order(one: FlatOperation, other: FlatOperation) -> list[int] | None:
     adds to them.
     """
     if not one.carried and not other.carried:
-        same = len(one.operands) == len(other.operands) and len(one.equation.outvars) == len(other.equation.outvars)
+        same = len(one.operands) == len(other.operands) and len(one.equation.outvars) == len(
+            other.equation.outvars
+        )
         return list(range(len(one.equation.outvars))) if same else None
     ours, theirs = (_carries(side) for side in (one, other))
     if ours == theirs:
@@ -269,8 +310,13 @@ def _order(one: FlatOperation, other: FlatOperation) -> list[int] | None:
 
 
 def _carries(operation: FlatOperation) -> list[Token]:
-    shapes = [getattr(v.aval, "shape", None) for v in operation.equation.outvars[: operation.carried]]
-    return [(shape, _path(operand.root)) for shape, operand in zip(shapes, operation.bodies[0], strict=True)]
+    shapes = [
+        getattr(v.aval, "shape", None) for v in operation.equation.outvars[: operation.carried]
+    ]
+    return [
+        (shape, _path(operand.root))
+        for shape, operand in zip(shapes, operation.bodies[0], strict=True)
+    ]
 
 
 def _ordered(body: list[Operand], order: list[int] | None) -> list[Operand]:

@@ -39,7 +39,9 @@ def told(row: Mistake) -> str:
                 row.make()
             return "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
         gc.collect()
-    return "\n".join(str(warning.message) for warning in caught if issubclass(warning.category, row.told))
+    return "\n".join(
+        str(warning.message) for warning in caught if issubclass(warning.category, row.told)
+    )
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -17,7 +17,9 @@ WITHOUT = frozenset(("DtypePolicyWarning", "LossScale", "dtype_to_names"))
 PENDING = "policy.optim"  # whose docstrings are still being rewritten
 
 MODULES = sorted(
-    info.name for info in pkgutil.walk_packages(policy.__path__, "policy.") if not info.name.endswith("__main__")
+    info.name
+    for info in pkgutil.walk_packages(policy.__path__, "policy.")
+    if not info.name.endswith("__main__")
 )
 
 
@@ -31,7 +33,11 @@ def public() -> dict[str, Any]:
     flat = {name: value for name, value in flat.items() if not value.__module__.startswith(PENDING)}
     for module in (losses, reductions, testing):
         for name, value in vars(module).items():
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            if (
+                inspect.isfunction(value)
+                and value.__module__ == module.__name__
+                and not name.startswith("_")
+            ):
                 flat[f"{module.__name__}.{name}"] = value
     return flat
 
@@ -44,14 +50,23 @@ def place_of(value: Any) -> str:
 
 
 def examples_of(module: str) -> list[doctest.DocTest]:
-    return [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
+    return [
+        test
+        for test in doctest.DocTestFinder().find(importlib.import_module(module))
+        if test.examples
+    ]
 
 
 EXAMPLES = {test.name: test for module in MODULES for test in examples_of(module)}
 
 
 def test_the_public_names_are_found():
-    assert {"Policy", "audit", "policy.losses.squared_error", "policy.testing.assert_dots_in"} <= set(PUBLIC)
+    assert {
+        "Policy",
+        "audit",
+        "policy.losses.squared_error",
+        "policy.testing.assert_dots_in",
+    } <= set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

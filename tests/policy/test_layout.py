@@ -85,17 +85,30 @@ def parameters_of_programs() -> set[str]:
 def words_of_jaxprs(tree: ast.Module, parameters: set[str]) -> Iterator[str]:
     """Yields what a module reads of jaxprs: attributes, names of parameters that hold programs."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("eqns", "get_bind_params", "current_name_stack"):
+        if isinstance(node, ast.Attribute) and node.attr in (
+            "eqns",
+            "get_bind_params",
+            "current_name_stack",
+        ):
             yield node.attr
         if isinstance(node, ast.ImportFrom):
             yield from (alias.name for alias in node.names if alias.name == "current_name_stack")
-        if isinstance(node, ast.Constant) and node.value in ({"eqns", "cond_nconsts", "body_nconsts"} | parameters):
+        if isinstance(node, ast.Constant) and node.value in (
+            {"eqns", "cond_nconsts", "body_nconsts"} | parameters
+        ):
             yield str(node.value)
 
 
 def test_equations_and_parameters_of_programs_are_read_in_one_room():
     parameters = parameters_of_programs()
-    assert {"jaxpr", "call_jaxpr", "branches", "body_jaxpr", "cond_jaxpr", "update_jaxpr"} <= parameters
+    assert {
+        "jaxpr",
+        "call_jaxpr",
+        "branches",
+        "body_jaxpr",
+        "cond_jaxpr",
+        "update_jaxpr",
+    } <= parameters
     found = {
         name: words
         for name, tree in modules().items()
@@ -146,7 +159,9 @@ def reached_from(node: str) -> set[str]:
 
 
 def test_no_module_of_policy_imports_the_face():
-    assert {node for node, imported in graph().items() if "policy" in imported} <= {"policy.__main__"}
+    assert {node for node, imported in graph().items() if "policy" in imported} <= {
+        "policy.__main__"
+    }
 
 
 def test_the_packages_of_policy_import_each_other_in_no_circle():
@@ -161,7 +176,8 @@ def test_policy_imports_neither_flax_nor_its_modules():
     found = {
         name
         for name, tree in modules().items()
-        if is_in(name, "policy") and any(is_in(t, "flax") or is_in(t, "mpmodules") for t, _ in imports(tree))
+        if is_in(name, "policy")
+        and any(is_in(t, "flax") or is_in(t, "mpmodules") for t, _ in imports(tree))
     }
     assert found == set()
 
@@ -173,7 +189,10 @@ def test_no_module_is_imported_for_its_side_effects():
         read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         is_package = any(other.startswith(f"{name}.") for other in modules())
         for target, bound in imports(tree):
-            binds_module = target in modules() and bound in (target.split(".")[0], target.split(".")[-1])
+            binds_module = target in modules() and bound in (
+                target.split(".")[0],
+                target.split(".")[-1],
+            )
             if binds_module and bound not in read and not is_package:
                 unread.add((name, bound))
     assert unread == set()

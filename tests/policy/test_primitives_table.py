@@ -17,7 +17,13 @@ import pytest
 import mpmodules
 import policy
 from policy._jaxpr import primitives
-from policy._jaxpr.primitives import CATEGORIES, CATEGORY_OF, HLO_COLLECTIVES, PRIMITIVES, category_of
+from policy._jaxpr.primitives import (
+    CATEGORIES,
+    CATEGORY_OF,
+    HLO_COLLECTIVES,
+    PRIMITIVES,
+    category_of,
+)
 
 TABLE = pathlib.Path(primitives.__file__)
 PACKAGES = [pathlib.Path(package.__file__ or "").parent for package in (policy, mpmodules)]
@@ -44,9 +50,15 @@ OLDER_THAN_BOTH = "named_call"
 
 def installed() -> set[str]:
     """Returns the names of the primitives that JAX's public modules hold, of those that are loaded."""
-    loaded = [module for name, module in sys.modules.items() if name.startswith("jax.") and "._" not in name]
+    loaded = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("jax.") and "._" not in name
+    ]
     found = [value for module in loaded for value in vars(module).values()]
-    return {primitive.name for primitive in found if isinstance(primitive, jax.extend.core.Primitive)}
+    return {
+        primitive.name for primitive in found if isinstance(primitive, jax.extend.core.Primitive)
+    }
 
 
 def test_every_primitive_of_jax_has_a_category():
@@ -59,7 +71,12 @@ def test_every_primitive_of_jax_has_a_category():
 def test_every_name_is_a_primitive_of_some_supported_jax():
     """Primitives of kernels are in no public module: their names are looked for in the sources."""
     roots = [pathlib.Path(package.__file__ or "").parent for package in (jax, flax)] + PACKAGES
-    sources = (path.read_text(errors="replace") for root in roots for path in root.rglob("*.py") if path != TABLE)
+    sources = (
+        path.read_text(errors="replace")
+        for root in roots
+        for path in root.rglob("*.py")
+        if path != TABLE
+    )
     written = {name for source in sources for name in re.findall(r"[\"']([\w-]+)[\"']", source)}
     elsewhere = {*NOT_IN_THE_OLDEST.split(), *NOT_IN_THE_NEWEST.split(), OLDER_THAN_BOTH}
     assert set(CATEGORY_OF) - written <= elsewhere <= set(CATEGORY_OF)
@@ -79,7 +96,9 @@ def test_every_trait_is_a_set_of_its_name():
     traits = {trait for row in PRIMITIVES for trait in row.traits}
     assert {trait for trait in traits if "-" in trait} == set(HLO_COLLECTIVES.values())
     for trait in traits - set(HLO_COLLECTIVES.values()):
-        assert getattr(primitives, trait.upper()) == {row.name for row in PRIMITIVES if trait in row.traits}
+        assert getattr(primitives, trait.upper()) == {
+            row.name for row in PRIMITIVES if trait in row.traits
+        }
 
 
 @pytest.mark.parametrize(
@@ -114,9 +133,17 @@ def test_a_category_is(name, category):
 
 def texts(nodes: list[ast.expr]) -> list[str]:
     """Returns the strings among some expressions."""
-    starred = [node.value.elts for node in nodes if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple)]
+    starred = [
+        node.value.elts
+        for node in nodes
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple)
+    ]
     flat = [*nodes, *(node for elements in starred for node in elements)]
-    return [node.value for node in flat if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in flat
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def words_of(node: ast.AST) -> list[str]:

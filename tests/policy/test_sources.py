@@ -11,7 +11,9 @@ def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
     assert str(source_in_force()) == "global"
     with use_policy("bf16"):
         assert str(source_in_force()) == "scope"
-        with enter(current_scope(), Source("rule", "'a'")):  # an equal scope: the note changes all the same
+        with enter(
+            current_scope(), Source("rule", "'a'")
+        ):  # an equal scope: the note changes all the same
             assert str(source_in_force()) == "rule: 'a'"
             with enter(current_scope()):
                 assert str(source_in_force()) == "rule: 'a'"

@@ -27,12 +27,23 @@ def main() -> None:
             made = ["hand", "policy", *(["rules"] if name in ("lm1b", "wmt") else [])]
             errors = [error(name, by, dtype) / ulp for by in made]
             differentiated = name in DIFFERENTIATED[dtype]
-            gradients = [f"{gradients_error(name, by, dtype):.3f}" if differentiated else "" for by in made[:2]]
+            gradients = [
+                f"{gradients_error(name, by, dtype):.3f}" if differentiated else ""
+                for by in made[:2]
+            ]
             audited = findings(name) if dtype == "bfloat16" else ["", ""]
             losses = [f"{error(name, by, dtype, 'loss'):.1e}" for by in made[:2]]
             logits = [*(f"{e:.2f}" for e in errors), *[""] * (3 - len(made))]
             rows.append([name, dtype, *logits, *losses, *gradients, *audited])
-    header = ["model", "dtype", "logits: by hand", "ported", "with two rules", "loss: by hand", "ported"]
+    header = [
+        "model",
+        "dtype",
+        "logits: by hand",
+        "ported",
+        "with two rules",
+        "loss: by hand",
+        "ported",
+    ]
     header += ["gradients: by hand", "ported"]
     header += ["findings: by hand", "ported"]
     print(tabulate(rows, header, tablefmt="github", disable_numparse=True))

@@ -56,7 +56,9 @@ class RMSNorm(nnx.Module):
         weight_dtype: Any = jnp.float32,  # goes
     ):
         self.dtype = dtype  # goes
-        self.scale = nnx.Param(nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype))  # goes
+        self.scale = nnx.Param(
+            nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype)
+        )  # goes
         # + self.scale = nnx.Param(nnx.initializers.zeros_init()(rngs.params(), (dim,)))
 
     def __call__(self, x):

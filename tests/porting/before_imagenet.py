@@ -65,7 +65,9 @@ class ResNet(nn.Module):
         for i, block_size in enumerate(self.stage_sizes):
             for j in range(block_size):
                 strides = (2, 2) if i > 0 and j == 0 else (1, 1)
-                x = ResNetBlock(self.num_filters * 2**i, strides=strides, conv=conv, norm=norm, act=self.act)(x)
+                x = ResNetBlock(
+                    self.num_filters * 2**i, strides=strides, conv=conv, norm=norm, act=self.act
+                )(x)
         x = jnp.mean(x, axis=(1, 2))
         x = nn.Dense(CLASSES, dtype=self.dtype)(x)  # goes
         # + x = nn.Dense(CLASSES)(x)
@@ -93,7 +95,9 @@ def initialized(key, image_size, model):
 
 
 def cross_entropy_loss(logits, labels):
-    return jnp.mean(optax.softmax_cross_entropy(logits=logits, labels=jax.nn.one_hot(labels, CLASSES)))
+    return jnp.mean(
+        optax.softmax_cross_entropy(logits=logits, labels=jax.nn.one_hot(labels, CLASSES))
+    )
 
 
 class TrainState(train_state.TrainState):

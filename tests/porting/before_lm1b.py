@@ -119,7 +119,12 @@ class TransformerLM(nn.Module):
             )
         y = inputs.astype("int32")
         y = y if config.decode else shift_right(y)
-        y = nn.Embed(config.vocab_size, config.emb_dim, embedding_init=nn.initializers.normal(1.0), name="embed")(y)
+        y = nn.Embed(
+            config.vocab_size,
+            config.emb_dim,
+            embedding_init=nn.initializers.normal(1.0),
+            name="embed",
+        )(y)
         y = AddPositionEmbs(config, name="posembed")(y)
         y = nn.Dropout(config.dropout_rate)(y, deterministic=config.deterministic)
         y = y.astype(config.dtype)  # goes

@@ -162,7 +162,9 @@ class Transformer(nn.Module):
 
     def setup(self):
         config = self.config
-        self.embed = nn.Embed(config.vocab_size, config.emb_dim, embedding_init=nn.initializers.normal(1.0))
+        self.embed = nn.Embed(
+            config.vocab_size, config.emb_dim, embedding_init=nn.initializers.normal(1.0)
+        )
         self.encoder = Encoder(config, self.embed)
         self.decoder = Decoder(config, self.embed)
 

@@ -65,7 +65,9 @@ def _linen(name: str, model: Any, policy: Any, rules: Any = None) -> Model:
             return model.init(jax.random.key(0), *(jnp.asarray(batch(name)[n]) for n in names))
 
     def logits(variables: Any, inputs: Any) -> Any:
-        promotion = "standard" if policy is None else "strict"  # Flax's norms and attention mix half with float32
+        promotion = (
+            "standard" if policy is None else "strict"
+        )  # Flax's norms and attention mix half with float32
         with use_policy(policy, rules), jax.numpy_dtype_promotion(promotion):
             if name != "imagenet":
                 return model.apply(variables, *(inputs[n] for n in names))
@@ -122,7 +124,9 @@ def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
 
         def make() -> Any:
             with use_policy(policy):
-                return module.Transformer(module.TransformerConfig(num_layers=1), rngs=flax_nnx.Rngs(0))
+                return module.Transformer(
+                    module.TransformerConfig(num_layers=1), rngs=flax_nnx.Rngs(0)
+                )
 
         return _nnx(make)
     model = module.TransformerLM if name == "lm1b" else module.Transformer
@@ -165,5 +169,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 def relative_error(actual: Any, desired: Any) -> float:
     """The root of the mean square of what is off, over all leaves, by that of what is right."""
     pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True))
-    off = sum(np.square(np.asarray(a, np.float64) - np.asarray(b, np.float64)).sum() for a, b in pairs)
+    off = sum(
+        np.square(np.asarray(a, np.float64) - np.asarray(b, np.float64)).sum() for a, b in pairs
+    )
     return float(np.sqrt(off / sum(np.square(np.asarray(b, np.float64)).sum() for _, b in pairs)))

@@ -63,7 +63,9 @@ def lines_that_stay(text: str) -> list[str]:
 def lines_left_over(text: str) -> list[str]:
     """Lines of the ported text that speak of dtypes and do not say that they stay."""
     code = re.sub(r'^(""".*?""")$', "", ported(text), count=1, flags=re.DOTALL | re.MULTILINE)
-    return [line.strip() for line in code.splitlines() if DTYPES.search(line) and not STAYS.search(line)]
+    return [
+        line.strip() for line in code.splitlines() if DTYPES.search(line) and not STAYS.search(line)
+    ]
 
 
 def load(text: str, name: str) -> types.ModuleType:

@@ -87,9 +87,15 @@ class _Loop:
         """The other carries that a carry's next value is a sum of, and their shares in it."""
         if id(node) not in self._swapped:
             ends = _ends(node.inputs[1], {id(other.out) for other in self.carries})
-            others = [] if id(node.out) in ends else [other for other in self.carries if id(other.out) in ends]
+            others = (
+                []
+                if id(node.out) in ends
+                else [other for other in self.carries if id(other.out) in ends]
+            )
             shares = [(other, self._share(node, other)) for other in others]
-            self._swapped[id(node)] = [(other, share) for other, share in shares if share is not None]
+            self._swapped[id(node)] = [
+                (other, share) for other, share in shares if share is not None
+            ]
         return self._swapped[id(node)]
 
 
@@ -98,7 +104,11 @@ def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
 
     Counters don't: they may scale. Nor do running maxima: an online softmax scales its sums by what they grew.
     """
-    return {id(carry) for carry, result in carried if is_inexact(carry.dtype) and not _is_extreme(carry, result)}
+    return {
+        id(carry)
+        for carry, result in carried
+        if is_inexact(carry.dtype) and not _is_extreme(carry, result)
+    }
 
 
 def _is_extreme(carry: Value, result: Value) -> bool:
@@ -106,7 +116,11 @@ def _is_extreme(carry: Value, result: Value) -> bool:
     while result.maker is not None and (result.maker.name in MOVES_DATA or is_cast(result.maker)):
         result = result.maker.inputs[0]
     maker = result.maker
-    return maker is not None and maker.name in MINMAX - {"clamp"} and any(_is_view(v, carry) for v in maker.inputs)
+    return (
+        maker is not None
+        and maker.name in MINMAX - {"clamp"}
+        and any(_is_view(v, carry) for v in maker.inputs)
+    )
 
 
 def _is_view(value: Value, of: Value) -> bool:
@@ -128,7 +142,12 @@ def _ends(value: Value, carries: set[int]) -> set[int]:
         maker = value.maker
         if maker is None or maker.name == "carry":
             continue
-        if maker.name in MOVES_DATA or maker.name in _MIXES or is_cast(maker) or kind_of(maker.name) == "scatter-add":
+        if (
+            maker.name in MOVES_DATA
+            or maker.name in _MIXES
+            or is_cast(maker)
+            or kind_of(maker.name) == "scatter-add"
+        ):
             fresh = [v for v in maker.inputs if id(v) not in seen]
             seen.update(map(id, fresh))
             waiting.extend(fresh)

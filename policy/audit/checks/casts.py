@@ -28,11 +28,19 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
             continue
         first, middle = node.inputs[0].dtype, node.out.dtype
         back = list(users(node.out))
-        if not back or not all(is_cast(b) and b.out.dtype == first for b in back) or first == middle:
+        if (
+            not back
+            or not all(is_cast(b) and b.out.dtype == first for b in back)
+            or first == middle
+        ):
             continue
-        if is_ours(node.site.equation) or any(b.site.is_placed or not functions.belong_together(node, b) for b in back):
+        if is_ours(node.site.equation) or any(
+            b.site.is_placed or not functions.belong_together(node, b) for b in back
+        ):
             continue
-        if not any(is_written(n.site.equation) for n in (node, *back)):  # two sums, each in float32 by itself
+        if not any(
+            is_written(n.site.equation) for n in (node, *back)
+        ):  # two sums, each in float32 by itself
             continue
         loses = _is_lossy(first, middle)
         cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
@@ -44,7 +52,12 @@ def roundings_twice(flow: Flow) -> Iterator[Finding]:
     """A wide value that is cast to one half dtype and from there to the other one, in one module and one function."""
     functions = _Functions(flow)
     for node in flow.graph.nodes:
-        if not narrows(node) or node.out.dtype not in HALVES or is_cotangent(node) or node.site.is_placed:
+        if (
+            not narrows(node)
+            or node.out.dtype not in HALVES
+            or is_cotangent(node)
+            or node.site.is_placed
+        ):
             continue
         on = list(users(node.out))
         if not on or is_returned(node.out) or not all(is_cast(o) and _is_other_half(o) for o in on):
@@ -77,14 +90,19 @@ class _Functions:
     @functools.cached_property
     def working(self) -> frozenset[tuple[str, str]]:
         """The functions that do anything but cast."""
-        return frozenset(author_of(node.site.equation) for node in self.flow.graph.nodes if not is_cast(node))
+        return frozenset(
+            author_of(node.site.equation) for node in self.flow.graph.nodes if not is_cast(node)
+        )
 
     def belong_together(self, one: Node, other: Node) -> bool:
         return one.site.path == other.site.path and self._of(one) == self._of(other)
 
     def _of(self, node: Node) -> tuple[str, str]:
         authors = list(authors_of(node.site.equation))
-        return next((author for author in authors if author in self.working), authors[0] if authors else ("", ""))
+        return next(
+            (author for author in authors if author in self.working),
+            authors[0] if authors else ("", ""),
+        )
 
 
 def repeated_casts(flow: Flow) -> Iterator[Finding]:
@@ -95,7 +113,12 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
     """
     casts: dict[tuple[int, str], list[Node]] = defaultdict(list)
     for node in flow.graph.nodes:
-        if not narrows(node) or node.site.is_backward or node.site.is_placed or is_by_layers(node.site.equation):
+        if (
+            not narrows(node)
+            or node.site.is_backward
+            or node.site.is_placed
+            or is_by_layers(node.site.equation)
+        ):
             continue
         array = _stored(node.inputs[0])
         if array is not None:

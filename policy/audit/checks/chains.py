@@ -38,11 +38,24 @@ def sums_by_hand(flow: Flow) -> Iterator[Finding]:
     """
     sums = _Sums()
     for node in flow.graph.nodes:
-        if not node.outputs or not is_narrow(node.out.dtype) or is_cotangent(node) or is_joint(node):
+        if (
+            not node.outputs
+            or not is_narrow(node.out.dtype)
+            or is_cotangent(node)
+            or is_joint(node)
+        ):
             continue
         sums.enter(node)
-        if node.name in ADDITIONS and sums.ends(node.out) and (terms := _many(sums.known[id(node.out)])):
-            limit = "overflows above 65504" if node.out.dtype == "float16" else f"rounds to {node.out.dtype}"
+        if (
+            node.name in ADDITIONS
+            and sums.ends(node.out)
+            and (terms := _many(sums.known[id(node.out)]))
+        ):
+            limit = (
+                "overflows above 65504"
+                if node.out.dtype == "float16"
+                else f"rounds to {node.out.dtype}"
+            )
             message = (
                 f"Additions sum {terms} in {node.out.dtype}, one after another: each {limit}. "
                 "Widen the terms to float32 before, or stack them and use jnp.sum, which does; narrow the sum after."
@@ -79,7 +92,10 @@ class _Sums:
             self.known[id(node.out)] = _largest([self._of(value) for value in node.inputs])
         elif node.name in MOVES_DATA and node.inputs:
             terms = self._of(node.inputs[0])
-            self.known |= {id(out): terms._replace(hops=terms.hops + (node.name == "ppermute")) for out in node.outputs}
+            self.known |= {
+                id(out): terms._replace(hops=terms.hops + (node.name == "ppermute"))
+                for out in node.outputs
+            }
 
     def ends(self, value: Value) -> bool:
         """Returns whether a sum is no part of another one."""
@@ -96,7 +112,9 @@ class _Sums:
     def _is_used(self, value: Value) -> bool:
         """Returns whether anything reads a value that does not add it to something."""
         if id(value) not in self._used:
-            self._used[id(value)] = any(node.name not in ADDITIONS and not is_joint(node) for node in _readers(value))
+            self._used[id(value)] = any(
+                node.name not in ADDITIONS and not is_joint(node) for node in _readers(value)
+            )
         return self._used[id(value)]
 
 

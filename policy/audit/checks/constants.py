@@ -64,7 +64,9 @@ def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
             becomes = f"0: it vanishes. The smallest number is {_smallest(dtype)}"
         else:
             continue
-        yield finding(CONSTANT, node, f"{number:g} in {dtype} is {becomes}.", (node.inputs[0].dtype, dtype))
+        yield finding(
+            CONSTANT, node, f"{number:g} in {dtype} is {becomes}.", (node.inputs[0].dtype, dtype)
+        )
 
 
 def _as(number: float, dtype: str) -> float:
@@ -79,12 +81,20 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
             continue
         number, dtype = float(value.array), value.dtype
         line = node.site.source.partition(" ")[0]
-        if (np.isinf(number) and (node.name == "mul" or line in lost.overflowed)) or _is_beyond_8_bits(node, value):
-            message = f"A constant overflowed: it is {number:g} in {dtype}, where finite numbers end at "
+        if (
+            np.isinf(number) and (node.name == "mul" or line in lost.overflowed)
+        ) or _is_beyond_8_bits(node, value):
+            message = (
+                f"A constant overflowed: it is {number:g} in {dtype}, where finite numbers end at "
+            )
             message += f"{_largest(dtype):.4g}."
-            message += " Infinities make NaN: of zeros, and of each other." if np.isinf(number) else ""
+            message += (
+                " Infinities make NaN: of zeros, and of each other." if np.isinf(number) else ""
+            )
             yield finding(CONSTANT, node, message, (dtype,))
-        elif number == 0 and (line in lost.vanished or _is_shift_of_divisor(node) or _is_8_bit_factor(node, value)):
+        elif number == 0 and (
+            line in lost.vanished or _is_shift_of_divisor(node) or _is_8_bit_factor(node, value)
+        ):
             message = f"A constant vanished: it is 0 in {dtype}, whose smallest number is {_smallest(dtype)}."
             yield finding(CONSTANT, node, message, (dtype,))
 
@@ -132,9 +142,16 @@ def _numbers(value: Value, known: dict[int, Numbers]) -> Numbers | None:
     if value.array is None:
         return known.get(id(value))
     array = value.array
-    if not isinstance(array, np.ndarray) or array.size > _LARGEST or not array.size or array.dtype == object:
+    if (
+        not isinstance(array, np.ndarray)
+        or array.size > _LARGEST
+        or not array.size
+        or array.dtype == object
+    ):
         return None
-    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)) or np.iscomplexobj(array):
+    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)) or np.iscomplexobj(
+        array
+    ):
         return None
     if array.ndim == 0:
         return frozenset((float(array),))
@@ -153,7 +170,11 @@ def _propagate(node: Node, known: dict[int, Numbers]) -> None:
     elif name == "select_n":
         found = _union(_numbers(value, known) for value in node.inputs[1:])
     elif name == "convert_element_type":
-        found = frozenset((0.0, 1.0)) if node.inputs[0].dtype == "bool" else _numbers(node.inputs[0], known)
+        found = (
+            frozenset((0.0, 1.0))
+            if node.inputs[0].dtype == "bool"
+            else _numbers(node.inputs[0], known)
+        )
     elif name in _ARITHMETIC:
         found = _computed(_ARITHMETIC[name], [_numbers(value, known) for value in node.inputs])
     if found and len(found) <= _MOST_NUMBERS:

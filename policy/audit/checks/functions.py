@@ -22,7 +22,12 @@ _STEEPNESS = (
 def low_precision_functions(flow: Flow) -> Iterator[Finding]:
     """Functions of half numbers whose rounding is more than that of an activation."""
     for node in flow.graph.nodes:
-        if not node.inputs or not is_narrow(node.inputs[0].dtype) or is_cotangent(node) or is_joint(node):
+        if (
+            not node.inputs
+            or not is_narrow(node.inputs[0].dtype)
+            or is_cotangent(node)
+            or is_joint(node)
+        ):
             continue
         reason = _reason(node)
         if reason:
@@ -36,7 +41,9 @@ def _reason(node: Node) -> str:
         return ""
     if is_steep(name) and matters(node):
         steepness = _STEEPNESS[dtype == "float16"]
-        return f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
+        return (
+            f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
+        )
     if name in PERIODIC:
         return "the argument's last digit is a good part of a turn. Compute the angles, and this, in float32."
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
@@ -48,7 +55,9 @@ def _reason(node: Node) -> str:
         return "a variance or norm of squares that a dot sums in float16 overflows above 65504. Sum squares in float32."
     if _squares(node) and is_summed(node.out):
         limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
-        return f"squares in {dtype} {limit}, and these are summed. Widen to float32 before squaring."
+        return (
+            f"squares in {dtype} {limit}, and these are summed. Widen to float32 before squaring."
+        )
     return ""
 
 
@@ -57,9 +66,9 @@ def _divides_by_dot(node: Node) -> bool:
     if node.inputs[0].dtype != "float16":
         return False
     if node.name == "div":
-        return _is_statistic(node.inputs[1], through_root=True, of=_is_dot_of_squares) or _is_statistic(
-            node.inputs[1], of=_is_dot_of_squares
-        )
+        return _is_statistic(
+            node.inputs[1], through_root=True, of=_is_dot_of_squares
+        ) or _is_statistic(node.inputs[1], of=_is_dot_of_squares)
     exponent = node.params.get("y")
     is_root = node.name in ROOTS or node.name.startswith("log")
     is_reciprocal = node.name == "integer_pow" and isinstance(exponent, int) and exponent < 0
@@ -71,7 +80,9 @@ def _is_dot_of_squares(node: Node) -> bool:
     if not is_matmul(node) or not all(is_narrow(value.dtype) for value in node.inputs[:2]):
         return False
     makers = [made_of(value).maker for value in node.inputs[:2]]
-    return are_equal(node.inputs[0], node.inputs[1]) or any(maker is not None and _squares(maker) for maker in makers)
+    return are_equal(node.inputs[0], node.inputs[1]) or any(
+        maker is not None and _squares(maker) for maker in makers
+    )
 
 
 def _is_reduction(node: Node) -> bool:
@@ -84,7 +95,9 @@ def _squares(node: Node) -> bool:
     return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
 
 
-def _is_statistic(value: Value, through_root: bool = False, of: Callable[[Node], bool] = _is_reduction) -> bool:
+def _is_statistic(
+    value: Value, through_root: bool = False, of: Callable[[Node], bool] = _is_reduction
+) -> bool:
     """Returns whether a value is a sum, shifted and scaled.
 
     Args:
@@ -102,7 +115,9 @@ def _is_statistic(value: Value, through_root: bool = False, of: Callable[[Node],
                 return True
             continue
         is_root = through_root and maker.name == "sqrt"
-        for operand in maker.inputs if is_root or maker.name in MOVES_DATA or maker.name in RESCALES else ():
+        for operand in (
+            maker.inputs if is_root or maker.name in MOVES_DATA or maker.name in RESCALES else ()
+        ):
             if id(operand) not in seen:
                 seen.add(id(operand))
                 waiting.append((operand, has_root or is_root))

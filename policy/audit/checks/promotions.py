@@ -53,7 +53,11 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
 
 def _makes_complex(node: Node) -> bool:
     """Returns whether a node makes a half value complex, as a meeting with a complex one does."""
-    return node.name == "convert_element_type" and is_narrow(node.inputs[0].dtype) and is_complex(node.out.dtype)
+    return (
+        node.name == "convert_element_type"
+        and is_narrow(node.inputs[0].dtype)
+        and is_complex(node.out.dtype)
+    )
 
 
 def _meetings(value: Value) -> Iterator[tuple[Node, Value]]:
@@ -94,7 +98,11 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
             continue
         multiplies_half = flow.multiplies_in_half or len(wide) < 2
         leaks = [origin for origin in sources if _has_leaked(node, origin)]
-        if multiplies_half or any(map(_was_computed, sources)) or any(_is_normalised(value) for value in wide):
+        if (
+            multiplies_half
+            or any(map(_was_computed, sources))
+            or any(_is_normalised(value) for value in wide)
+        ):
             yield from (_leak(node, origin) for origin in leaks)
         if flow.multiplies_in_half and len(wide) == 2:
             share = _flops(node) / total if total else 0.0

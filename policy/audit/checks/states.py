@@ -33,10 +33,14 @@ def narrowed_states(flow: Flow) -> Iterator[Finding]:
     found: dict[tuple[str, ...], list[tuple[State, Node]]] = defaultdict(list)
     for each in states.values():
         sums = ((state, _sum(*_values(flow, state), gates)) for state in each)
-        state, node = next(((state, node) for state, node in sums if node is not None), (None, None))
+        state, node = next(
+            ((state, node) for state, node in sums if node is not None), (None, None)
+        )
         if state is not None and node is not None:
             dtype = flow.graph.arguments[state.argument].dtype
-            found[*node.site.path, written_at(node.site.equation), node.name, dtype].append((state, node))
+            found[*node.site.path, written_at(node.site.equation), node.name, dtype].append(
+                (state, node)
+            )
     for alike in found.values():
         yield finding(CARRY, alike[0][1], _message(flow, [state for state, _ in alike]))
 
@@ -47,7 +51,9 @@ def _values(flow: Flow, state: State) -> tuple[Value, Value]:
 
 def _gates(flow: Flow, states: list[State]) -> set[int]:
     """The arrays of the state that gate what depends on them; hyperparameters among it are scalars."""
-    return gates_of((before, after) for before, after in (_values(flow, s) for s in states) if before.shape)
+    return gates_of(
+        (before, after) for before, after in (_values(flow, s) for s in states) if before.shape
+    )
 
 
 def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
@@ -66,7 +72,11 @@ def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
     share = shares.of(after)
     if share is None or not _is_kept(share) or shares.is_compensated():
         return None
-    if any(is_matmul(node) and any(map(is_multiplied, node.inputs)) for term in added for node in _makers(term)):
+    if any(
+        is_matmul(node) and any(map(is_multiplied, node.inputs))
+        for term in added
+        for node in _makers(term)
+    ):
         return None
     return next((node for node in shares.sums if not is_cotangent(node)), None)
 
@@ -100,7 +110,11 @@ def _is_new(value: Value, state: Value) -> bool:
             continue
         if value.maker is None:
             return True
-        fresh = [v for v in value.maker.inputs if id(v) not in seen] if value.maker.name not in DRAWS else []
+        fresh = (
+            [v for v in value.maker.inputs if id(v) not in seen]
+            if value.maker.name not in DRAWS
+            else []
+        )
         seen.update(map(id, fresh))
         waiting.extend(fresh)
     return False

@@ -14,7 +14,9 @@ from policy.audit.flow import Flow, is_narrow
 from policy.audit.indices import may_repeat
 from policy.audit.report import Finding
 
-_FEW_WINDOWS = 8  # that meet in one number's gradient, in a max-pool: windows of 3 x 3 every 2 are 4
+_FEW_WINDOWS = (
+    8  # that meet in one number's gradient, in a max-pool: windows of 3 x 3 every 2 are 4
+)
 
 
 def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
@@ -27,7 +29,9 @@ def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
 
 
 def _message(node: Node, terms: str) -> str:
-    what = {"scatter-add": "adds up", "collective": "adds up across devices"}.get(kind_of(node.name), "sums")
+    what = {"scatter-add": "adds up", "collective": "adds up across devices"}.get(
+        kind_of(node.name), "sums"
+    )
     limit = "overflows above 65504" if node.out.dtype == "float16" else "has 8 significant bits"
     return (
         f"{node.name} {what} {terms} in {node.out.dtype}, which {limit}. "
@@ -47,10 +51,16 @@ def terms_of(node: Node) -> str:
     elif node.name in CUMULATIVE:
         count = shape[node.params["axis"]]
     elif node.name in WINDOWED:
-        count = math.prod(node.params["window_dimensions"]) if node.name != "reduce_window" or _adds(node) else 0
+        count = (
+            math.prod(node.params["window_dimensions"])
+            if node.name != "reduce_window" or _adds(node)
+            else 0
+        )
     elif node.name == "select_and_scatter_add":
         windows, strides = node.params["window_dimensions"], node.params["window_strides"]
-        count = math.prod(-(-window // stride) for window, stride in zip(windows, strides, strict=True))
+        count = math.prod(
+            -(-window // stride) for window, stride in zip(windows, strides, strict=True)
+        )
         return f"the gradients of up to {count} windows each" if count > _FEW_WINDOWS else ""
     elif kind_of(node.name) == "scatter-add":
         return _collisions(node)
@@ -63,7 +73,10 @@ def _shards(node: Node) -> str:
     """Returns the terms that a collective sums, in words; "" over axes of one device."""
     axes = node.params.get("axes", node.params.get("axis_name", ()))
     sizes, shape = dict(node.site.axes), node.inputs[0].shape
-    each = [sizes.get(a) if isinstance(a, str) else shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))]
+    each = [
+        sizes.get(a) if isinstance(a, str) else shape[a]
+        for a in (axes if isinstance(axes, tuple) else (axes,))
+    ]
     return "" if each and all(size == 1 for size in each) else "the shards"
 
 

@@ -71,8 +71,17 @@ def _resource(name: str) -> str:
 
 
 def _sections(audit: Audit, tree: Node, comparison: Comparison | None) -> Iterable[Markup]:
-    yield _section("findings", f"Findings ({len(audit.findings)})", _findings(audit.findings, tree, audit.policy))
-    shares = join((bar("FLOPs", audit.flops_by_dtype, count_text), bar("Bytes", audit.bytes_by_dtype, bytes_text)))
+    yield _section(
+        "findings",
+        f"Findings ({len(audit.findings)})",
+        _findings(audit.findings, tree, audit.policy),
+    )
+    shares = join(
+        (
+            bar("FLOPs", audit.flops_by_dtype, count_text),
+            bar("Bytes", audit.bytes_by_dtype, bytes_text),
+        )
+    )
     yield _section("shares", "Shares by dtype", shares)
     buttons = tag(
         "p",
@@ -82,19 +91,33 @@ def _sections(audit: Audit, tree: Node, comparison: Comparison | None) -> Iterab
         class_="buttons",
     )
     total = max(sum(tree.flops.values()), 1)
-    yield _section("modules", "Modules", buttons, tag("div", _node(tree, total, depth=0), class_="tree"))
+    yield _section(
+        "modules", "Modules", buttons, tag("div", _node(tree, total, depth=0), class_="tree")
+    )
     if comparison is not None:
         yield _section("comparison", "Against float32", *_comparison(comparison, tree))
-    yield _section("operations", f"Operations ({len(audit.operations)})", _operations(audit.operations, tree))
+    yield _section(
+        "operations", f"Operations ({len(audit.operations)})", _operations(audit.operations, tree)
+    )
 
 
 def _section(name: str, title: str, *parts: Markup) -> Markup:
-    return tag("section", tag("h2", title, id=f"{name}-title"), *parts, id=name, aria_labelledby=f"{name}-title")
+    return tag(
+        "section",
+        tag("h2", title, id=f"{name}-title"),
+        *parts,
+        id=name,
+        aria_labelledby=f"{name}-title",
+    )
 
 
 def _summary(audit: Audit) -> Markup:
     matmuls = [op for op in audit.operations if op.kind in ("dot", "convolution")]
-    share = f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider" if matmuls else "no matmul"
+    share = (
+        f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider"
+        if matmuls
+        else "no matmul"
+    )
     found = len(audit.findings)
     parts = (
         f"{found} finding{'' if found == 1 else 's'}",
@@ -105,9 +128,21 @@ def _summary(audit: Audit) -> Markup:
 
 
 def _search() -> Markup:
-    box = tag("input", id="search", type="search", placeholder="path, primitive, dtype, source …", autocomplete="off")
+    box = tag(
+        "input",
+        id="search",
+        type="search",
+        placeholder="path, primitive, dtype, source …",
+        autocomplete="off",
+    )
     box = Markup(box.removesuffix("</input>"))
-    return tag("p", tag("label", "Search ", box), " ", tag("output", "", id="matches", for_="search"), role="search")
+    return tag(
+        "p",
+        tag("label", "Search ", box),
+        " ",
+        tag("output", "", id="matches", for_="search"),
+        role="search",
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -131,7 +166,13 @@ def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str])
     """
     said: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
-        key = finding.primitive, finding.dtypes, finding.message, finding.source, finding.is_backward
+        key = (
+            finding.primitive,
+            finding.dtypes,
+            finding.message,
+            finding.source,
+            finding.is_backward,
+        )
         said.setdefault(key, []).append(finding)
     title = tag("summary", tag("strong", kind), f" ({len(findings)})")
     meaning = tag("p", KINDS[kind], class_="meaning") if kind in KINDS else ""
@@ -149,7 +190,11 @@ def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
         tag("div", what, " ", tag("span", finding.source, class_="source")),
         tag("div", finding.message),
         tag("ul", *places[:_PLACES], class_="places"),
-        tag("details", tag("summary", f"{len(places) - _PLACES} more"), tag("ul", *places[_PLACES:], class_="places"))
+        tag(
+            "details",
+            tag("summary", f"{len(places) - _PLACES} more"),
+            tag("ul", *places[_PLACES:], class_="places"),
+        )
         if len(places) > _PLACES
         else "",
         class_="finding",
@@ -158,7 +203,9 @@ def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
 
 def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
     times = f" {finding.count:,} times" if finding.count != 1 else ""
-    return join((tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path"), times))
+    return join(
+        (tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path"), times)
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,7 +221,16 @@ def _node(node: Node, total: int, *, depth: int) -> Markup:
     shown = tag("button", f"Show {rows}", type="button", data_search=node.path or OUTSIDE)
     own = tag("p", shown, class_="own") if node.operations else ""
     is_open = depth < 2 or (depth == 2 and node.findings > 0)
-    return tag("details", summary, own, *children, id=node.id, open=is_open, data_path=node.path, class_="node")
+    return tag(
+        "details",
+        summary,
+        own,
+        *children,
+        id=node.id,
+        open=is_open,
+        data_path=node.path,
+        class_="node",
+    )
 
 
 def _of_node(node: Node, total: int) -> Iterable[Markup]:
@@ -183,9 +239,16 @@ def _of_node(node: Node, total: int) -> Iterable[Markup]:
     yield join(chip(dtype) for dtype in node.dtypes)
     if flops:
         yield tag("span", f"{flops / total:.1%} of FLOPs", class_="amount")
-        yield tag("span", *pieces(dict(node.flops.most_common()), total), class_="bar small", aria_hidden="true")
+        yield tag(
+            "span",
+            *pieces(dict(node.flops.most_common()), total),
+            class_="bar small",
+            aria_hidden="true",
+        )
     if node.findings:
-        yield tag("span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark")
+        yield tag(
+            "span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -194,7 +257,18 @@ def _of_node(node: Node, total: int) -> Iterable[Markup]:
 
 
 def _operations(operations: Sequence[Operation], tree: Node) -> Markup:
-    columns = ("path", "kind", "primitive", "operands", "accumulation", "result", "pass", "runs", "FLOPs", "bytes")
+    columns = (
+        "path",
+        "kind",
+        "primitive",
+        "operands",
+        "accumulation",
+        "result",
+        "pass",
+        "runs",
+        "FLOPs",
+        "bytes",
+    )
     ids = tree.ids()
     return table((*columns, "source"), (_operation(op, ids) for op in operations))
 
@@ -219,13 +293,32 @@ def _comparison(comparison: Comparison, tree: Node) -> Iterable[Markup]:
     ids = tree.ids()
     policy = f", under {comparison.policy}" if comparison.policy else ""
     jump = comparison.first_jump
-    told = "The error jumps nowhere." if jump is None else join(("The error jumps first at ", link(jump, ids), "."))
+    told = (
+        "The error jumps nowhere."
+        if jump is None
+        else join(("The error jumps first at ", link(jump, ids), "."))
+    )
     step = f" In step {comparison.jump_step} of a scan." if comparison.jump_step is not None else ""
-    yield tag("p", f"Worst error of what it returns{policy}: {figure(comparison.error, '.3g')}. ", told, step)
+    yield tag(
+        "p",
+        f"Worst error of what it returns{policy}: {figure(comparison.error, '.3g')}. ",
+        told,
+        step,
+    )
     if comparison.notes:
         yield tag("ul", *(tag("li", note) for note in comparison.notes))
     yield tag("div", Markup(comparison.to_svg()), class_="drawing")
-    columns = ("path", "values", "dtype", "error", "cosine", "underflow", "subnormal", "overflow", "of limit")
+    columns = (
+        "path",
+        "values",
+        "dtype",
+        "error",
+        "cosine",
+        "underflow",
+        "subnormal",
+        "overflow",
+        "of limit",
+    )
     yield table(columns, (_compared(row, ids) for row in comparison.rows))
 
 

@@ -18,7 +18,15 @@ from policy.audit.report import Audit, Finding, Operation
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool"}
 _STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
-_LISTED = ("dot", "convolution", "reduction", "scatter-add", "transcendental", "collective", "opaque")
+_LISTED = (
+    "dot",
+    "convolution",
+    "reduction",
+    "scatter-add",
+    "transcendental",
+    "collective",
+    "opaque",
+)
 _WIDTH = 118
 _FEW = 10  # numbers that a pattern lists one by one
 
@@ -74,9 +82,14 @@ def amount(number: float, unit: str = "") -> str:
 def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
     count = len(audit.findings)
     clean = "no findings" if audit.policy else "no findings, and no policy was in force"
-    verdict = paint("good", clean) if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
+    verdict = (
+        paint("good", clean) if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
+    )
     yield f"{paint('bold', f'audit of {audit.name}' if audit.name else 'audit')}: {verdict}"
-    for what, unit, shares in (("FLOPs", "FLOP", audit.flops_by_dtype), ("bytes", "B", audit.bytes_by_dtype)):
+    for what, unit, shares in (
+        ("FLOPs", "FLOP", audit.flops_by_dtype),
+        ("bytes", "B", audit.bytes_by_dtype),
+    ):
         total = sum(shares.values())
         each = ", ".join(f"{short(dtype)} {part / total:.1%}" for dtype, part in shares.items())
         yield f"  {what:<6} {amount(total, unit):>10}" + (f"  {each}" if each else "")
@@ -112,7 +125,8 @@ def folded(paths: Iterable[str], among: Iterable[str] = ()) -> str:
     """
     groups, known = _by_form(paths), _by_form(among)
     patterns = (
-        _patterns(between, rows, is_all=set(rows) == set(known.get(between, ()))) for between, rows in groups.items()
+        _patterns(between, rows, is_all=set(rows) == set(known.get(between, ())))
+        for between, rows in groups.items()
     )
     return ", ".join(itertools.chain.from_iterable(patterns))
 
@@ -124,7 +138,9 @@ def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]
     return groups
 
 
-def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False) -> list[str]:
+def _patterns(
+    between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False
+) -> list[str]:
     """Returns patterns for paths of one form with the numbers `rows`.
 
     There are several if a combination of numbers is missing.
@@ -132,13 +148,19 @@ def _patterns(between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: boo
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
     if is_all and any(len(column) > _FEW for column in columns):
         spans = [_span(column) if len(column) == 1 else r"\d+" for column in columns]
-        return ["".join(map("".join, itertools.zip_longest(map(re.escape, between), spans, fillvalue="")))]
+        return [
+            "".join(
+                map("".join, itertools.zip_longest(map(re.escape, between), spans, fillvalue=""))
+            )
+        ]
     if math.prod(map(len, columns)) != len(rows):
         differing = next(i for i, column in enumerate(columns) if len(column) > 1)
         apart = ([row for row in rows if row[differing] == number] for number in columns[differing])
         return [pattern for alike in apart for pattern in _patterns(between, alike)]
     escaped = map(re.escape, between) if len(rows) > 1 else between  # a single path is no pattern
-    return ["".join(map("".join, itertools.zip_longest(escaped, map(_span, columns), fillvalue="")))]
+    return [
+        "".join(map("".join, itertools.zip_longest(escaped, map(_span, columns), fillvalue="")))
+    ]
 
 
 def _span(numbers: list[int]) -> str:
@@ -189,7 +211,14 @@ class _Module:
         totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
         for op in self.operations:
             if op.kind in _LISTED:
-                key = (_LISTED.index(op.kind), op.is_backward, op.primitive, op.operands, op.accumulation, op.result)
+                key = (
+                    _LISTED.index(op.kind),
+                    op.is_backward,
+                    op.primitive,
+                    op.operands,
+                    op.accumulation,
+                    op.result,
+                )
                 count, flops, moved = totals.get(key, (0, 0, 0))
                 totals[key] = (count + op.count, flops + op.flops, moved + op.bytes)
         return dict(sorted(totals.items()))
@@ -199,7 +228,9 @@ class _Module:
         return rows, tuple((name, module.signature()) for name, module in self.below.items())
 
     def flops(self) -> int:
-        return sum(op.flops for op in self.operations) + sum(module.flops() for module in self.below.values())
+        return sum(op.flops for op in self.operations) + sum(
+            module.flops() for module in self.below.values()
+        )
 
 
 def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
@@ -215,13 +246,15 @@ def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
 
 
 def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[str]:
-    for (_, backward, primitive, operands, accumulation, result), (count, flops, moved) in module.rows().items():
+    for (_, backward, primitive, operands, accumulation, result), (
+        count,
+        flops,
+        moved,
+    ) in module.rows().items():
         name = f"{'  ' * (depth + 1)}{primitive}{' backward' * backward}"
         dtypes = " ".join(map(short, operands[:2])) + ("" if len(operands) < 3 else " ..")
         style = "warn" if accumulation in ("bfloat16", "float16") else "dim"
-        columns = (
-            f"{dtypes:<16}{short(accumulation):<9}{short(result):<8}{count:>9}{amount(flops):>9}{amount(moved):>9}"
-        )
+        columns = f"{dtypes:<16}{short(accumulation):<9}{short(result):<8}{count:>9}{amount(flops):>9}{amount(moved):>9}"
         yield f"{name:<48}{paint(style, columns)}"
     for names, child in _alike(module):
         flops = child.flops() * len(names)

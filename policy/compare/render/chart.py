@@ -22,11 +22,15 @@ def svg(comparison: Comparison) -> str:
 
     Overflows are red, at infinity.
     """
-    paths = list(dict.fromkeys(row.path for name, _ in _SERIES for row in getattr(comparison, name)))
+    paths = list(
+        dict.fromkeys(row.path for name, _ in _SERIES for row in getattr(comparison, name))
+    )
     low, high = _decades(_rows(comparison))
     width, height = 900, _TOP + _LINE * max(len(paths), 1) + 24
     finite = width - _LEFT - _RIGHT - _BEYOND
-    x = lambda error: _LEFT + (finite + _BEYOND if math.isinf(error) else finite * _along(error, low, high))  # noqa: E731
+    x = lambda error: (
+        _LEFT + (finite + _BEYOND if math.isinf(error) else finite * _along(error, low, high))
+    )  # noqa: E731
     parts = [_frame(comparison, width, height)]
     for decade in range(low, high + 1):
         place = x(10.0**decade)
@@ -58,7 +62,9 @@ def _frame(comparison: Comparison, width: int, height: int) -> str:
     legend = "".join(
         f'<circle cx="{_LEFT + 110 * i}" cy="32" r="4" fill="{colour}"/><text x="{_LEFT + 110 * i + 10}" y="36">'
         f"{name}</text>"
-        for i, (name, colour) in enumerate((name, colour) for name, colour in _SERIES if getattr(comparison, name))
+        for i, (name, colour) in enumerate(
+            (name, colour) for name, colour in _SERIES if getattr(comparison, name)
+        )
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -72,11 +78,17 @@ def _label(path: str, y: float, is_jump: bool) -> str:
     colour = f' class="jump" fill="{_JUMP}"' if is_jump else ""
     name = path or "(outside of any module)"
     shown = name if len(name) <= 42 else "…" + name[-41:]
-    return f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end"{colour}>{html.escape(shown)}</text>'
+    return (
+        f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end"{colour}>{html.escape(shown)}</text>'
+    )
 
 
 def _dot(row: Row, x: float, y: float, colour: str) -> str:
-    fill = f'class="jump" fill="{_JUMP}"' if row.is_jump or math.isinf(row.error) else f'fill="{colour}"'
+    fill = (
+        f'class="jump" fill="{_JUMP}"'
+        if row.is_jump or math.isinf(row.error)
+        else f'fill="{colour}"'
+    )
     error = figure(row.error, ".2e")
     said = f"{row.path or '(outside of any module)'}: error {error}, underflow {row.underflow:.2%}"
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}><title>{html.escape(said)}</title></circle>'
@@ -113,20 +125,26 @@ def _figure(comparison: Comparison) -> Any:
             "Comparison.plot draws with matplotlib, which is not installed: pip install matplotlib. "
             "Comparison.to_svg() needs nothing."
         ) from None
-    paths = list(dict.fromkeys(row.path for row in (*comparison.activations, *comparison.gradients)))
+    paths = list(
+        dict.fromkeys(row.path for row in (*comparison.activations, *comparison.gradients))
+    )
     low, high = _decades([*comparison.activations, *comparison.gradients])
     figure = Figure(figsize=(9, 1.6 + 0.2 * len(paths)))
     axes = figure.add_subplot()
     for name, colour in _SERIES:
         _scatter(axes, getattr(comparison, name), paths, name, colour, (low, high))
-    axes.set_yticks(range(len(paths)), [path or "(outside of any module)" for path in paths], fontsize=8)
+    axes.set_yticks(
+        range(len(paths)), [path or "(outside of any module)" for path in paths], fontsize=8
+    )
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(10.0**low / 2, 10.0**high * 2)
     axes.set_xlabel("relative error against float32; at the right edge: it overflowed")
     axes.set_title(f"{comparison.name} {comparison.policy}", fontsize=9)
     if comparison.first_jump in paths:
-        axes.axhline(paths.index(comparison.first_jump), color=_JUMP, lw=0.8, ls=":", label="first jump")
+        axes.axhline(
+            paths.index(comparison.first_jump), color=_JUMP, lw=0.8, ls=":", label="first jump"
+        )
     axes.grid(axis="x", alpha=0.3)
     if paths:
         axes.legend(fontsize=8)
@@ -134,10 +152,24 @@ def _figure(comparison: Comparison) -> Any:
 
 
 def _scatter(
-    axes: Any, rows: Iterable[Row], paths: list[str], name: str, colour: str, decades: tuple[int, int]
+    axes: Any,
+    rows: Iterable[Row],
+    paths: list[str],
+    name: str,
+    colour: str,
+    decades: tuple[int, int],
 ) -> None:
     low, high = 10.0 ** decades[0] / 2, 10.0 ** decades[1] * 2
     points = [(min(max(row.error, low), high), paths.index(row.path), row) for row in rows]
     if points:
-        colours = [_JUMP if row.is_jump or math.isinf(row.error) else colour for _, _, row in points]
-        axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=14, c=colours, label=name, zorder=3)
+        colours = [
+            _JUMP if row.is_jump or math.isinf(row.error) else colour for _, _, row in points
+        ]
+        axes.scatter(
+            [x for x, _, _ in points],
+            [y for _, y, _ in points],
+            s=14,
+            c=colours,
+            label=name,
+            zorder=3,
+        )

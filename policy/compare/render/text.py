@@ -33,16 +33,25 @@ def table(comparison: Comparison) -> str:
 
 
 def _above(comparison: Comparison) -> Iterable[str]:
-    how = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}[comparison.route]
+    how = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}[
+        comparison.route
+    ]
     policy = f" under {comparison.policy}" if comparison.policy else ""
     yield f"{comparison.name or 'function'}{policy} (by {how}) against float32"
     where = "nowhere"
     if comparison.first_jump is not None:
         step = "" if comparison.jump_step is None else f", step {comparison.jump_step} of its scan"
-        row = next((row for row in comparison.rows if row.path == comparison.first_jump and row.is_jump), None)
+        row = next(
+            (row for row in comparison.rows if row.path == comparison.first_jump and row.is_jump),
+            None,
+        )
         made = "" if row is None or not row.source else f", in {row.primitive}, {row.source}"
         where = f"at {comparison.first_jump or '(outside of any module)'}{step}{made}"
-    yield f"The error jumps first {where}." if comparison.first_jump is not None else "The error jumps nowhere."
+    yield (
+        f"The error jumps first {where}."
+        if comparison.first_jump is not None
+        else "The error jumps nowhere."
+    )
     yield from comparison.notes
 
 
@@ -53,7 +62,10 @@ def _name(row: Row) -> str:
 def _line(row: Row, width: int, first_jump: str | None) -> str:
     mark = "  <- jumps" if row.is_jump else ""
     if is_discrete(np.dtype(row.dtype)):
-        return f"{_name(row):<{width}}{_number(row.error):>11}  {_share(row.error)} of the {row.dtype} differ" + mark
+        return (
+            f"{_name(row):<{width}}{_number(row.error):>11}  {_share(row.error)} of the {row.dtype} differ"
+            + mark
+        )
     cells: Sequence[str] = (
         _number(row.error),
         f"{row.cosine:.6f}",

@@ -15,7 +15,9 @@ rngs, x = nnx.Rngs(0), jnp.ones((2, 4))
 
 # Layers of ours: the argument that they add is known, and a typo in it is not.
 reveal_type(nnx.Linear(2, 3, rngs=rngs))  # reveal: mpmodules.nnx.Linear; Linear
-reveal_type(nnx.Linear(2, 3, rngs=rngs, dtype_policy="bf16"))  # reveal: mpmodules.nnx.Linear; Linear
+reveal_type(
+    nnx.Linear(2, 3, rngs=rngs, dtype_policy="bf16")
+)  # reveal: mpmodules.nnx.Linear; Linear
 nnx.Linear(2, 3, rngs=rngs, dtype_policy=Policy("f32", "bf16", "f32"))
 nnx.Linear(2, 3, rngs=rngs, dtype_policyy="bf16")  # error: call-arg; reportCallIssue
 nnx.Linear(2, 3, rngs=rngs, dtype_policy="bf16", use_bais=False)  # error: call-arg; reportCallIssue
@@ -26,9 +28,13 @@ nnx.Linaer(2, 3, rngs=rngs)  # error: attr-defined; reportAttributeAccessIssue
 nnx.Linear(2, 3, rngs=rngs).kernle  # error: attr-defined; reportAttributeAccessIssue
 reveal_type(nnx.Linear(2, 3, rngs=rngs).out_features)  # reveal: int; int
 reveal_type(nnx.Linear(2, 3, rngs=rngs)(x))  # reveal: jax._src.basearray.Array; Array
-reveal_type(nnx.Sequential(nnx.relu, dtype_policy="f32"))  # reveal: mpmodules.nnx.Sequential; Sequential
+reveal_type(
+    nnx.Sequential(nnx.relu, dtype_policy="f32")
+)  # reveal: mpmodules.nnx.Sequential; Sequential
 reveal_type(nnx.softmax(x))  # reveal: jax._src.basearray.Array; Array
-reveal_type(nnx.Param(x))  # reveal: flax.nnx.variablelib.Param[jax._src.basearray.Array]; Param[Array]
+reveal_type(
+    nnx.Param(x)
+)  # reveal: flax.nnx.variablelib.Param[jax._src.basearray.Array]; Param[Array]
 
 
 class MLP(nnx.Module):

@@ -11,10 +11,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 _FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
     "--host-resolver-rules=MAP * ~NOTFOUND",  # the browser itself asks for updates and time: it finds nobody
 )
@@ -33,7 +42,9 @@ addEventListener("load", () => {
 """
 
 
-def look(page: str, probe: str = "return {};", *, width: int = 1200) -> tuple[dict[str, Any], list[str]]:
+def look(
+    page: str, probe: str = "return {};", *, width: int = 1200
+) -> tuple[dict[str, Any], list[str]]:
     """Opens a page and runs a script in it once it is loaded.
 
     Args:
@@ -48,10 +59,16 @@ def look(page: str, probe: str = "return {};", *, width: int = 1200) -> tuple[di
     assert BROWSER is not None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "page.html"
-        file.write_text(page.replace("</html>", _PROBE.replace("PROBE", probe) + "</html>"), encoding="utf-8")
+        file.write_text(
+            page.replace("</html>", _PROBE.replace("PROBE", probe) + "</html>"), encoding="utf-8"
+        )
         flags = (f"--user-data-dir={folder}/profile", f"--window-size={width},900", "--dump-dom")
         ran = subprocess.run(
-            (BROWSER, *_FLAGS, *flags, file.as_uri()), capture_output=True, text=True, timeout=60, check=True
+            (BROWSER, *_FLAGS, *flags, file.as_uri()),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
     seen = re.search(r'<pre id="probe">(.*?)</pre>', ran.stdout, re.DOTALL)
     assert seen is not None, ran.stderr

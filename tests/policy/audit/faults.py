@@ -58,7 +58,9 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(name: str, kind: str, primitive: str, *dtypes: Any, **options: Any) -> Callable[[Any], Any]:
+def fault(
+    name: str, kind: str, primitive: str, *dtypes: Any, **options: Any
+) -> Callable[[Any], Any]:
     def add(run: Any) -> Any:
         FAULTS.append(Fault(name, kind, primitive, run, dtypes or (BF16,), **options))
         return run
@@ -144,7 +146,9 @@ def _running_mean(x):
 
 @fault("a product that a scan carries where it is not skipped", CARRY, "scan")
 def _product(x):
-    return lax.scan(lambda total, row: (jnp.where(row > 0, total * row, total), None), jnp.ones(4, BF16), x)[0]
+    return lax.scan(
+        lambda total, row: (jnp.where(row > 0, total * row, total), None), jnp.ones(4, BF16), x
+    )[0]
 
 
 @fault("a mask of -1e9 in float16", CONSTANT, "convert_element_type", F16)
@@ -207,7 +211,9 @@ def _in_while(run: Any) -> Any:
     def placed(*args: Any) -> Any:
         like = jax.eval_shape(run, *args)
         first = (0, jnp.zeros(like.shape, like.dtype))
-        return lax.while_loop(lambda state: state[0] < 3, lambda state: (state[0] + 1, run(*args)), first)[1]
+        return lax.while_loop(
+            lambda state: state[0] < 3, lambda state: (state[0] + 1, run(*args)), first
+        )[1]
 
     return placed
 
@@ -236,7 +242,9 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "shard_map": _in_shard_map,
     "custom_vjp": _in_custom_vjp,
     "jit in remat in scan": lambda run: _in_scan(jax.checkpoint(jax.jit(run))),
-    "vmap": lambda run: lambda *args: jax.vmap(run)(*(jnp.broadcast_to(arg[None], (2, 4, 4)) for arg in args)),
+    "vmap": lambda run: (
+        lambda *args: jax.vmap(run)(*(jnp.broadcast_to(arg[None], (2, 4, 4)) for arg in args))
+    ),
 }
 
 

@@ -149,17 +149,28 @@ FAULTS = [
     Fault("a matmul of bfloat16 and float32", MIXED, "dot_general", _mixed, mixes=True),
     Fault("a weight that is cast twice", REPEATED, "convert_element_type", _twice),
     Fault("a cast there and back", ROUND_TRIP, "convert_element_type", _round_trip),
-    Fault("float32 that leaks from a LayerNorm", LEAK, "dot_general", _leak, path="norm", mixes=True),
+    Fault(
+        "float32 that leaks from a LayerNorm", LEAK, "dot_general", _leak, path="norm", mixes=True
+    ),
     Fault("a sum that a scan carries in bfloat16", CARRY, "scan", _carry),
     Fault("a mask of -1e9 in float16", CONSTANT, "convert_element_type", _mask, F16),
-    Fault("the gradient of an Embed in bfloat16", REDUCTION, "scatter-add", _lookup, path="embed", backward=True),
+    Fault(
+        "the gradient of an Embed in bfloat16",
+        REDUCTION,
+        "scatter-add",
+        _lookup,
+        path="embed",
+        backward=True,
+    ),
     Fault("a promotion that nobody asked for", PROMOTION, "add", _promotion, mixes=True),
     Fault("a sum in a branch", CARRY, "scan", _conditional_sum),
     Fault("a softmax row by row in float16", CARRY, "scan", _online_softmax, F16),
     Fault("a scan of pairs that adds", REDUCTION, "add", _pairs),
     Fault("a sum of Python's", REDUCTION, "add", _python_sum),
     Fault("a norm by einsum in float16", FUNCTION, "div", _norm_by_dot, F16),
-    Fault("a cast to bfloat16 through float16", ROUND_TRIP, "convert_element_type", _through_float16),
+    Fault(
+        "a cast to bfloat16 through float16", ROUND_TRIP, "convert_element_type", _through_float16
+    ),
     Fault("a constant beyond 8 bits", CONSTANT, "broadcast_in_dim", _8_bits),
     Fault("half times complex", PROMOTION, "mul", _complex, mixes=True),
 ]

@@ -47,7 +47,17 @@ def _between_matmuls(activation: Any, x: Any) -> Program:
     return lambda: (lambda params, x: product(params, activation(product(params, x)), 1), (W, x))
 
 
-for _name in ("softplus", "log_sigmoid", "mish", "silu", "gelu", "selu", "celu", "hard_swish", "soft_sign"):
+for _name in (
+    "softplus",
+    "log_sigmoid",
+    "mish",
+    "silu",
+    "gelu",
+    "selu",
+    "celu",
+    "hard_swish",
+    "soft_sign",
+):
     for _x in (X, H):
         NEAR_MISSES[f"{_name} in {_x.dtype}"] = _between_matmuls(getattr(jax.nn, _name), _x)
 
@@ -149,8 +159,13 @@ def _rotary_embeddings():
 def _rotary_embeddings_by_complex_numbers():
     def fn(params, x):
         q = product(params, x).astype(F32)
-        turned = lax.complex(q[:, :2], q[:, 2:]) * jnp.exp(lax.complex(jnp.zeros(4), jnp.arange(4.0)))[:, None]
-        return jnp.concatenate([turned.real, turned.imag], -1).astype(BF16) @ params["w"][1].astype(BF16)
+        turned = (
+            lax.complex(q[:, :2], q[:, 2:])
+            * jnp.exp(lax.complex(jnp.zeros(4), jnp.arange(4.0)))[:, None]
+        )
+        return jnp.concatenate([turned.real, turned.imag], -1).astype(BF16) @ params["w"][1].astype(
+            BF16
+        )
 
     return fn, (W, X)
 

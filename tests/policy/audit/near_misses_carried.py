@@ -13,7 +13,18 @@ from jax import lax
 import policy
 from mpmodules import linen as nn
 from mpmodules import nnx
-from tests.policy.audit.near_misses import BF16, F16, F32, H, W, X, forward_only, near_miss, product, shape
+from tests.policy.audit.near_misses import (
+    BF16,
+    F16,
+    F32,
+    H,
+    W,
+    X,
+    forward_only,
+    near_miss,
+    product,
+    shape,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Carries
@@ -29,7 +40,11 @@ def _attention_block_by_block_with_float32_sums():
             logits = (x @ key).astype(F32)
             new = jnp.maximum(largest, logits)
             scale, weight = jnp.exp(largest - new), jnp.exp(logits - new)
-            return (new, total * scale + weight, out * scale[:, None] + weight[:, None] * key.astype(F32)[None]), None
+            return (
+                new,
+                total * scale + weight,
+                out * scale[:, None] + weight[:, None] * key.astype(F32)[None],
+            ), None
 
         first = (jnp.full(4, -jnp.inf), jnp.zeros(4), jnp.zeros((4, 4)))
         (_, total, out), _ = lax.scan(step, first, product(params, x))
@@ -55,7 +70,9 @@ def _layers_that_keep_what_they_return():
 def _layers_that_may_be_skipped():
     def fn(params, x):
         def layer(x, _):
-            return lax.cond(x[0, 0] > 0, lambda x: x + jnp.tanh(product(params, x)), lambda x: x, x), None
+            return lax.cond(
+                x[0, 0] > 0, lambda x: x + jnp.tanh(product(params, x)), lambda x: x, x
+            ), None
 
         return lax.scan(layer, x, None, length=3)[0]
 
@@ -77,7 +94,9 @@ def _layers_whose_inputs_swap_places():
 @near_miss
 def _two_buffers_that_swap_places():
     def fn(params, x):
-        return lax.scan(lambda s, _: ((jnp.tanh(product(params, s[1])), s[0]), None), (x, x), None, length=3)[0][0]
+        return lax.scan(
+            lambda s, _: ((jnp.tanh(product(params, s[1])), s[0]), None), (x, x), None, length=3
+        )[0][0]
 
     return fn, (W, X)
 

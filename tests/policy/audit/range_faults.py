@@ -115,7 +115,14 @@ def _half_times_complex(x, z):
     return x * z
 
 
-@fault("half times a complex number, of which the real part goes on", PROMOTION, "mul", F16, C64, mixes=True)
+@fault(
+    "half times a complex number, of which the real part goes on",
+    PROMOTION,
+    "mul",
+    F16,
+    C64,
+    mixes=True,
+)
 def _real_part(x, z):
     return (z * x).real
 

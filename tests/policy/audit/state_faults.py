@@ -75,7 +75,9 @@ def _average_of_optax(ema, params):
     return optax.incremental_update(params, ema, 0.01)
 
 
-@state_fault("an average whose rate is computed", {"state['ema']['w']": "add"}, {"ema": W, "step": STEPS}, W)
+@state_fault(
+    "an average whose rate is computed", {"state['ema']['w']": "add"}, {"ema": W, "step": STEPS}, W
+)
 def _warm_average(state, params):
     rate = jnp.minimum(0.9, 1 / (state["step"] + 1).astype(F32)).astype(BF16)
     ema = jax.tree.map(lambda ema, p: ema + rate * (p - ema), state["ema"], params)
@@ -90,7 +92,9 @@ class Running(NamedTuple):
 @state_fault("a running mean in a named tuple", {"state.mean": "add"}, Running(shape(4), STEPS), X)
 def _running_mean(state, x):
     mean = x.astype(F32).mean(0).astype(BF16)
-    return Running(state.mean + (mean - state.mean) / (state.count + 1).astype(BF16), state.count + 1), x
+    return Running(
+        state.mean + (mean - state.mean) / (state.count + 1).astype(BF16), state.count + 1
+    ), x
 
 
 @struct.dataclass
@@ -99,7 +103,12 @@ class Statistics:
     count: Any
 
 
-@state_fault("totals of a metric in float16", {"state.total": "add"}, Statistics(shape(4, dtype=F16), STEPS), X)
+@state_fault(
+    "totals of a metric in float16",
+    {"state.total": "add"},
+    Statistics(shape(4, dtype=F16), STEPS),
+    X,
+)
 def _totals(state, x):
     return state.replace(total=state.total + x.max(0).astype(F16), count=state.count + 1)
 
@@ -137,19 +146,28 @@ def _momentum(params, moments, x):
     return params, moments, jnp.max(x)
 
 
-@state_fault("float32 updates of parameters in float16", {"params['w']": "add"}, {"w": shape(4, 4, dtype=F16)}, X)
+@state_fault(
+    "float32 updates of parameters in float16",
+    {"params['w']": "add"},
+    {"w": shape(4, 4, dtype=F16)},
+    X,
+)
 def _wide_updates(params, x):
     return {"w": (params["w"].astype(F32) + 1e-3 * x.astype(F32)).astype(F16)}
 
 
-@state_fault("parameters that a step leaves where gradients are not finite", {"params['w']": "sub"}, W, X)
+@state_fault(
+    "parameters that a step leaves where gradients are not finite", {"params['w']": "sub"}, W, X
+)
 def _skipped(params, x):
     found = gradients(params, x)
     is_finite = jnp.isfinite(found["w"]).all()
     return {"w": jnp.where(is_finite, params["w"] - 0.1 * found["w"], params["w"])}
 
 
-@state_fault("rows of a table", {"params['w']": "scatter-add"}, W, shape(3, dtype=jnp.int32), shape(3, 4))
+@state_fault(
+    "rows of a table", {"params['w']": "scatter-add"}, W, shape(3, dtype=jnp.int32), shape(3, 4)
+)
 def _rows(params, rows, updates):
     return {"w": params["w"].at[rows].add(-0.1 * updates, unique_indices=True)}
 
@@ -170,13 +188,23 @@ for _name, _tx, _moments in (
     ("sgd with momentum", optax.sgd(0.1, momentum=0.9), {"state[0].trace['w']": "add"}),
 ):
     _state = jax.eval_shape(_tx.init, W)
-    state_fault(f"{_name} of Optax's", {"params['w']": "add", **_moments}, W, _state, X)(_step_of(_tx))
+    state_fault(f"{_name} of Optax's", {"params['w']": "add", **_moments}, W, _state, X)(
+        _step_of(_tx)
+    )
 
 
 @state_fault(
     "a train state of Flax's",
-    {"state.params['w']": "add", "state.opt_state[0].mu['w']": "add", "state.opt_state[0].nu['w']": "add"},
-    jax.eval_shape(lambda: TrainState.create(apply_fn=None, params={"w": jnp.zeros((4, 4), BF16)}, tx=optax.adam(0.1))),
+    {
+        "state.params['w']": "add",
+        "state.opt_state[0].mu['w']": "add",
+        "state.opt_state[0].nu['w']": "add",
+    },
+    jax.eval_shape(
+        lambda: TrainState.create(
+            apply_fn=None, params={"w": jnp.zeros((4, 4), BF16)}, tx=optax.adam(0.1)
+        )
+    ),
     X,
 )
 def _train_state(state, x):

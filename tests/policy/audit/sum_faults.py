@@ -233,7 +233,9 @@ def _in_a_loop(x: Any) -> Any:
 
 
 def _passed_on_in_a_loop(x: Any) -> Any:
-    return lax.fori_loop(0, 4, lambda i, total: lax.ppermute(total, "i", ONWARD) + x[i], jnp.zeros(4, x.dtype))
+    return lax.fori_loop(
+        0, 4, lambda i, total: lax.ppermute(total, "i", ONWARD) + x[i], jnp.zeros(4, x.dtype)
+    )
 
 
 RINGS: dict[str, tuple[Any, str, str]] = {

@@ -30,7 +30,12 @@ def kinds(report: Any) -> list[str]:
 
 def test_a_program_without_equations_has_neither_operations_nor_findings():
     report = audit(lambda x: x, shape(2))
-    assert (report.operations, report.findings, report.paths, report.f32_matmul_share) == ((), (), (), 0.0)
+    assert (report.operations, report.findings, report.paths, report.f32_matmul_share) == (
+        (),
+        (),
+        (),
+        0.0,
+    )
     assert report.flops_by_dtype == report.bytes_by_dtype == {}
     assert "no findings" in str(report)
 
@@ -52,7 +57,9 @@ def test_keys_and_random_numbers(make):
 
 
 def test_complex_numbers():
-    report = audit(lambda x: jnp.abs(jnp.fft.fft(x)) @ jnp.ones(4), shape(2, 4, dtype=jnp.complex64))
+    report = audit(
+        lambda x: jnp.abs(jnp.fft.fft(x)) @ jnp.ones(4), shape(2, 4, dtype=jnp.complex64)
+    )
     assert not report.findings
     assert {"fft", "dot_general"} <= {op.primitive for op in report.operations}
 
@@ -60,20 +67,26 @@ def test_complex_numbers():
 def test_float64_is_wide():
     with jax.enable_x64(True):
         report = audit(lambda x: jnp.exp(x @ x).sum(), shape(2, 2, dtype=jnp.float64))
-        lossy = audit(lambda x: jnp.tanh(x.astype(F32).astype(jnp.float64)), shape(2, dtype=jnp.float64))
+        lossy = audit(
+            lambda x: jnp.tanh(x.astype(F32).astype(jnp.float64)), shape(2, dtype=jnp.float64)
+        )
     assert not report.findings and report.f32_matmul_share == 1.0
     assert kinds(lossy) == ["cast-round-trip"]
 
 
 def test_constants_that_are_not_numbers_or_are_captured_arrays():
     table = np.full((4, 4), np.nan, np.float32)
-    report = audit(lambda x: jnp.where(jnp.isnan(x), jnp.nan, x) + jnp.asarray(table), shape(4, 4, dtype=F32))
+    report = audit(
+        lambda x: jnp.where(jnp.isnan(x), jnp.nan, x) + jnp.asarray(table), shape(4, 4, dtype=F32)
+    )
     assert not report.findings
 
 
 def test_jitted_functions_that_donate():
     fn = jax.jit(lambda x, y: (x @ y).astype(F32), donate_argnums=0)
-    assert [op.count for op in audit(fn, shape(2, 2), shape(2, 2)).operations if op.kind == "dot"] == [1]
+    assert [
+        op.count for op in audit(fn, shape(2, 2), shape(2, 2)).operations if op.kind == "dot"
+    ] == [1]
 
 
 def test_effects_are_no_dead_code():
@@ -100,7 +113,10 @@ def _kernel(x_ref, out_ref):
 def test_a_kernel_is_opaque_and_listed():
     call = pl.pallas_call(_kernel, out_shape=jax.ShapeDtypeStruct((8, 8), BF16), interpret=True)
     report = audit(lambda x: call(x) @ x, shape(8, 8))
-    assert [(op.kind, op.primitive) for op in report.operations] == [("opaque", "pallas_call"), ("dot", "dot_general")]
+    assert [(op.kind, op.primitive) for op in report.operations] == [
+        ("opaque", "pallas_call"),
+        ("dot", "dot_general"),
+    ]
     assert not report.findings
 
 
@@ -114,12 +130,16 @@ def test_an_unknown_primitive_is_another_operation():
     mystery = Primitive("mystery")
     mystery.def_abstract_eval(lambda x: x)
     report = audit(lambda x: mystery.bind(x), shape(4))
-    assert [(op.kind, op.primitive, op.flops) for op in report.operations] == [("other", "mystery", 4)]
+    assert [(op.kind, op.primitive, op.flops) for op in report.operations] == [
+        ("other", "mystery", 4)
+    ]
 
 
 def test_linear_solves_hold_programs_of_their_own():
     def fn(a, b):
-        return lax.custom_linear_solve(lambda x: a @ x, b, lambda matvec, x: jnp.linalg.solve(a, x[:, None])[:, 0])
+        return lax.custom_linear_solve(
+            lambda x: a @ x, b, lambda matvec, x: jnp.linalg.solve(a, x[:, None])[:, 0]
+        )
 
     report = audit(fn, shape(3, 3, dtype=F32), shape(3, dtype=F32))
     assert {"dot_general", "lu"} <= {op.primitive for op in report.operations}
@@ -135,14 +155,20 @@ def test_loops_multiply_counts_and_conditionals_count_each_branch_once():
         return lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ x, x)
 
     report = audit(fn, shape(2, 2))
-    runs = {(op.primitive, op.count, op.flops) for op in report.operations if op.primitive in ("dot_general", "tanh")}
+    runs = {
+        (op.primitive, op.count, op.flops)
+        for op in report.operations
+        if op.primitive in ("dot_general", "tanh")
+    }
     assert runs == {("dot_general", 15, 15 * 16), ("tanh", 15, 60), ("dot_general", 1, 16)}
 
 
 def test_shards_count_on_every_device():
     mesh = jax.sharding.AbstractMesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
-    fn = jax.shard_map(lambda x: x @ jnp.ones((8, 8), BF16), mesh=mesh, in_specs=spec, out_specs=spec)
+    fn = jax.shard_map(
+        lambda x: x @ jnp.ones((8, 8), BF16), mesh=mesh, in_specs=spec, out_specs=spec
+    )
     whole = audit(lambda x: x @ jnp.ones((8, 8), BF16), shape(16, 8))
     assert audit(fn, shape(16, 8)).flops_by_dtype == whole.flops_by_dtype
 
@@ -209,7 +235,14 @@ def test_large_programs_are_read_once():
 def test_a_model_of_seven_billion_parameters_is_read_from_its_shapes():
     """Two of its 32 layers; 4096 wide, 11008 in the middle, a vocabulary of 32000, at batch 8 of 2048 tokens."""
     d, hidden, vocabulary = 4096, 11008, 32000
-    layer = {"q": (d, d), "k": (d, d), "v": (d, d), "o": (d, d), "up": (d, hidden), "down": (hidden, d)}
+    layer = {
+        "q": (d, d),
+        "k": (d, d),
+        "v": (d, d),
+        "o": (d, d),
+        "up": (d, hidden),
+        "down": (hidden, d),
+    }
     params: Any = {
         "embed": shape(vocabulary, d, dtype=F32),
         "layers": [{name: shape(*dims, dtype=F32) for name, dims in layer.items()}] * 2,
@@ -220,7 +253,9 @@ def test_a_model_of_seven_billion_parameters_is_read_from_its_shapes():
         for w in params["layers"]:
             q, k, v = (x @ w[name].astype(BF16) for name in "qkv")
             logits = jnp.einsum("btd,bsd->bts", q, k).astype(F32) / 64.0
-            x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits).astype(BF16), v) @ w["o"].astype(BF16)
+            x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits).astype(BF16), v) @ w[
+                "o"
+            ].astype(BF16)
             x = x + jax.nn.silu(x @ w["up"].astype(BF16)) @ w["down"].astype(BF16)
         logits = (x @ params["embed"].T.astype(BF16)).astype(F32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()

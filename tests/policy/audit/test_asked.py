@@ -47,7 +47,11 @@ def kinds(report: Any) -> set[str]:
     wide = {op.path for op in report.operations if op.kind == "dot" and "float32" in op.operands}
     half = {op.path for op in report.operations if op.kind == "dot" and "bfloat16" in op.operands}
     assert (wide, half) == ({"head"}, {"up"}), report
-    return {finding.kind for finding in report.findings if finding.path == "head" or finding.kind.startswith("float32")}
+    return {
+        finding.kind
+        for finding in report.findings
+        if finding.path == "head" or finding.kind.startswith("float32")
+    }
 
 
 @pytest.mark.parametrize("nn", [flax_linen, linen])
@@ -55,11 +59,15 @@ def kinds(report: Any) -> set[str]:
 def test_a_rule_makes_float32_no_finding(nn, backward):
     model, variables = linen_model(nn)
     fn = model.apply
-    assert not kinds(audit(fn, variables, X, policy=HALF, rules=RULES, backward=backward)) - {"low-precision-reduction"}
+    assert not kinds(audit(fn, variables, X, policy=HALF, rules=RULES, backward=backward)) - {
+        "low-precision-reduction"
+    }
     ruled = autocast(fn, HALF, rules=RULES)
     assert not kinds(audit(ruled, variables, X, backward=backward)) - {"low-precision-reduction"}
     ported = linen.apply_policy(model, HALF, RULES)
-    assert not kinds(audit(ported.apply, variables, X, backward=backward)) - {"low-precision-reduction"}
+    assert not kinds(audit(ported.apply, variables, X, backward=backward)) - {
+        "low-precision-reduction"
+    }
 
 
 @pytest.mark.parametrize("mod", [flax_nnx, nnx])
@@ -131,8 +139,13 @@ def test_float32_that_nobody_asked_for_is_a_finding_still(nn):
 def test_no_findings_without_a_policy_says_so():
     model, variables = linen_model(linen)
     report = audit(model.apply, variables, X)
-    assert report.policy == "" and str(report).startswith("audit of apply: no findings, and no policy was in force\n")
-    assert "None, and no policy was in force." in report.to_html() and json.loads(report.to_json())["policy"] == ""
+    assert report.policy == "" and str(report).startswith(
+        "audit of apply: no findings, and no policy was in force\n"
+    )
+    assert (
+        "None, and no policy was in force." in report.to_html()
+        and json.loads(report.to_json())["policy"] == ""
+    )
     for found, policy in (
         (audit(model.apply, variables, X, policy=HALF), HALF),
         (audit(autocast(model.apply, HALF), variables, X), "of modules"),
@@ -161,9 +174,13 @@ def test_what_ran_under_a_policy_before_is_known_by_its_casts():
 def test_rules_go_with_a_policy(tool):
     model, _ = linen_model(linen)
     variables = model.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"rules= says what differs from a policy: give policy= with it"):
+    with pytest.raises(
+        ValueError, match=r"rules= says what differs from a policy: give policy= with it"
+    ):
         tool(model.apply, variables, X, rules=RULES)
-    with pytest.raises(ValueError, match=r"Rule 'haed' matched no module\. Modules seen: head, up\."):
+    with pytest.raises(
+        ValueError, match=r"Rule 'haed' matched no module\. Modules seen: head, up\."
+    ):
         tool(model.apply, variables, X, policy=HALF, rules={"haed": "f32"})
     with pytest.raises(ValueError, match="nonsense"):
         tool(model.apply, variables, X, policy="nonsense")

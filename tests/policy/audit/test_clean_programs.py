@@ -183,19 +183,25 @@ def _shards_that_are_summed_in_float32():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def local(w, x):
-        w = vary(w, "i", "float32")  # before its cast: gradients are summed across devices in float32
+        w = vary(
+            w, "i", "float32"
+        )  # before its cast: gradients are summed across devices in float32
         return lax.pmean((x @ w.astype(BF16)).astype(F32).sum(), "i")
 
     def fn(params, x):
         spec = PartitionSpec()
-        return jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec("i")), out_specs=spec)(params["w"], x)
+        return jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec("i")), out_specs=spec)(
+            params["w"], x
+        )
 
     return fn, (weights(w=(4, 4)), shape(2, 4, dtype=BF16))
 
 
 @program
 def _flax_layers_in_float32():
-    model = flax.linen.Sequential([flax.linen.Dense(4), flax.linen.LayerNorm(), flax.linen.relu, flax.linen.Dense(3)])
+    model = flax.linen.Sequential(
+        [flax.linen.Dense(4), flax.linen.LayerNorm(), flax.linen.relu, flax.linen.Dense(3)]
+    )
     variables = jax.eval_shape(model.init, jax.random.key(0), shape(2, 4))
     return model.apply, (variables, shape(2, 4))
 
@@ -264,15 +270,24 @@ def cast_automatically(policy: str) -> tuple[Any, tuple[Any, ...]]:
 for _policy in ("mixed_bfloat16", "mixed_float16", "bfloat16"):
     PROGRAMS[f"our linen under {_policy}"] = lambda policy=_policy: linen_block(policy)
     PROGRAMS[f"our nnx under {_policy}"] = lambda policy=_policy: nnx_block(policy)
-    PROGRAMS[f"Flax under autocast to {_policy}"] = lambda policy=_policy: cast_automatically(policy)
+    PROGRAMS[f"Flax under autocast to {_policy}"] = lambda policy=_policy: cast_automatically(
+        policy
+    )
 
 
 ALL = {**PROGRAMS, **NEAR_MISSES}
-CASES = [(name, backward) for name in ALL for backward in (False, True) if not (backward and name in FORWARD_ONLY)]
+CASES = [
+    (name, backward)
+    for name in ALL
+    for backward in (False, True)
+    if not (backward and name in FORWARD_ONLY)
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "backward"), CASES, ids=[f"{name}-{'backward' if backward else 'forward'}" for name, backward in CASES]
+    ("name", "backward"),
+    CASES,
+    ids=[f"{name}-{'backward' if backward else 'forward'}" for name, backward in CASES],
 )
 def test_no_finding(name, backward):
     fn, args = ALL[name]()

@@ -91,21 +91,30 @@ def test_gradients_are_taken_by_the_arguments_that_are_named(model, capsys):
     for params in ((), ("--params", "x"), ("--params", "params", "--params", "1")):
         assert run(f"{model}:loss", *GIVEN, "--backward", *params, "--json", "-") == 0
         operations = json.loads(capsys.readouterr().out)["operations"]
-        counts.append(sum(op["count"] for op in operations if op["kind"] == "dot" and op["is_backward"]))
+        counts.append(
+            sum(op["count"] for op in operations if op["kind"] == "dot" and op["is_backward"])
+        )
     assert counts == [1, 1, 2]
     assert run(f"{model}:loss", *GIVEN, "--params", "x") == 2
-    assert "--params says what gradients are taken by: give --backward with it." in capsys.readouterr().err
+    assert (
+        "--params says what gradients are taken by: give --backward with it."
+        in capsys.readouterr().err
+    )
 
 
 def test_a_policy_and_rules_are_taken_as_by_audit(model, capsys):
-    assert run(f"{model}:net", "--arg", "f32[2,4]", "--policy", "mixed_bfloat16", "--json", "-") == 0
+    assert (
+        run(f"{model}:net", "--arg", "f32[2,4]", "--policy", "mixed_bfloat16", "--json", "-") == 0
+    )
     read = json.loads(capsys.readouterr().out)
     dots = [operation["operands"] for operation in read["operations"] if operation["kind"] == "dot"]
     assert read["policy"] == "mixed_bfloat16" and dots == [["bfloat16", "bfloat16"]]
     ruled = ("--policy", "mixed_bfloat16", "--rule", "head=p=f32,c=f32,o=f32", "--json", "-")
     assert run(f"{model}:net", "--arg", "f32[2,4]", *ruled) == 0
     read = json.loads(capsys.readouterr().out)
-    assert [o["operands"] for o in read["operations"] if o["kind"] == "dot"] == [["float32", "float32"]]
+    assert [o["operands"] for o in read["operations"] if o["kind"] == "dot"] == [
+        ["float32", "float32"]
+    ]
     assert run(f"{model}:clean", "--arg", "f32[4,4]") == 0
     assert "no findings, and no policy was in force" in capsys.readouterr().out
 
@@ -115,7 +124,10 @@ def test_a_policy_and_rules_are_taken_as_by_audit(model, capsys):
     (
         (("--rule", "head=f32"), "--rule says what differs from a policy: give --policy with it."),
         (("--policy", "nonsense"), "--policy nonsense: "),
-        (("--policy", "bf16", "--rule", "head"), "--rule: Rule 'head' should be PATH=TEXT, such as head=f32."),
+        (
+            ("--policy", "bf16", "--rule", "head"),
+            "--rule: Rule 'head' should be PATH=TEXT, such as head=f32.",
+        ),
         (("--policy", "bf16", "--rule", "haed=f32"), "ValueError, see above."),
     ),
 )
@@ -154,9 +166,18 @@ def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        (["loss"], r"error: 'loss' should be module:function or file.py:function, as in train:loss_fn."),
-        (["no_such_module:f"], r"error: there is no module 'no_such_module', neither installed nor in this folder."),
-        (["no_such.module:f"], r"error: there is no module 'no_such', neither installed nor in this folder."),
+        (
+            ["loss"],
+            r"error: 'loss' should be module:function or file.py:function, as in train:loss_fn.",
+        ),
+        (
+            ["no_such_module:f"],
+            r"error: there is no module 'no_such_module', neither installed nor in this folder.",
+        ),
+        (
+            ["no_such.module:f"],
+            r"error: there is no module 'no_such', neither installed nor in this folder.",
+        ),
         (["missing.py:f"], r"error: there is no file 'missing.py' here."),
         (["MODEL:los"], r"MODEL' has no 'los'. Did you mean 'loss'\?"),
         (["MODEL:number"], r"MODEL:number' is 3, of type int: it can't be called."),
@@ -169,15 +190,30 @@ def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
             r"should return \(function, args\) or \(function, args, kwargs\), .* but returned function, int",
         ),
         (["MODEL:broken"], r"error: MODEL:broken\(\) failed: RuntimeError, see above."),
-        (["MODEL:clean", "--arg", "bf16[2,3]"], r"error: MODEL:clean can't be traced: TypeError, see above."),
-        (["MODEL:clean", "--arg", "bf17[2]"], r"'bf17' is no dtype. Known are bf16, f16, f32, f64, i8 to i64"),
-        (["MODEL:clean", "--arg", "bf16[2,n]"], r"dimensions in 'bf16\[2,n\]' should be whole numbers"),
+        (
+            ["MODEL:clean", "--arg", "bf16[2,3]"],
+            r"error: MODEL:clean can't be traced: TypeError, see above.",
+        ),
+        (
+            ["MODEL:clean", "--arg", "bf17[2]"],
+            r"'bf17' is no dtype. Known are bf16, f16, f32, f64, i8 to i64",
+        ),
+        (
+            ["MODEL:clean", "--arg", "bf16[2,n]"],
+            r"dimensions in 'bf16\[2,n\]' should be whole numbers",
+        ),
         (
             ["MODEL:clean", "--arg", "two words"],
             r"--arg 'two words' is no argument: give a shape such as bf16\[8,128\]",
         ),
-        (["MODEL:example", "--ignore", "repeated-casts"], r"is no kind of finding. Did you mean 'repeated-cast'\?"),
-        (["MODEL:example", "--json", "/nowhere/x.json"], r"error: /nowhere/x.json can't be written: No such file"),
+        (
+            ["MODEL:example", "--ignore", "repeated-casts"],
+            r"is no kind of finding. Did you mean 'repeated-cast'\?",
+        ),
+        (
+            ["MODEL:example", "--json", "/nowhere/x.json"],
+            r"error: /nowhere/x.json can't be written: No such file",
+        ),
     ),
 )
 def test_errors_name_the_value_and_the_way_out(model, capsys, arguments, message):
@@ -191,7 +227,10 @@ def test_errors_name_the_value_and_the_way_out(model, capsys, arguments, message
 def test_a_module_that_does_not_import_says_so(tmp_path, capsys):
     (tmp_path / "does_not_import.py").write_text("1 / 0\n")
     assert run(f"{tmp_path / 'does_not_import.py'}:f") == 2
-    assert "'does_not_import' can't be imported: ZeroDivisionError, see above." in capsys.readouterr().err
+    assert (
+        "'does_not_import' can't be imported: ZeroDivisionError, see above."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +272,9 @@ def test_from_the_shell(model):
     """The one test in a process of its own."""
     command = [sys.executable, "-m", "policy", "audit", f"{model}:example", "--fail-on-findings"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
     assert result.returncode == 1, result.stderr
     assert "\x1b[" not in result.stdout and "low-precision-function" in result.stdout
 
@@ -320,15 +361,36 @@ def hostile(tmp_path, monkeypatch):
     (
         (["exits.py:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
         (["exits:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
-        (["exits_with_text.py:f"], r"'exits_with_text' can't be imported: it calls sys.exit\('bye'\)\."),
-        (["raises_no_exception:f"], r"'raises_no_exception' can't be imported: BaseException, see above\."),
+        (
+            ["exits_with_text.py:f"],
+            r"'exits_with_text' can't be imported: it calls sys.exit\('bye'\)\.",
+        ),
+        (
+            ["raises_no_exception:f"],
+            r"'raises_no_exception' can't be imported: BaseException, see above\.",
+        ),
         (["needs_more:f"], r"'needs_more' can't be imported: ModuleNotFoundError, see above\."),
         (["is_no_python.py:f"], r"'is_no_python' can't be imported: SyntaxError, see above\."),
-        (["package_that_exits.inner:f"], r"'package_that_exits.inner' can't be imported: it calls sys.exit\(\)\."),
-        (["package_that_needs_more.inner:f"], r"can't be imported: ModuleNotFoundError, see above\."),
-        (["package_that_is_none.inner:f"], r"there is no module 'package_that_is_none', neither installed"),
-        (["raises_when_asked.py:f"], r"'raises_when_asked.py:f' can't be read: RuntimeError, see above\."),
-        (["examples.py:properties.f"], r"'examples.py:properties.f' can't be read: RuntimeError, see above\."),
+        (
+            ["package_that_exits.inner:f"],
+            r"'package_that_exits.inner' can't be imported: it calls sys.exit\(\)\.",
+        ),
+        (
+            ["package_that_needs_more.inner:f"],
+            r"can't be imported: ModuleNotFoundError, see above\.",
+        ),
+        (
+            ["package_that_is_none.inner:f"],
+            r"there is no module 'package_that_is_none', neither installed",
+        ),
+        (
+            ["raises_when_asked.py:f"],
+            r"'raises_when_asked.py:f' can't be read: RuntimeError, see above\.",
+        ),
+        (
+            ["examples.py:properties.f"],
+            r"'examples.py:properties.f' can't be read: RuntimeError, see above\.",
+        ),
         (["examples.py:f:f"], r"should be module:function or file.py:function"),
         ([".examples:f"], r"should be module:function or file.py:function"),
         (["examples.py:X"], r"of type ShapeDtypeStruct: it can't be called\."),
@@ -353,13 +415,22 @@ def hostile(tmp_path, monkeypatch):
         (["examples.py:number"], SHOULD_RETURN + r"float\."),
         (["examples.py:f", "--arg", "{[1]: 2}"], r"--arg '{\[1\]: 2}' is no argument"),
         (["examples.py:f", "--arg", "[" * 10**5], r"--arg '\[+\.\.\.' is no argument"),
-        (["examples.py:f", "--arg", "f32[²]"], r"the dimensions in 'f32\[²\]' should be whole numbers"),
+        (
+            ["examples.py:f", "--arg", "f32[²]"],
+            r"the dimensions in 'f32\[²\]' should be whole numbers",
+        ),
         (["examples.py:f", "--arg", "f32[99999999999999999999]"], r"should be whole numbers"),
         (["examples.py:f", "--arg", "object[3]"], r"'object' is no dtype"),
         (["examples.py:f", "--arg", "str[3]"], r"'str' is no dtype"),
-        (["examples.py:f", "--arg", "f64[4,4]"], r"JAX has float32 in place of float64 here. Set JAX_ENABLE_X64=1"),
+        (
+            ["examples.py:f", "--arg", "f64[4,4]"],
+            r"JAX has float32 in place of float64 here. Set JAX_ENABLE_X64=1",
+        ),
         (["examples.py:good_example", "--html", ""], r"'' can't be written"),
-        (["examples.py:good_example", "--json", "-", "--html", "-"], r"both take the standard output"),
+        (
+            ["examples.py:good_example", "--json", "-", "--html", "-"],
+            r"both take the standard output",
+        ),
     ),
 )
 def test_hostile_lines_end_in_one_line_that_says_why(hostile, capsys, arguments, message):
@@ -375,7 +446,9 @@ def test_an_interrupt_stays_one(hostile):
         run("examples.py:interrupted")
 
 
-@pytest.mark.parametrize("name", ["a.b.py", "with space.py", "class.py", "1x.py", "json.py", "jax.py", "a.b.c.py"])
+@pytest.mark.parametrize(
+    "name", ["a.b.py", "with space.py", "class.py", "1x.py", "json.py", "jax.py", "a.b.c.py"]
+)
 def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
     (hostile / "inside").mkdir()
     (hostile / "inside" / name).write_text(textwrap.dedent(HOSTILE["examples.py"]))

@@ -64,7 +64,12 @@ def _of_nnx_state() -> tuple[Any, ...]:
 
 def _of_nnx_apart() -> tuple[Any, ...]:
     graph, params, rest = nnx.split(NnxNet(), nnx.Param, ...)
-    return lambda params, rest, x: _square(nnx.merge(graph, params, rest, copy=True)(x)), params, rest, X
+    return (
+        lambda params, rest, x: _square(nnx.merge(graph, params, rest, copy=True)(x)),
+        params,
+        rest,
+        X,
+    )
 
 
 WAYS: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -76,10 +81,14 @@ WAYS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-def _gradients_of_audit(fn: Any, args: tuple[Any, ...], params: Any = None) -> list[tuple[int, ...]]:
+def _gradients_of_audit(
+    fn: Any, args: tuple[Any, ...], params: Any = None
+) -> list[tuple[int, ...]]:
     """Returns the shapes of the gradients in the program that an audit and the assertions read."""
     traced = traced_call(fn, args, {}, True, params)
-    return sorted(aval.shape for aval in traced.jaxpr.out_avals[len(jax.tree.leaves(traced.shape)) :])
+    return sorted(
+        aval.shape for aval in traced.jaxpr.out_avals[len(jax.tree.leaves(traced.shape)) :]
+    )
 
 
 def _name(path: str) -> str:
@@ -105,10 +114,16 @@ def test_params_names_the_arguments_that_gradients_are_taken_by():
             (("w", 1), [(3, 5), (5,)]),
             (None, [(3, 5), (4, 3), (5,)]),
         ):
-            rows = compare(fn, *args, policy="mixed_bfloat16", backward=True, params=params).parameters
+            rows = compare(
+                fn, *args, policy="mixed_bfloat16", backward=True, params=params
+            ).parameters
             assert len(rows) == len(shapes) and _gradients_of_audit(fn, args, params) == shapes
         dots = [
-            sum(op.count for op in audit(fn, *args, backward=True, params=p).operations if op.kind == "dot")
+            sum(
+                op.count
+                for op in audit(fn, *args, backward=True, params=p).operations
+                if op.kind == "dot"
+            )
             for p in ("b", "w", None)
         ]
     assert dots == [1, 2, 3]
@@ -145,9 +160,24 @@ def test_suggest_and_the_assertions_take_the_same_keywords():
 @pytest.mark.parametrize(
     ("args", "options", "error", "text"),
     [
-        ((X,), {"params": 0}, ValueError, r"params=0 says what gradients are taken by: give backward=True"),
-        ((X,), {"params": {"w": X}, "backward": True}, TypeError, r"but got a dict\. If the function has an argument"),
-        ((X,), {"params": 1, "backward": True}, ValueError, r"params names argument 1, but the function was called"),
+        (
+            (X,),
+            {"params": 0},
+            ValueError,
+            r"params=0 says what gradients are taken by: give backward=True",
+        ),
+        (
+            (X,),
+            {"params": {"w": X}, "backward": True},
+            TypeError,
+            r"but got a dict\. If the function has an argument",
+        ),
+        (
+            (X,),
+            {"params": 1, "backward": True},
+            ValueError,
+            r"params names argument 1, but the function was called",
+        ),
     ],
 )
 def test_params_that_say_nothing_are_refused(args, options, error, text):
@@ -157,6 +187,11 @@ def test_params_that_say_nothing_are_refused(args, options, error, text):
 
 def test_modules_hold_their_parameters_themselves():
     fn, net, x = _of_nnx()
-    for tool in (lambda **options: audit(fn, net, x, **options), lambda **options: compare(fn, net, x, **options)):
-        with pytest.raises(ValueError, match=r"^params='net' names arguments, but the parameters are those that"):
+    for tool in (
+        lambda **options: audit(fn, net, x, **options),
+        lambda **options: compare(fn, net, x, **options),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^params='net' names arguments, but the parameters are those that"
+        ):
             tool(backward=True, params="net")

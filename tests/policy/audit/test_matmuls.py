@@ -58,14 +58,18 @@ def test_outer_products_and_stored_matrices_times_one_vector_are_no_work():
     assert found(fn, *HALF, shape(8, 4, dtype=F32), shape(1, 8, dtype=F32)) == []
 
 
-@pytest.mark.parametrize("weight_in", (BF16, F32), ids=("a half weight, widened", "a float32 weight"))
+@pytest.mark.parametrize(
+    "weight_in", (BF16, F32), ids=("a half weight, widened", "a float32 weight")
+)
 def test_a_norm_that_is_not_narrowed_leaks_into_a_matmul(weight_in):
     def fn(x, w):
         with jax.named_scope("head"):
             return norm(x) @ w.astype(F32)
 
     assert found(fn, shape(2, 4), shape(4, 4, dtype=weight_in)) == [(LEAK, "head/norm")]
-    both = found(lambda x, w, a, b: (fn(x, w), a @ b), shape(2, 4), shape(4, 4, dtype=weight_in), *HALF)
+    both = found(
+        lambda x, w, a, b: (fn(x, w), a @ b), shape(2, 4), shape(4, 4, dtype=weight_in), *HALF
+    )
     assert both == [(LEAK, "head/norm"), (MATMUL, "head")]
 
 

@@ -58,7 +58,9 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)), jnp.float32)
 HALF = "mixed_bfloat16"
 
 
-def linen_model(mod: Any, names: tuple[str, ...]) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+def linen_model(
+    mod: Any, names: tuple[str, ...]
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     class Net(mod.Module):
         @mod.compact
         def __call__(self, x):
@@ -85,12 +87,18 @@ def nnx_model(mod: Any, names: tuple[str, ...]) -> tuple[Any, Callable[..., Any]
     return model, model, (X,)
 
 
-WINGS = {"Flax's linen": (linen_model, flax_linen), "linen": (linen_model, linen), "Flax's nnx": (nnx_model, flax_nnx)}
+WINGS = {
+    "Flax's linen": (linen_model, flax_linen),
+    "linen": (linen_model, linen),
+    "Flax's nnx": (nnx_model, flax_nnx),
+}
 WINGS |= {"nnx": (nnx_model, nnx)}
 EACH_WING = pytest.mark.parametrize("wing", WINGS)
 
 
-def model_of(wing: str, names: tuple[str, ...] = FEW) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+def model_of(
+    wing: str, names: tuple[str, ...] = FEW
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     make, mod = WINGS[wing]
     return make(mod, names)
 
@@ -183,7 +191,9 @@ def test_summaries_have_a_row_for_each(wing):
 def test_assertions_allow_paths_by_name():
     _, fn, args = model_of("Flax's linen")
     with pytest.raises(AssertionError, match=re.escape("at 'a.b'")):
-        assert_dots_in(fn, args, "bfloat16", allow=[re.escape(name) for name in FEW if name != "a.b"])
+        assert_dots_in(
+            fn, args, "bfloat16", allow=[re.escape(name) for name in FEW if name != "a.b"]
+        )
 
 
 @pytest.mark.parametrize("name", ["x y", "x-y", "x.y", "x.0", "f(x)", "x[0]", "layers.0.attn"])

@@ -21,8 +21,12 @@ NOTHING = "Nothing differs from float32"
 def test_an_argmax_of_half_precision_is_reported_with_the_share_that_differs() -> None:
     comparison = compare(lambda x: jnp.argmax(x.astype(BF16), -1), X)
     (row,) = comparison.outputs
-    share = float(np.mean(np.argmax(np.asarray(X.astype(BF16), F32), -1) != np.argmax(np.asarray(X), -1)))
-    assert row.error == comparison.error == pytest.approx(share) and share > 0 and row.dtype == "int32"
+    share = float(
+        np.mean(np.argmax(np.asarray(X.astype(BF16), F32), -1) != np.argmax(np.asarray(X), -1))
+    )
+    assert (
+        row.error == comparison.error == pytest.approx(share) and share > 0 and row.dtype == "int32"
+    )
     assert NOTHING not in str(comparison) and f"{share:.2%} of the int32 differ" in str(comparison)
 
 
@@ -50,7 +54,9 @@ def test_the_share_that_differs_in_each_step_of_a_scan_is_in_its_steps() -> None
         return jax.lax.scan(step, 0, x)[1]
 
     steps = compare(scanned, X)["choice"].steps
-    np.testing.assert_allclose(steps, np.mean(np.asarray(X.astype(BF16) > 1) != np.asarray(X > 1), -1), rtol=1e-6)
+    np.testing.assert_allclose(
+        steps, np.mean(np.asarray(X.astype(BF16) > 1) != np.asarray(X > 1), -1), rtol=1e-6
+    )
 
 
 def test_complex_outputs_have_the_error_of_complex_vectors() -> None:

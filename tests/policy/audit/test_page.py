@@ -20,23 +20,44 @@ from policy.render.markup import Markup, escaped, join, tag
 from tests.policy.audit.browser import BROWSER, look
 
 ROOT = pathlib.Path(__file__).parents[3]
-HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\"'&"
+HOSTILE = (
+    "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\"'&"
+)
 
 
 def operation(
-    path, *, dtype="bfloat16", kind="dot", flops=1_000_000, source="model.py:12 (__call__)", name="dot_general"
+    path,
+    *,
+    dtype="bfloat16",
+    kind="dot",
+    flops=1_000_000,
+    source="model.py:12 (__call__)",
+    name="dot_general",
 ):
-    return Operation(path, kind, name, (dtype, dtype), "backend", dtype, source, False, 1, flops, flops // 100)
+    return Operation(
+        path, kind, name, (dtype, dtype), "backend", dtype, source, False, 1, flops, flops // 100
+    )
 
 
-def finding(path, kind="low-precision reduction", message="Sums 4096 terms in bfloat16.", **changes):
-    fields = {"dtypes": ("bfloat16",), "source": "model.py:3 (f)", "is_backward": False, "count": 1} | changes
+def finding(
+    path, kind="low-precision reduction", message="Sums 4096 terms in bfloat16.", **changes
+):
+    fields = {
+        "dtypes": ("bfloat16",),
+        "source": "model.py:3 (f)",
+        "is_backward": False,
+        "count": 1,
+    } | changes
     return Finding(kind, path, "reduce_sum", message=message, **fields)
 
 
 AUDIT = Audit(
     (
-        *(operation(f"Net/layer_{i}/{name}") for i in range(3) for name in ("attn/query", "mlp/up")),
+        *(
+            operation(f"Net/layer_{i}/{name}")
+            for i in range(3)
+            for name in ("attn/query", "mlp/up")
+        ),
         operation("Net/head", dtype="float32", flops=4_000_000),
         operation("", dtype="float16", flops=0, kind="reduction", name="reduce_sum"),
         operation(f"Net/{HOSTILE}", source=HOSTILE),
@@ -90,7 +111,11 @@ def test_hostile_names_are_text_and_nothing_else():
     assert not elements.open
     assert len(all_of(elements, "script")) == 1 and not all_of(elements, "img")
     assert HOSTILE in elements.text
-    assert not [attributes for _, attributes in elements.elements if any(name.startswith("on") for name in attributes)]
+    assert not [
+        attributes
+        for _, attributes in elements.elements
+        if any(name.startswith("on") for name in attributes)
+    ]
 
 
 def test_nothing_is_fetched_and_a_policy_of_the_page_forbids_it():
@@ -99,7 +124,10 @@ def test_nothing_is_fetched_and_a_policy_of_the_page_forbids_it():
     policies = [meta["content"] for meta in all_of(elements, "meta") if "http-equiv" in meta]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"]
     assert not [
-        a for _, attributes in elements.elements for a in attributes if a in ("src", "srcset", "data", "action")
+        a
+        for _, attributes in elements.elements
+        for a in attributes
+        if a in ("src", "srcset", "data", "action")
     ]
     assert all(link["href"].startswith("#") for link in all_of(elements, "a"))
     assert not re.search(r"https?:|url\(|@import", text.replace("http-equiv", ""))
@@ -126,17 +154,35 @@ def test_the_tree_adds_up_what_is_below():
 
 def test_findings_come_first_and_say_where_what_and_how_often():
     text = Elements(page(AUDIT)).text
-    assert text.index("Findings (3)") < text.index("Shares by dtype") < text.index("Modules") < text.index("Operations")
-    for part in ("Net/layer_1/attn/query", "Sums 4096 terms in bfloat16.", "model.py:3 (f)", "backward", " 12 times"):
+    assert (
+        text.index("Findings (3)")
+        < text.index("Shares by dtype")
+        < text.index("Modules")
+        < text.index("Operations")
+    )
+    for part in (
+        "Net/layer_1/attn/query",
+        "Sums 4096 terms in bfloat16.",
+        "model.py:3 (f)",
+        "backward",
+        " 12 times",
+    ):
         assert part in text
 
 
 @pytest.mark.parametrize(
     ("number", "count", "size"),
-    [(0, "0", "0 B"), (999, "999", "999 B"), (1023_000, "1.02 M", "999 KiB"), (1023 * 2**20, "1.07 G", "1023 MiB")],
+    [
+        (0, "0", "0 B"),
+        (999, "999", "999 B"),
+        (1023_000, "1.02 M", "999 KiB"),
+        (1023 * 2**20, "1.07 G", "1023 MiB"),
+    ],
 )
 def test_numbers_are_shown_with_three_digits_and_a_unit(number, count, size):
-    text = Elements(page(Audit((Operation("", "dot", "dot", (), "", "", "", False, 1, number, number),), ()))).text
+    text = Elements(
+        page(Audit((Operation("", "dot", "dot", (), "", "", "", False, 1, number, number),), ()))
+    ).text
     assert f" · {count} FLOPs" in text and size in text
 
 
@@ -151,19 +197,39 @@ def test_an_audit_of_nothing_is_a_page_too():
 
 
 def test_a_comparison_is_shown_beside_the_audit():
-    row = Row("Net/layer_1", "activation", 0.25, 0.9, 0.5, 0.0, 0.125, 6e4, 65504.0, "float16", 6e4, is_jump=True)
+    row = Row(
+        "Net/layer_1",
+        "activation",
+        0.25,
+        0.9,
+        0.5,
+        0.0,
+        0.125,
+        6e4,
+        65504.0,
+        "float16",
+        6e4,
+        is_jump=True,
+    )
     rows = (row, Row("", "output", float("inf"), 0.0, 0.0, 0.0, 1.0, 1.0, 65504.0, "float16", 1.0))
-    compared = Comparison(rows, first_jump="Net/layer_1", jump_step=2, notes=(HOSTILE,), policy="mixed_float16")
+    compared = Comparison(
+        rows, first_jump="Net/layer_1", jump_step=2, notes=(HOSTILE,), policy="mixed_float16"
+    )
     text = page(AUDIT, compared)
     elements = Elements(text)
-    assert "Against float32" in elements.text and "The error jumps first at Net/layer_1. In step 2" in elements.text
+    assert (
+        "Against float32" in elements.text
+        and "The error jumps first at Net/layer_1. In step 2" in elements.text
+    )
     assert (
         "2.50e-01" in elements.text
         and "91.60%" in elements.text
         and "under mixed_float16" in elements.text
         and "the result" in elements.text
     )
-    assert {"data-label": "error", "data-value": "Infinity", "class": "number"} in all_of(elements, "td")
+    assert {"data-label": "error", "data-value": "Infinity", "class": "number"} in all_of(
+        elements, "td"
+    )
     assert len(all_of(elements, "svg")) == 1 and len(all_of(elements, "script")) == 1
     assert "Against float32" not in page(AUDIT)
 
@@ -171,7 +237,9 @@ def test_a_comparison_is_shown_beside_the_audit():
 @pytest.fixture(scope="module")
 def example():
     """docs/make_audit_page.py."""
-    spec = importlib.util.spec_from_file_location("make_audit_page", ROOT / "docs" / "make_audit_page.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_audit_page", ROOT / "docs" / "make_audit_page.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -187,14 +255,17 @@ def test_the_example_of_the_docs_writes_a_page(example, tmp_path, monkeypatch, c
     assert (tmp_path / "audit.html").read_text() == page(AUDIT)
     assert "3 findings" in capsys.readouterr().out
     monkeypatch.setattr(example, "BROWSERS", ())
-    with pytest.raises(SystemExit, match=r"No browser is installed .*: apt-get install chromium, or --no-png"):
+    with pytest.raises(
+        SystemExit, match=r"No browser is installed .*: apt-get install chromium, or --no-png"
+    ):
         example.photograph(tmp_path / "audit.html", tmp_path / "audit.png")
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no browser is installed: apt-get install chromium, which opens the page"
+    BROWSER is None,
+    reason="no browser is installed: apt-get install chromium, which opens the page",
 )
 
 # What a reader does, in one visit: looks, sorts, searches, follows a link, folds with the keyboard.
@@ -249,7 +320,12 @@ def test_the_page_is_alive_in_a_browser_at_phone_width():
     assert seen["falling"] == ["Net/head", "descending"]
     assert seen["rising"] == ["(outside of any module)", "ascending"]
     assert seen["named"][1:] == ["ascending", "none"]
-    assert seen["searched"] == [2, 1, ["all", "Net", "layer_2", "attn", "query", "mlp", "up"], "3 of 11 rows"]
+    assert seen["searched"] == [
+        2,
+        1,
+        ["all", "Net", "layer_2", "attn", "query", "mlp", "up"],
+        "3 of 11 rows",
+    ]
     assert seen["cleared"] == [9, ""]
     assert seen["folded"] == 1 and seen["followed"]
     assert seen["walked"] == ["all", "Net", "Net", "layer_0", "Net", "Net", "all"]
@@ -264,9 +340,13 @@ def test_the_page_of_a_real_model_is_alive_in_a_browser(example):
     loss.__name__ = HOSTILE
     tokens = jax.ShapeDtypeStruct((2, 9), jnp.int32)
     with jax.numpy_dtype_promotion("standard"):  # the example's model promotes, as many do
-        params = jax.eval_shape(example.Transformer(layers=1).init, jax.random.key(0), tokens)["params"]
+        params = jax.eval_shape(example.Transformer(layers=1).init, jax.random.key(0), tokens)[
+            "params"
+        ]
         audit = policy_audit(loss, params, tokens, backward=True)
-    assert {"low-precision-reduction", "silent-promotion", "float32-leak"} <= {f.kind for f in audit.findings}
+    assert {"low-precision-reduction", "silent-promotion", "float32-leak"} <= {
+        f.kind for f in audit.findings
+    }
     seen, console = look(
         page(audit),
         """
@@ -318,7 +398,12 @@ return {
 @needs_browser
 @pytest.mark.parametrize("width", [420, 1000, 1300, 1900])
 def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
-    primitives = ("convert_element_type", "dynamic_update_slice", "dot_general", "custom_partitioning")
+    primitives = (
+        "convert_element_type",
+        "dynamic_update_slice",
+        "dot_general",
+        "custom_partitioning",
+    )
     audit = Audit(
         tuple(
             operation(f"layer_{i}/attention/query", name=name, kind="transcendental", flops=flops)
@@ -329,12 +414,27 @@ def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
         (),
     )
     infinite = Row(
-        "layer_1", "activation", math.inf, 0.0, 0.0, 0.0, 0.5, math.inf, 65504.0, "float16", 7e4, is_jump=True
+        "layer_1",
+        "activation",
+        math.inf,
+        0.0,
+        0.0,
+        0.0,
+        0.5,
+        math.inf,
+        65504.0,
+        "float16",
+        7e4,
+        is_jump=True,
     )
     small = Row("layer_0", "activation", 1e-3, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
     large = Row("layer_2", "activation", 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
-    seen, console = look(page(audit, Comparison((small, infinite, large), first_jump="layer_1")), LOOK, width=width)
-    assert console == [] and seen["fits"] and seen["broken"] == [] and seen["width"] == max(width, 500)
+    seen, console = look(
+        page(audit, Comparison((small, infinite, large), first_jump="layer_1")), LOOK, width=width
+    )
+    assert (
+        console == [] and seen["fits"] and seen["broken"] == [] and seen["width"] == max(width, 500)
+    )
     shares = {"": 1.0, "layer_0": 0.1, "layer_1": 0.2, "layer_2": 0.5, "layer_3": 0.2}
     assert {path: round(seen["bars"][path], 2) for path in shares} == shares
     axis, drawn = dict(seen["axis"]), dict(seen["drawn"])

@@ -67,7 +67,9 @@ def linen_model(nn: Any) -> Any:
             self.first = nn.Dense(4)
             self.blocks = [Block(), Block()]
             self.tail = nn.Sequential([nn.Dense(4), nn.Dense(4)])
-            self.scanned = nn.scan(Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
+            self.scanned = nn.scan(
+                Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )()
             self.Net = nn.Dense(4)  # as its model is called
             self.head = nn.Dense(3)
 
@@ -161,15 +163,21 @@ def test_audit_and_autocast_print_paths_that_rules_take(kind, way):
     assert {"Net:", "head", "Net"} < set(report.paths)
     assert_pasted(report.paths, MODULES[wing])
     if way is called:
-        assert_pasted({record.path for record in autocast(fn, HALF).explain(*args).records}, MODULES[wing])
+        assert_pasted(
+            {record.path for record in autocast(fn, HALF).explain(*args).records}, MODULES[wing]
+        )
 
 
 @EACH
 def test_compare_and_suggest_print_paths_that_rules_take(kind):
     wing, make = MODELS[kind]
     fn, args = called(make())
-    loss: Any = (lambda model, x: model(x).mean()) if wing == "nnx" else (lambda *args: fn(*args).mean())
-    comparison = compare(loss, *((fn, *args) if wing == "nnx" else args), policy=HALF, backward=True)
+    loss: Any = (
+        (lambda model, x: model(x).mean()) if wing == "nnx" else (lambda *args: fn(*args).mean())
+    )
+    comparison = compare(
+        loss, *((fn, *args) if wing == "nnx" else args), policy=HALF, backward=True
+    )
     rows = (*comparison.activations, *comparison.gradients)
     assert_pasted({row.path for row in rows}, MODULES[wing])
     assert comparison.first_jump is None or comparison[comparison.first_jump] in rows
@@ -211,19 +219,28 @@ def test_a_printed_path_puts_its_module_and_what_is_below_in_float32_and_nothing
     lists = ("blocks_1", "tail") if wing == "linen" else ("blocks", "blocks/1", "tail/layers")
     for path in ("first", *lists, "Net", "Net:", ""):
         found = wide_dots(under({path: WIDE_INSIDE}))
-        below = every if path in ("Net:", "") else {one for one in every if one == path or one.startswith(f"{path}/")}
+        below = (
+            every
+            if path in ("Net:", "")
+            else {one for one in every if one == path or one.startswith(f"{path}/")}
+        )
         assert below and found == below, path
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_paths_of_summaries_are_those_of_rules(wing):
     model = MODELS[wing][1]()
-    options: dict[str, Any] = {"policy_columns": True, "console_kwargs": {"width": 200, "force_terminal": False}}
+    options: dict[str, Any] = {
+        "policy_columns": True,
+        "console_kwargs": {"width": 200, "force_terminal": False},
+    }
     if wing == "linen":
         table = linen.tabulate(model, jax.random.key(0), **options)(X)
     else:
         table = nnx.tabulate(model, X, **options)
-    paths = {line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 3} - {"path"}
+    paths = {line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 3} - {
+        "path"
+    }
     assert_pasted({path for path in paths if path and path in MODULES[wing]}, MODULES[wing])
     assert {"first", "head", "Net"} < paths
 
@@ -236,9 +253,13 @@ def test_rules_with_the_class_are_told_how_paths_begin(mod):
         lambda: autocast(fn, HALF, rules={"Net/head": "f32"})(*args),
         lambda: linen.apply_policy(model, HALF, {"Net/head": "f32"}).apply(*args),
     ):
-        with pytest.raises(ValueError, match=r"'Net/head' matched no module\. .* below the model's class: 'head'\."):
+        with pytest.raises(
+            ValueError, match=r"'Net/head' matched no module\. .* below the model's class: 'head'\."
+        ):
             run()
-    with pytest.raises(ValueError, match=r"'Net/head' matched no module\. .* below the model's class: 'head'\."):
+    with pytest.raises(
+        ValueError, match=r"'Net/head' matched no module\. .* below the model's class: 'head'\."
+    ):
         nnx.apply_policy(nnx_model(flax_nnx), HALF, {"Net/head": "f32"})
 
 
@@ -303,7 +324,9 @@ def test_models_of_one_class_are_told_apart_by_the_names_that_they_were_given():
     variables = actor.init(jax.random.key(0), X)
     fn = lambda v, x: critic.apply(v, actor.apply(v, x))  # noqa: E731
     assert dots(audit(fn, variables, X)) == {"actor:", "critic:"}
-    assert wide_dots(audit(autocast(fn, HALF, rules={"critic:": "f32"}), variables, X)) == {"critic:"}
+    assert wide_dots(audit(autocast(fn, HALF, rules={"critic:": "f32"}), variables, X)) == {
+        "critic:"
+    }
 
 
 def test_parts_of_functions_go_by_their_scopes():
@@ -330,7 +353,10 @@ def test_scopes_around_a_model_are_no_part_of_its_paths():
         with jax.named_scope("loss"):
             return (fn(*args) ** 2).mean()
 
-    assert set(audit(loss, *args, backward=True).paths) == {*audit(fn, *args, backward=True).paths, "loss"} - {""}
+    assert set(audit(loss, *args, backward=True).paths) == {
+        *audit(fn, *args, backward=True).paths,
+        "loss",
+    } - {""}
 
 
 def test_collectives_name_the_path_of_rules():
@@ -346,7 +372,10 @@ def test_collectives_name_the_path_of_rules():
 
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     fn = jax.shard_map(
-        lambda x: Net().apply({}, x), mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+        lambda x: Net().apply({}, x),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
     )
     (found,) = collectives_of(fn, jax.ShapeDtypeStruct((2, 4), jnp.float32), stage="traced")
     assert found.path == "reduced" and str(found).endswith("at 'reduced'")
@@ -362,4 +391,6 @@ def test_a_path_as_it_is_printed_matches_whatever_characters_it_holds():
 def test_groups_in_patterns_name_no_model():
     rules = PolicyRules({"(?:encoder|decoder)/.*": "f32", "Net:head": "bf16"})
     assert rules.match("encoder/up") == rules.match("decoder/up", model="Other") is not None
-    assert rules.match("head", model="Net") is not None and rules.match("head", model="Other") is None
+    assert (
+        rules.match("head", model="Net") is not None and rules.match("head", model="Other") is None
+    )

@@ -27,10 +27,17 @@ def promoting(fault: Fault | flax_faults.Fault) -> contextlib.AbstractContextMan
 
 
 # a while loop has no reverse derivative
-PLANTED = [(fault, place) for fault in FAULTS for place in PLACES if not (fault.backward and place == "while")]
+PLANTED = [
+    (fault, place)
+    for fault in FAULTS
+    for place in PLACES
+    if not (fault.backward and place == "while")
+]
 
 
-@pytest.mark.parametrize(("fault", "place"), PLANTED, ids=[f"{fault}, in {place}" for fault, place in PLANTED])
+@pytest.mark.parametrize(
+    ("fault", "place"), PLANTED, ids=[f"{fault}, in {place}" for fault, place in PLANTED]
+)
 def test_found_by_kind_path_and_operation(fault, place):
     planted = PLACES[place](scoped(fault.run))
     with promoting(fault):
@@ -52,19 +59,27 @@ def test_sums_along_a_ring_of_devices_are_found(ring, place):
     spec = PartitionSpec("i")
     mapped = jax.shard_map(scoped(run), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     report = audit(PLACES[place](mapped), jax.ShapeDtypeStruct((16, 4), jnp.bfloat16))
-    assert {(f.kind, f.path, f.primitive) for f in report.findings} == {(kind, "inner", primitive)}, str(report)
+    assert {(f.kind, f.path, f.primitive) for f in report.findings} == {
+        (kind, "inner", primitive)
+    }, str(report)
 
 
 def test_more_than_forty_faults_of_sums_ranges_and_states_are_planted():
     modules = {fault.run.__module__ for fault in FAULTS}
-    new = [fault for fault in FAULTS if fault.run.__module__.endswith(("sum_faults", "range_faults"))]
+    new = [
+        fault for fault in FAULTS if fault.run.__module__.endswith(("sum_faults", "range_faults"))
+    ]
     assert len(modules) == 3 and len(new) + len(sum_faults.RINGS) + len(STATE_FAULTS) > 60
 
 
-IN_MODULES = [(fault, wing) for fault in flax_faults.FAULTS for wing in (*flax_faults.LINEN, *flax_faults.NNX)]
+IN_MODULES = [
+    (fault, wing) for fault in flax_faults.FAULTS for wing in (*flax_faults.LINEN, *flax_faults.NNX)
+]
 
 
-@pytest.mark.parametrize(("fault", "wing"), IN_MODULES, ids=[f"{fault}, in {wing}" for fault, wing in IN_MODULES])
+@pytest.mark.parametrize(
+    ("fault", "wing"), IN_MODULES, ids=[f"{fault}, in {wing}" for fault, wing in IN_MODULES]
+)
 def test_found_in_flax_modules_by_their_paths(fault, wing):
     x = jax.ShapeDtypeStruct((4, 4), fault.dtype)
     with promoting(fault):

@@ -55,7 +55,10 @@ def test_sites_say_where_they_stand():
 def test_the_line_of_a_function_of_jax_is_the_caller_s():
     first = jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 2.0))(jnp.ones(3))
     second = jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 2.0))(jnp.ones(3))
-    lines = [next(site.source for site in walk(jaxpr) if site.name == "select_n") for jaxpr in (first, second)]
+    lines = [
+        next(site.source for site in walk(jaxpr) if site.name == "select_n")
+        for jaxpr in (first, second)
+    ]
     assert lines[0] != lines[1]
 
 
@@ -130,7 +133,9 @@ def test_numbers_that_float16_has_are_no_finding(fine):
 def test_the_lowest_float32_overflows_in_bfloat16():
     x = jax.ShapeDtypeStruct((2, 4), BF16)
     (finding,) = audit(lambda x: jnp.where(x > 0, x, float(jnp.finfo(F32).min)), x).findings
-    assert finding.kind == CONSTANT and finding.message.startswith("-3.40282e+38 in bfloat16 is -inf: it overflows.")
+    assert finding.kind == CONSTANT and finding.message.startswith(
+        "-3.40282e+38 in bfloat16 is -inf: it overflows."
+    )
 
 
 def test_what_numpy_loses_is_noticed_by_its_line_and_warns_nobody():
@@ -138,4 +143,7 @@ def test_what_numpy_loses_is_noticed_by_its_line_and_warns_nobody():
         np.float32(1e9).astype(np.float16)
         np.float32(1e-9).astype(np.float16)
     (over,), (under,) = lost.overflowed, lost.vanished
-    assert over.startswith("test_reading.py:") and int(under.split(":")[1]) == int(over.split(":")[1]) + 1
+    assert (
+        over.startswith("test_reading.py:")
+        and int(under.split(":")[1]) == int(over.split(":")[1]) + 1
+    )

@@ -45,22 +45,41 @@ def report() -> Audit:
 def test_an_operation_says_what_it_multiplies_sums_and_returns():
     def products(x, w, image, kernel):
         wide = jnp.matmul(x, w, preferred_element_type=F32)
-        named = lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision=lax.DotAlgorithmPreset.BF16_BF16_F32)
-        return wide, named, x @ w, lax.conv_general_dilated(image, kernel, (1, 1), "SAME"), jnp.sum(x)
+        named = lax.dot_general(
+            x, w, (((1,), (0,)), ((), ())), precision=lax.DotAlgorithmPreset.BF16_BF16_F32
+        )
+        return (
+            wide,
+            named,
+            x @ w,
+            lax.conv_general_dilated(image, kernel, (1, 1), "SAME"),
+            jnp.sum(x),
+        )
 
-    found = audit(products, shape(2, 4), shape(4, 4), shape(1, 2, 5, 5), shape(3, 2, 3, 3)).operations
-    rows = [(op.kind, op.operands, op.accumulation, op.result, op.flops) for op in found if op.accumulation]
+    found = audit(
+        products, shape(2, 4), shape(4, 4), shape(1, 2, 5, 5), shape(3, 2, 3, 3)
+    ).operations
+    rows = [
+        (op.kind, op.operands, op.accumulation, op.result, op.flops)
+        for op in found
+        if op.accumulation
+    ]
     two = ("bfloat16", "bfloat16")
     assert rows[0] == ("dot", two, "float32", "float32", 64)
     assert rows[1][:3] == ("dot", two, "float32")
     assert rows[2] == ("dot", two, "backend", "bfloat16", 64)
     assert rows[3] == ("convolution", two, "backend", "bfloat16", 2 * 75 * 18)
     assert rows[4] == ("reduction", ("float32",), "float32", "float32", 8)
-    assert all(op.source.startswith("test_report.py:") and op.source.endswith("(products)") for op in found)
+    assert all(
+        op.source.startswith("test_report.py:") and op.source.endswith("(products)") for op in found
+    )
 
 
 def test_figures_are_sums_over_operations(report):
-    dots = {dtype: sum(op.flops for op in report.operations if op.operands[:1] == (dtype,)) for dtype in ("float32",)}
+    dots = {
+        dtype: sum(op.flops for op in report.operations if op.operands[:1] == (dtype,))
+        for dtype in ("float32",)
+    }
     assert report.flops_by_dtype["float32"] == dots["float32"]
     assert report.f32_matmul_share == pytest.approx(1024 / (1024 + 13 * 64))
     assert sum(report.bytes_by_dtype.values()) == sum(op.bytes for op in report.operations)
@@ -68,8 +87,12 @@ def test_figures_are_sums_over_operations(report):
 
 
 def test_equal_operations_on_one_line_are_one_row(report):
-    exps = [op for op in report.operations if op.primitive == "exp" and op.path == "block_3/attention"]
-    assert [(op.count, op.kind, op.operands) for op in exps] == [(1, "transcendental", ("bfloat16",))]
+    exps = [
+        op for op in report.operations if op.primitive == "exp" and op.path == "block_3/attention"
+    ]
+    assert [(op.count, op.kind, op.operands) for op in exps] == [
+        (1, "transcendental", ("bfloat16",))
+    ]
 
 
 def test_findings_come_the_gravest_first(report):
@@ -83,7 +106,16 @@ def test_findings_come_the_gravest_first(report):
 def test_json_has_everything_and_keeps_its_names(report):
     read = json.loads(report.to_json())
     assert list(read) == [
-        *("version", "name", "policy", "flops_by_dtype", "bytes_by_dtype", "f32_matmul_share", "findings", "operations")
+        *(
+            "version",
+            "name",
+            "policy",
+            "flops_by_dtype",
+            "bytes_by_dtype",
+            "f32_matmul_share",
+            "findings",
+            "operations",
+        )
     ]
     assert read["version"] == 1 and read["name"] == "network"
     assert read["operations"][0] == json.loads(json.dumps(dataclasses.asdict(report.operations[0])))
@@ -100,18 +132,24 @@ def test_json_has_everything_and_keeps_its_names(report):
 def test_a_report_is_saved_by_the_name_of_its_file(report, tmp_path):
     report.save(tmp_path / "audit.json")
     assert json.loads((tmp_path / "audit.json").read_text())["name"] == "network"
-    with pytest.raises(ValueError, match=r"An audit is saved as .html or .json, but got '.*audit.txt'."):
+    with pytest.raises(
+        ValueError, match=r"An audit is saved as .html or .json, but got '.*audit.txt'."
+    ):
         report.save(tmp_path / "audit.txt")
 
 
 def test_text_has_findings_before_the_tree_of_modules(report):
     lines = text(report).splitlines()
     assert lines[0] == "audit of network: 13 findings"
-    assert lines.index("findings") < next(i for i, line in enumerate(lines) if line.startswith("  operations"))
+    assert lines.index("findings") < next(
+        i for i, line in enumerate(lines) if line.startswith("  operations")
+    )
     assert r"  low-precision-function  block_\d+/attention  exp bf16 x12" in lines
     assert any(line.startswith(r"  block_\d+  ") for line in lines)
     assert sum("attention" in line and "of FLOPs" in line for line in lines) == 1
-    (dot,) = [line.split() for line in lines if line.split()[:1] == ["dot_general"] and "f32" in line]
+    (dot,) = [
+        line.split() for line in lines if line.split()[:1] == ["dot_general"] and "f32" in line
+    ]
     assert dot[:5] == ["dot_general", "f32", "f32", "f32", "f32"]
     assert all(len(line) <= 120 for line in lines)
     assert str(report) == text(report)
@@ -133,11 +171,15 @@ def test_text_has_findings_before_the_tree_of_modules(report):
         ([""], ""),
     ),
 )
-def test_paths_that_differ_in_numbers_are_folded_to_patterns_that_match_them_and_no_others(paths, expected):
+def test_paths_that_differ_in_numbers_are_folded_to_patterns_that_match_them_and_no_others(
+    paths, expected
+):
     every = list(map(below, [*paths, *(f"a_{i}" for i in range(12)), "a_1/b_0", "layers/1/up"]))
     assert folded(paths, every) == expected
     patterns = PolicyRules(dict.fromkeys(expected.split(", "), "f32"))
-    assert {path for path in every if patterns.match(path, model="Net") is not None} == set(map(below, paths))
+    assert {path for path in every if patterns.match(path, model="Net") is not None} == set(
+        map(below, paths)
+    )
 
 
 def below(path: str) -> str:
@@ -158,7 +200,9 @@ class Terminal(io.StringIO):
         ({}, io.StringIO, False),
     ),
 )
-def test_colours_are_for_terminals_and_for_nobody_who_said_no(report, monkeypatch, environment, file, coloured):
+def test_colours_are_for_terminals_and_for_nobody_who_said_no(
+    report, monkeypatch, environment, file, coloured
+):
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -176,15 +220,24 @@ def test_a_report_is_shown_on_the_standard_output(report, capsys):
 
 def test_findings_of_kinds_that_are_known_are_left_out(report):
     other = named(report, "mine", without=["low-precision-function"])
-    assert other.name == "mine" and [finding.kind for finding in other.findings] == ["float32-matmul"]
+    assert other.name == "mine" and [finding.kind for finding in other.findings] == [
+        "float32-matmul"
+    ]
 
 
 def test_what_can_not_be_called_or_differentiated_is_refused():
-    with pytest.raises(TypeError, match=r"audit takes a function or a module, but got 3 of type int."):
+    with pytest.raises(
+        TypeError, match=r"audit takes a function or a module, but got 3 of type int."
+    ):
         audit(3)
-    with pytest.raises(ValueError, match=r"differentiates by floating arguments, but the function is called with none"):
+    with pytest.raises(
+        ValueError,
+        match=r"differentiates by floating arguments, but the function is called with none",
+    ):
         audit(lambda x: x, shape(2, dtype=jnp.int32), backward=True)
-    with pytest.raises(ValueError, match=r"differentiates floating outputs, but the function returns none"):
+    with pytest.raises(
+        ValueError, match=r"differentiates floating outputs, but the function returns none"
+    ):
         audit(lambda x: jnp.argmax(x), shape(2), backward=True)
 
 
@@ -200,16 +253,27 @@ def test_what_can_not_be_called_or_differentiated_is_refused():
         (lambda w, x: x @ w, (shape(4, 4), shape(2, 4)), 2),
         (lambda n, x: x @ x * 2.0, ([3], shape(4, 4)), 2),
     ),
-    ids=("by a container", "by the collection of parameters", "by every array", "no array in the container"),
+    ids=(
+        "by a container",
+        "by the collection of parameters",
+        "by every array",
+        "no array in the container",
+    ),
 )
 def test_what_is_differentiated(fn, args, gradients):
     with jax.numpy_rank_promotion("allow"):
         report = audit(fn, *args, backward=True)
-    assert sum(op.count for op in report.operations if op.kind == "dot" and op.is_backward) == gradients
+    assert (
+        sum(op.count for op in report.operations if op.kind == "dot" and op.is_backward)
+        == gradients
+    )
 
 
 def test_of_a_pair_of_a_loss_and_anything_else_the_loss_is_differentiated():
     report = audit(
-        lambda p, x: (jnp.sum(p["w"] * x), p["v"] @ x), {"w": shape(4), "v": shape(4, 4)}, shape(4), backward=True
+        lambda p, x: (jnp.sum(p["w"] * x), p["v"] @ x),
+        {"w": shape(4), "v": shape(4, 4)},
+        shape(4),
+        backward=True,
     )
     assert not any(op.is_backward for op in report.operations if op.kind == "dot")

@@ -23,7 +23,11 @@ def kept(activation: Any, dtype: Any = BF16) -> list[str]:
 
     x, w = jax.ShapeDtypeStruct((8, 4), dtype), jax.ShapeDtypeStruct((4, 16), F32)
     assert all(finding.kind != RESIDUAL for finding in audit(fn, w, x).findings)
-    return [f.message for f in audit(fn, w, x, backward=True).findings if f.kind == RESIDUAL and f.path == "act"]
+    return [
+        f.message
+        for f in audit(fn, w, x, backward=True).findings
+        if f.kind == RESIDUAL and f.path == "act"
+    ]
 
 
 def saved(message: str) -> int:
@@ -75,7 +79,9 @@ def test_a_program_that_multiplies_in_float32_keeps_float32():
 
 def test_bytes_of_every_turn_of_a_loop_count():
     def fn(w, x):
-        return jax.lax.scan(lambda h, _: (in_float32(jnp.tanh)(h @ w.astype(BF16)), None), x, None, length=5)[0]
+        return jax.lax.scan(
+            lambda h, _: (in_float32(jnp.tanh)(h @ w.astype(BF16)), None), x, None, length=5
+        )[0]
 
     x, w = jax.ShapeDtypeStruct((8, 4), BF16), jax.ShapeDtypeStruct((4, 4), F32)
     (finding,) = [f for f in audit(fn, w, x, backward=True).findings if f.kind == RESIDUAL]

@@ -14,7 +14,17 @@ import policy
 from policy import audit
 from policy.audit.finding_kinds import CARRY
 from tests.policy.audit.faults import scoped
-from tests.policy.audit.state_faults import BF16, F16, F32, STATE_FAULTS, STATE_PLACES, W, X, gradients, shape
+from tests.policy.audit.state_faults import (
+    BF16,
+    F16,
+    F32,
+    STATE_FAULTS,
+    STATE_PLACES,
+    W,
+    X,
+    gradients,
+    shape,
+)
 
 PLANTED = [(fault, place) for fault in STATE_FAULTS for place in STATE_PLACES]
 
@@ -25,10 +35,14 @@ def sums_of(report: Any) -> dict[str, str]:
     return {f.message.partition(",")[0]: f.primitive for f in found}
 
 
-@pytest.mark.parametrize(("fault", "place"), PLANTED, ids=[f"{fault}, in {place}" for fault, place in PLANTED])
+@pytest.mark.parametrize(
+    ("fault", "place"), PLANTED, ids=[f"{fault}, in {place}" for fault, place in PLANTED]
+)
 def test_what_a_call_adds_to_its_state_is_found(fault, place):
     with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
-        report = audit(STATE_PLACES[place](functools.wraps(fault.run)(scoped(fault.run))), *fault.args)
+        report = audit(
+            STATE_PLACES[place](functools.wraps(fault.run)(scoped(fault.run))), *fault.args
+        )
     assert sums_of(report) == fault.found, str(report)
     assert {f.path for f in report.findings if f.kind == CARRY} == {"inner"}
 
@@ -44,18 +58,29 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("moments", (None, "bfloat16"), ids=("moments in float32", "moments in bfloat16"))
-@pytest.mark.parametrize(("mode", "dtype"), MODES, ids=[f"{mode}, {jnp.dtype(dtype).name}" for mode, dtype in MODES])
+@pytest.mark.parametrize(
+    "moments", (None, "bfloat16"), ids=("moments in float32", "moments in bfloat16")
+)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), MODES, ids=[f"{mode}, {jnp.dtype(dtype).name}" for mode, dtype in MODES]
+)
 def test_parameters_and_moments_of_mixed_precision_are_no_finding(mode, dtype, moments):
     key = jax.random.key(0) if mode == "stochastic" else None
     tx = policy.mixed_precision(
-        optax.adam(1e-3), jnp.dtype(dtype).name, loss_scale=1.0, master_weights=mode, moment_dtype=moments, key=key
+        optax.adam(1e-3),
+        jnp.dtype(dtype).name,
+        loss_scale=1.0,
+        master_weights=mode,
+        moment_dtype=moments,
+        key=key,
     )
     params = {"w": shape(4, 4, dtype=dtype)}
     state = jax.eval_shape(tx.init, params)
 
     def applied(params, state, x):
-        params, state, _ = policy.apply_gradients(tx, params, state, {"w": gradients(params, x)["w"]})
+        params, state, _ = policy.apply_gradients(
+            tx, params, state, {"w": gradients(params, x)["w"]}
+        )
         return params, state
 
     def updated(params, state, x):
@@ -63,7 +88,9 @@ def test_parameters_and_moments_of_mixed_precision_are_no_finding(mode, dtype, m
         return optax.apply_updates(params, updates), state
 
     for step in (applied, updated):
-        with jax.numpy_dtype_promotion("standard"):  # `optax.apply_updates` adds float32 updates to half parameters
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # `optax.apply_updates` adds float32 updates to half parameters
             report = audit(step, params, state, shape(4, 4, dtype=dtype))
         assert not sums_of(report), str(report)
 
@@ -84,7 +111,10 @@ def long_and_short(state: Any, x: Any) -> Any:
 
 
 def cached(state: Any, x: Any) -> Any:
-    return {**state, "keys": jax.lax.dynamic_update_slice(state["keys"], x[:1] @ state["w"], (state["at"], 0))}
+    return {
+        **state,
+        "keys": jax.lax.dynamic_update_slice(state["keys"], x[:1] @ state["w"], (state["at"], 0)),
+    }
 
 
 def compensated(state: Any, x: Any) -> Any:
@@ -119,7 +149,10 @@ CLEAN: dict[str, tuple[Any, ...]] = {
     "a largest number": (lambda state, x: {"most": jnp.maximum(state["most"], x)}, {"most": X}, X),
     "decay alone": (lambda state, x: {"w": state["w"] * 0.99}, W, X),
     "an image that is scaled": (lambda batch: {**batch, "x": (batch["x"] - 0.5) / 0.25}, {"x": X}),
-    "an image that is standardised": (lambda batch: {"x": batch["x"] - batch["x"].mean()}, {"x": X}),
+    "an image that is standardised": (
+        lambda batch: {"x": batch["x"] - batch["x"].mean()},
+        {"x": X},
+    ),
     "an image with noise": (
         lambda batch, key: {"x": batch["x"] + jax.random.normal(key, (4, 4), BF16)},
         {"x": X},
@@ -153,16 +186,21 @@ def test_the_updates_of_an_optimizer_are_no_state_but_its_moments_are():
 def test_state_is_found_by_keywords_and_under_names_of_its_own():
     average = lambda ema, p: jax.tree.map(lambda ema, p: ema * 0.9 + p * 0.1, ema, p)  # noqa: E731
     assert sums_of(audit(lambda *, ema, p: average(ema, p), ema=W, p=W)) == {"ema['w']": "add"}
-    assert sums_of(audit(lambda ema, p: ({"ema": average(ema, p)}, p["w"].max()), W, W)) == {"ema['w']": "add"}
+    assert sums_of(audit(lambda ema, p: ({"ema": average(ema, p)}, p["w"].max()), W, W)) == {
+        "ema['w']": "add"
+    }
     assert sums_of(audit(lambda p, ema: (p, average(ema, p)), W, W)) == {"ema['w']": "add"}
     assert not sums_of(audit(lambda ema, p: average(ema, p), X, X))  # bare arrays have no key path
 
 
 def test_layers_in_a_list_are_one_state_with_what_a_step_returns_as_a_list():
     def step(layers, x):
-        grads = jax.grad(lambda layers: sum(jnp.tanh(x @ w + b[None]).astype(F32).mean() for w, b in layers))(layers)
+        grads = jax.grad(
+            lambda layers: sum(jnp.tanh(x @ w + b[None]).astype(F32).mean() for w, b in layers)
+        )(layers)
         return [
-            [p - 0.1 * g for p, g in zip(layer, grad, strict=True)] for layer, grad in zip(layers, grads, strict=True)
+            [p - 0.1 * g for p, g in zip(layer, grad, strict=True)]
+            for layer, grad in zip(layers, grads, strict=True)
         ]
 
     layers = [(shape(4, 4), shape(4)), (shape(4, 4), shape(4))]

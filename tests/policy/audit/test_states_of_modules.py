@@ -40,7 +40,9 @@ class LinenNet(nn.Module):
 LINEN: dict[str, Any] = {
     "apply": lambda model: lambda variables, x: model.apply(variables, x, mutable=["stats"]),
     "collections apart": lambda model: (
-        lambda params, stats, x: model.apply({"params": params, "stats": stats}, x, mutable=["stats"])
+        lambda params, stats, x: model.apply(
+            {"params": params, "stats": stats}, x, mutable=["stats"]
+        )
     ),
     "the statistics beside a loss": lambda model: functools.partial(_loss_and_statistics, model),
     "all in one dictionary": lambda model: (
@@ -63,11 +65,15 @@ def _loss_and_statistics(model: Any, params: Any, stats: Any, x: Any) -> Any:
 def test_running_statistics_of_linen_are_found(way, wrap, backward):
     model = LinenNet(wrap)
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    args = (variables,) if way in ("apply", "all in one dictionary") else (variables["params"], variables["stats"])
-    report = audit(LINEN[way](model), *args, X, backward=backward)
-    assert {(f.kind, f.path, f.primitive) for f in report.findings if f.kind == CARRY} == {(CARRY, "inner", "add")}, (
-        str(report)
+    args = (
+        (variables,)
+        if way in ("apply", "all in one dictionary")
+        else (variables["params"], variables["stats"])
     )
+    report = audit(LINEN[way](model), *args, X, backward=backward)
+    assert {(f.kind, f.path, f.primitive) for f in report.findings if f.kind == CARRY} == {
+        (CARRY, "inner", "add")
+    }, str(report)
 
 
 class NnxInner(nnx.Module):
@@ -82,7 +88,10 @@ class NnxInner(nnx.Module):
 
 class NnxNet(nnx.Module):
     def __init__(self) -> None:
-        self.dense, self.inner = nnx.Linear(4, 4, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0)), NnxInner()
+        self.dense, self.inner = (
+            nnx.Linear(4, 4, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0)),
+            NnxInner(),
+        )
 
     def __call__(self, x: Any) -> Any:
         return self.inner(self.dense(x))
@@ -113,7 +122,9 @@ def test_running_statistics_of_nnx_are_found():
     for fn, *args in calls:
         report = audit(fn, *args, X)
         found = [f for f in report.findings if f.kind == CARRY]
-        assert [f.primitive for f in found] == ["add"] and "['inner']['mean']" in found[0].message, str(report)
+        assert [f.primitive for f in found] == ["add"] and "['inner']['mean']" in found[
+            0
+        ].message, str(report)
     report = audit(model, X, backward=True)
     assert [f.path for f in report.findings if f.kind == CARRY] == ["inner"]
 

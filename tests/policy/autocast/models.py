@@ -97,9 +97,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         mask = nn.make_causal_mask(x[..., 0])
-        h = nn.MultiHeadDotProductAttention(2, dropout_rate=self.dropout, deterministic=not self.dropout)(
-            nn.LayerNorm()(x), mask=mask
-        )
+        h = nn.MultiHeadDotProductAttention(
+            2, dropout_rate=self.dropout, deterministic=not self.dropout
+        )(nn.LayerNorm()(x), mask=mask)
         return x + nn.Dense(8)(nn.silu(nn.RMSNorm()(x + h)))
 
 
@@ -129,7 +129,9 @@ class Layers(nn.Module):
                 return x + nn.tanh(nn.Dense(8)(nn.LayerNorm()(x))), None
 
         block = nn.remat(Block) if self.remat else Block
-        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(x, None)[0]
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(
+            x, None
+        )[0]
 
 
 flax_model("mlp", Mlp(), matmuls=3)
@@ -141,7 +143,11 @@ flax_model("GRU", Recurrent(nn.GRUCell), SEQUENCE, matmuls=3)
 flax_model("tied weights", Tied(), TOKENS, matmuls=2)
 flax_model("scanned layers", Layers(), SEQUENCE)
 flax_model("scanned layers, checkpointed", Layers(remat=True), SEQUENCE)
-flax_model("dropout", nn.Sequential([nn.Dense(16), nn.Dropout(0.5, deterministic=False), nn.Dense(4)]), matmuls=2)
+flax_model(
+    "dropout",
+    nn.Sequential([nn.Dense(16), nn.Dropout(0.5, deterministic=False), nn.Dense(4)]),
+    matmuls=2,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,7 +163,9 @@ def nested_jit(params, x):
 
 @model(matmuls=2)
 def donated_jit(params, x):
-    return jax.jit(lambda x: jnp.tanh(dense(params, x)), donate_argnums=0)(jnp.tanh(dense(params, x)))
+    return jax.jit(lambda x: jnp.tanh(dense(params, x)), donate_argnums=0)(
+        jnp.tanh(dense(params, x))
+    )
 
 
 @model(params=STACK)
@@ -201,7 +209,12 @@ def _tripled(x):
     return 3.0 * jnp.tanh(x)
 
 
-_tripled.defjvp(lambda primals, tangents: (_tripled(*primals), tangents[0] * 3 * (1 - jnp.tanh(primals[0]) ** 2)))
+_tripled.defjvp(
+    lambda primals, tangents: (
+        _tripled(*primals),
+        tangents[0] * 3 * (1 - jnp.tanh(primals[0]) ** 2),
+    )
+)
 
 
 @model(matmuls=2)
@@ -251,7 +264,9 @@ def shard_map(params, x):
 @model()
 def linear_algebra(params, x):
     covariance = x.T @ x / 6 + jnp.eye(8)
-    return jnp.linalg.solve(covariance, dense(params, x).T).T + jnp.linalg.cholesky(covariance).sum()
+    return (
+        jnp.linalg.solve(covariance, dense(params, x).T).T + jnp.linalg.cholesky(covariance).sum()
+    )
 
 
 @model()
@@ -291,10 +306,14 @@ def masked_softmax(params, x):
 def rotary(params, x):
     angles = jnp.arange(5.0)[None, :, None] / 100.0 ** (jnp.arange(4.0)[None, None] / 4)
     first, second = jnp.split(dense(params, x), 2, -1)
-    return jnp.concatenate([first * jnp.cos(angles) - second * jnp.sin(angles), second * jnp.cos(angles)], -1)
+    return jnp.concatenate(
+        [first * jnp.cos(angles) - second * jnp.sin(angles), second * jnp.cos(angles)], -1
+    )
 
 
-@model(x=(IMAGE, normal(3, 3, 3, 4)), params=normal(3, 3, 4, 4, scale=0.2), matmuls=2, batched=False)
+@model(
+    x=(IMAGE, normal(3, 3, 3, 4)), params=normal(3, 3, 4, 4, scale=0.2), matmuls=2, batched=False
+)
 def raw_convolutions(params, x):
     image, kernel = x
     dims = ("NHWC", "HWIO", "NHWC")
@@ -311,7 +330,8 @@ def inner_gradient(params, x):
 @model(x=SEQUENCE)
 def cumulative(params, x):
     return (
-        jnp.cumsum(dense(params, x), 1) + jax.ops.segment_sum(dense(params, x)[0], jnp.array([0, 0, 1, 1, 2]), 5)[None]
+        jnp.cumsum(dense(params, x), 1)
+        + jax.ops.segment_sum(dense(params, x)[0], jnp.array([0, 0, 1, 1, 2]), 5)[None]
     )
 
 

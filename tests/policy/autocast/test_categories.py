@@ -47,11 +47,16 @@ _vjp.defvjp(lambda x: (_vjp(x), None), lambda _, ct: (ct,))
 
 def _mapped(x: Any) -> Any:
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i"))(x)
+    return jax.shard_map(
+        jnp.tanh, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i")
+    )(x)
 
 
 READ: dict[str, tuple[Any, set[str]]] = {
-    "jit": (jax.jit(jnp.tanh), {"jaxpr", "in_shardings", "out_shardings", "donated_invars", "compiler_options_kvs"}),
+    "jit": (
+        jax.jit(jnp.tanh),
+        {"jaxpr", "in_shardings", "out_shardings", "donated_invars", "compiler_options_kvs"},
+    ),
     "remat2": (jax.checkpoint(jnp.tanh), {"jaxpr", "policy", "prevent_cse", "differentiated"}),
     "scan": (
         lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x),
@@ -79,7 +84,11 @@ def test_a_higher_order_primitive_has_the_parameters_that_are_read(name):
         assert {"newly_manual_axes", "manual_axes"} & set(found[0].params)
     params = found[0].primitive.get_bind_params(found[0].params)
     assert isinstance(params, dict)
-    programs = [value for value in found[0].params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
+    programs = [
+        value
+        for value in found[0].params.values()
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr")
+    ]
     assert programs or name == "cond"
 
 

@@ -42,7 +42,9 @@ def near(found: Any, truth: Any, tolerance: float = 3e-2) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(truth)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_allclose(a, b, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0.0))))
+        np.testing.assert_allclose(
+            a, b, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0.0)))
+        )
 
 
 CAST = autocast(layer, BF16, params=0)
@@ -60,11 +62,15 @@ TRANSFORMED: dict[str, Any] = {
     "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
     "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
     "hessian": lambda f: lambda w, x: jax.hessian(lambda v: f(w, x * v[None]))(jnp.ones(8)),
-    "jacobians": lambda f: lambda w, x: jax.jacfwd(jax.jacrev(lambda v: f(w, x * v[None])))(jnp.ones(8)),
+    "jacobians": lambda f: (
+        lambda w, x: jax.jacfwd(jax.jacrev(lambda v: f(w, x * v[None])))(jnp.ones(8))
+    ),
     "vmap": lambda f: jax.vmap(f, (None, 0)),
     "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0)),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "scan": lambda f: lambda w, x: lax.scan(lambda c, row: (c + f(w, row[None]), c), jnp.float32(0.0), x),
+    "scan": lambda f: (
+        lambda w, x: lax.scan(lambda c, row: (c + f(w, row[None]), c), jnp.float32(0.0), x)
+    ),
     "has_aux": lambda f: jax.grad(lambda w, x: (f(w, x), {"x": x}), has_aux=True),
 }
 
@@ -85,7 +91,11 @@ def mesh(kind: AxisType = AxisType.Auto) -> Any:
 
 
 def test_it_nests_with_shard_map_either_way():
-    specs: Any = {"mesh": mesh(), "in_specs": (PartitionSpec(), PartitionSpec("i")), "out_specs": PartitionSpec("i")}
+    specs: Any = {
+        "mesh": mesh(),
+        "in_specs": (PartitionSpec(), PartitionSpec("i")),
+        "out_specs": PartitionSpec("i"),
+    }
     outside = autocast(jax.shard_map(layer, **specs), BF16, params=0)
     inside = jax.shard_map(CAST, **specs)
     both = autocast(jax.shard_map(CAST, **specs), BF16, params=0)
@@ -144,7 +154,11 @@ def test_a_model_in_bfloat16_already_is_left_as_it_is():
         return jax.nn.softmax(h.astype(jnp.float32))
 
     programs = [
-        [(op.name, op.inputs, op.outputs) for op in operations(fn, W, X) if op.name not in ("jit", "pjit")]
+        [
+            (op.name, op.inputs, op.outputs)
+            for op in operations(fn, W, X)
+            if op.name not in ("jit", "pjit")
+        ]
         for fn in (model, autocast(model, BF16))
     ]
     assert sorted(programs[0]) == sorted(programs[1])
@@ -165,7 +179,9 @@ def test_without_jit_it_computes_the_same():
 def test_what_is_printed_comes_in_order(capfd):
     def printing(w, x):
         jax.debug.print("first {}", x[0, 0], ordered=True)
-        h = lax.fori_loop(0, 2, lambda i, h: (jax.debug.print("turn {}", i, ordered=True), layer(w, h))[1], x)
+        h = lax.fori_loop(
+            0, 2, lambda i, h: (jax.debug.print("turn {}", i, ordered=True), layer(w, h))[1], x
+        )
         jax.debug.print("last", ordered=True)
         return h
 
@@ -222,7 +238,12 @@ def test_methods_objects_and_partial_functions_are_functions_too():
 
     linear = Linear(W)
     bound = autocast(linear.__call__, BF16)
-    for fn in (bound, autocast(linear, BF16), autocast(functools.partial(layer, W), BF16), linear.method):
+    for fn in (
+        bound,
+        autocast(linear, BF16),
+        autocast(functools.partial(layer, W), BF16),
+        linear.method,
+    ):
         near(fn(X), layer(W, X))
         assert dots(fn, X) == [HALVES]
 
@@ -236,7 +257,10 @@ def test_it_is_traced_once_for_its_shapes_and_again_under_another_policy():
         return layer(w, x)
 
     cast = autocast(fn)
-    with pytest.warns(DtypePolicyWarning, match=r"autocast\(fn\) has no policy of its own, and none is in force here"):
+    with pytest.warns(
+        DtypePolicyWarning,
+        match=r"autocast\(fn\) has no policy of its own, and none is in force here",
+    ):
         cast(W, X)
     assert count == 1  # no policy in force: called as it is
     for policy, traces in ((BF16, 2), (BF16, 2), ("mixed_float16", 3), (BF16, 3), ("float32", 4)):
@@ -252,8 +276,15 @@ def test_it_is_traced_once_for_its_shapes_and_again_under_another_policy():
 
 def test_numbers_of_python_are_told_apart():
     fn = autocast(lambda x, number: (x / (x * float(number)), type(number) is bool), BF16)
-    assert [fn(jnp.ones(()), number) for number in (0.0, -0.0)] == [(jnp.inf, False), (-jnp.inf, False)]
-    assert [fn(jnp.ones(()), number) for number in (1, 1.0, True)] == [(1.0, False), (1.0, False), (1.0, True)]
+    assert [fn(jnp.ones(()), number) for number in (0.0, -0.0)] == [
+        (jnp.inf, False),
+        (-jnp.inf, False),
+    ]
+    assert [fn(jnp.ones(()), number) for number in (1, 1.0, True)] == [
+        (1.0, False),
+        (1.0, False),
+        (1.0, True),
+    ]
     assert np.isnan(fn(jnp.ones(()), float("nan"))[0])
 
 
@@ -327,7 +358,9 @@ def test_a_switch_of_three_takes_its_branch(index):
 def test_a_while_loop_reads_constants_in_its_condition():
     def fn(w, limit, x):
         return lax.while_loop(
-            lambda s: s[1].sum() < limit.sum(), lambda s: (s[0] + 1, s[1] + layer(w, s[1]) ** 2), (0, x)
+            lambda s: s[1].sum() < limit.sum(),
+            lambda s: (s[0] + 1, s[1] + layer(w, s[1]) ** 2),
+            (0, x),
         )
 
     limit = jnp.full((2,), 40.0)
@@ -346,9 +379,15 @@ SCANS: dict[str, Any] = {
         (0, KEY, x),
         x,
     ),
-    "nothing is scanned over": lambda w, x: lax.scan(lambda c, _: (layer(w, c), c.sum()), x, None, length=3),
-    "in reverse": lambda w, x: lax.scan(lambda c, row: (layer(w, c) + row[None], c[0]), x, x, reverse=True),
-    "unrolled": lambda w, x: lax.scan(lambda c, row: (layer(w, c) + row[None], c[0]), x, x, unroll=2),
+    "nothing is scanned over": lambda w, x: lax.scan(
+        lambda c, _: (layer(w, c), c.sum()), x, None, length=3
+    ),
+    "in reverse": lambda w, x: lax.scan(
+        lambda c, row: (layer(w, c) + row[None], c[0]), x, x, reverse=True
+    ),
+    "unrolled": lambda w, x: lax.scan(
+        lambda c, row: (layer(w, c) + row[None], c[0]), x, x, unroll=2
+    ),
     "of no steps": lambda w, x: lax.scan(lambda c, row: (layer(w, c) + row[None], c[0]), x, x[:0]),
     "nothing is carried": lambda w, x: lax.scan(lambda c, row: (c, layer(w, row[None])), None, x),
     "nothing comes out": lambda w, x: lax.scan(lambda c, row: (layer(w, c), None), x, x),
@@ -362,10 +401,14 @@ def test_a_scan_in_which(name):
     fn = SCANS[name]
     cast = autocast(fn, BF16, params=0)
     found, truth = cast(W, X), jax.jit(fn)(W, X)
-    bare = lambda tree: jax.tree.map(lambda a: jax.random.key_data(a) if a.dtype == KEY.dtype else a, tree)  # noqa: E731
+    bare = lambda tree: jax.tree.map(
+        lambda a: jax.random.key_data(a) if a.dtype == KEY.dtype else a, tree
+    )  # noqa: E731
     near(bare(found), bare(truth), 5e-2)
     assert set(dots(cast, W, X)) == {HALVES}
-    summed = lambda f: lambda w: sum(jnp.sum(a) for a in jax.tree.leaves(f(w, X)) if a.dtype == jnp.float32)  # noqa: E731
+    summed = lambda f: (
+        lambda w: sum(jnp.sum(a) for a in jax.tree.leaves(f(w, X)) if a.dtype == jnp.float32)
+    )  # noqa: E731
     assert set(dots(jax.grad(summed(cast)), W)) == {HALVES}
 
 
@@ -492,7 +535,9 @@ def test_a_rule_made_of_matmuls_runs_in_half():
     def product(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (product(x, w), (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct))
+    product.defvjp(
+        lambda x, w: (product(x, w), (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct)
+    )
     fn = lambda w, x: jnp.sum(jnp.square(product(x, w)))  # noqa: E731
     for cast in (jax.grad(autocast(fn, BF16), (0, 1)), autocast(jax.grad(fn, (0, 1)), BF16)):
         assert dots(cast, W, X) == [HALVES] * 3
@@ -530,9 +575,14 @@ def test_a_checkpoint_recomputes_what_its_policy_says(name):
 
 
 def test_what_a_checkpoint_saves_is_half():
-    residuals = jax.eval_shape(lambda w, x: jax.vjp(autocast(_checkpointed(POLICIES["a name"]), BF16), w, x)[1], W, X)
+    residuals = jax.eval_shape(
+        lambda w, x: jax.vjp(autocast(_checkpointed(POLICIES["a name"]), BF16), w, x)[1], W, X
+    )
     kept = [leaf for leaf in jax.tree.leaves(residuals) if leaf.shape == (4, 8)]
-    assert sorted(str(leaf.dtype) for leaf in kept) == ["bfloat16", "float32"]  # what was named, and x itself
+    assert sorted(str(leaf.dtype) for leaf in kept) == [
+        "bfloat16",
+        "float32",
+    ]  # what was named, and x itself
 
 
 def test_a_checkpoint_stays_inside_a_scan():
@@ -608,7 +658,10 @@ def test_a_matmul_in_eight_bits_is_the_authors():
 
     def fn(w, x):
         dims = (((1,), (0,)), ((), ()))
-        return lax.dot_general(x.astype(f8), w.astype(f8), dims, preferred_element_type=jnp.float32) @ w
+        return (
+            lax.dot_general(x.astype(f8), w.astype(f8), dims, preferred_element_type=jnp.float32)
+            @ w
+        )
 
     assert dots(autocast(fn, BF16, params=0), W, X) == [("float8_e4m3fn",) * 2, HALVES]
 
@@ -627,7 +680,10 @@ def solved(w: Any, x: Any) -> Any:
 
 def rooted(w: Any, x: Any) -> Any:
     return lax.custom_root(
-        lambda y: y**3 - x[0, 0], jnp.float32(1.0), lambda f, y: jnp.cbrt(x[0, 0]), lambda g, y: y / g(jnp.float32(1.0))
+        lambda y: y**3 - x[0, 0],
+        jnp.float32(1.0),
+        lambda f, y: jnp.cbrt(x[0, 0]),
+        lambda g, y: y / g(jnp.float32(1.0)),
     )
 
 
@@ -656,7 +712,11 @@ def test_branches_of_platforms_are_rewritten_where_they_multiply():
     assert {op.inputs for op in ops if op.name == "dot_general"} == {("bfloat16", "bfloat16")}
     assert {op.inputs for op in ops if op.name == "reduce_sum"} == {("float32",)}
     allowed = operations(
-        autocast(lambda x: lax.platform_dependent(x, cpu=jnp.tanh, default=jnp.sin), "bfloat16", allow=["sin"]),
+        autocast(
+            lambda x: lax.platform_dependent(x, cpu=jnp.tanh, default=jnp.sin),
+            "bfloat16",
+            allow=["sin"],
+        ),
         x.astype("float32"),
     )
     assert [op.name for op in allowed if op.name in ("sin", "tanh")] == ["tanh", "sin"]

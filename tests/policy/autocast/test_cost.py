@@ -27,7 +27,9 @@ def casts_of(fn: Any, params: Any, x: Any, source: str, target: str) -> int:
 def saved(fn: Any, params: Any, x: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Dtype and shape of what the backward pass keeps beside inputs."""
     cast = autocast(fn, "mixed_bfloat16", params=0)
-    jaxpr = jax.make_jaxpr(lambda p, x: jax.vjp(lambda p: jnp.sum(cast(p, x)), p)[1])(params, x).jaxpr
+    jaxpr = jax.make_jaxpr(lambda p, x: jax.vjp(lambda p: jnp.sum(cast(p, x)), p)[1])(
+        params, x
+    ).jaxpr
     kept = {id(v): v.aval for v in jaxpr.outvars if not any(v is invar for invar in jaxpr.invars)}
     return [(str(aval.dtype), aval.shape) for aval in kept.values()]
 
@@ -43,7 +45,9 @@ def test_readers_of_a_normalisation_share_one_cast_and_one_saved_copy():
 
     params = dict.fromkeys("qkv", W)
     assert casts_of(fn, params, X, "float32", "bfloat16") == 3 + 1
-    assert saved(fn, params, X).count(("bfloat16", X.shape)) <= 1 + 4  # the copy, three products and one of two
+    assert (
+        saved(fn, params, X).count(("bfloat16", X.shape)) <= 1 + 4
+    )  # the copy, three products and one of two
 
 
 def test_a_weight_is_cast_at_each_use():
@@ -61,7 +65,9 @@ def test_a_half_value_is_widened_once_for_all_float32_readers():
     assert casts_of(fn, {"a": W}, X, "bfloat16", "float32") == 2  # y and its absolute value
 
 
-@pytest.mark.parametrize("activation", [nn.relu, nn.silu, jax.checkpoint(jnp.tanh)], ids=["relu", "silu", "checkpoint"])
+@pytest.mark.parametrize(
+    "activation", [nn.relu, nn.silu, jax.checkpoint(jnp.tanh)], ids=["relu", "silu", "checkpoint"]
+)
 def test_a_function_of_a_normalisation_saves_nothing_in_float32(activation):
     def fn(w: Any, x: Any) -> Any:
         return activation(normalised(x @ w["a"])) @ w["b"]
@@ -87,6 +93,10 @@ def test_nested_branches_are_traced_once_each(monkeypatch):
 
     calls_of: list[int] = []
     original = control_flow.Body.__call__
-    monkeypatch.setattr(control_flow.Body, "__call__", lambda self, *a: (calls_of.append(1), original(self, *a))[1])
-    jax.make_jaxpr(autocast(lambda w, x: nested(4, x, w["a"]), "mixed_bfloat16", params=0))({"a": W}, X)
+    monkeypatch.setattr(
+        control_flow.Body, "__call__", lambda self, *a: (calls_of.append(1), original(self, *a))[1]
+    )
+    jax.make_jaxpr(autocast(lambda w, x: nested(4, x, w["a"]), "mixed_bfloat16", params=0))(
+        {"a": W}, X
+    )
     assert len(calls_of) == 2 * 4

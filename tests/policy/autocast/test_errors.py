@@ -27,9 +27,13 @@ def layer(params: Any, x: Any) -> Any:
 def test_what_is_no_function_is_refused(options):
     with pytest.raises(TypeError, match=r"autocast takes a function, but got 3 of type int\."):
         autocast(3, BF16, **options)
-    with pytest.raises(TypeError, match=r"autocast takes a function, but got None of type NoneType\."):
+    with pytest.raises(
+        TypeError, match=r"autocast takes a function, but got None of type NoneType\."
+    ):
         autocast(BF16, **options)(None)
-    with pytest.raises(TypeError, match=r"full_precision takes a function, but got 3 of type int\."):
+    with pytest.raises(
+        TypeError, match=r"full_precision takes a function, but got 3 of type int\."
+    ):
         full_precision(3)  # type: ignore[arg-type]
 
 
@@ -54,7 +58,9 @@ def test_an_unknown_primitive_is_refused_with_the_nearest(what):
         given(["tanh", "dot_generl"])
     with pytest.raises(ValueError, match=rf"{what} names 'qqqqqq'.*Nearest: none\."):
         given({"qqqqqq"})
-    with pytest.raises(TypeError, match=rf"{what} should be a collection of primitive names, as \('tanh',\)"):
+    with pytest.raises(
+        TypeError, match=rf"{what} should be a collection of primitive names, as \('tanh',\)"
+    ):
         given("tanh")
     with pytest.raises(TypeError, match=rf"{what} should hold names of primitives, but got 3"):
         given([3])
@@ -62,7 +68,9 @@ def test_an_unknown_primitive_is_refused_with_the_nearest(what):
 
 def test_a_rule_that_matches_nothing_is_refused_with_the_paths_there_are():
     fn = autocast(layer, BF16, rules={"layer": "f32", "leyer": "f32", "nothing/.*": "f32"})
-    with pytest.raises(ValueError, match=r"Rules 'leyer', 'nothing/\.\*' matched no module\. Modules seen: layer\."):
+    with pytest.raises(
+        ValueError, match=r"Rules 'leyer', 'nothing/\.\*' matched no module\. Modules seen: layer\."
+    ):
         fn(W, X)
     with pytest.raises(ValueError, match="no module"):
         jax.grad(lambda w: fn(w, X).sum())(W)
@@ -75,16 +83,24 @@ def test_rules_that_are_none_are_refused(rules):
 
 
 def test_an_unknown_preset_or_way_with_unknown_primitives_is_refused():
-    with pytest.raises(ValueError, match="preset should be 'memory' or 'conservative', but got 'fast'"):
+    with pytest.raises(
+        ValueError, match="preset should be 'memory' or 'conservative', but got 'fast'"
+    ):
         autocast(layer, BF16, preset="fast")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="on_unknown should be 'opaque' or 'raise', but got 'warn'"):
+    with pytest.raises(
+        ValueError, match="on_unknown should be 'opaque' or 'raise', but got 'warn'"
+    ):
         autocast(layer, BF16, on_unknown="warn")  # type: ignore[arg-type]
 
 
 def test_params_that_are_no_argument_are_refused():
-    with pytest.raises(ValueError, match="params names the argument 'weights', but the function takes params, x"):
+    with pytest.raises(
+        ValueError, match="params names the argument 'weights', but the function takes params, x"
+    ):
         autocast(layer, BF16, params="weights")(W, X)
-    with pytest.raises(ValueError, match="params names argument 2, but the function was called with 2 of them"):
+    with pytest.raises(
+        ValueError, match="params names argument 2, but the function was called with 2 of them"
+    ):
         autocast(layer, BF16, params=(0, 2))(W, X)
 
 
@@ -104,7 +120,9 @@ def test_an_unknown_primitive_is_opaque_or_refused(monkeypatch):
     monkeypatch.delitem(CATEGORY_OF, "tanh")
     assert autocast(layer, BF16)(W, X).dtype == jnp.float32
     strict = autocast(layer, BF16, on_unknown="raise")
-    with pytest.raises(NotImplementedError, match=r"no category for the primitive 'tanh'.*opaque=, allow= or deny="):
+    with pytest.raises(
+        NotImplementedError, match=r"no category for the primitive 'tanh'.*opaque=, allow= or deny="
+    ):
         strict(W, X)
     ruled = jax.custom_vjp(jnp.sin)
     ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.tanh(x),))
@@ -131,12 +149,16 @@ def test_a_mistake_in_the_function_is_told_as_ever():
         autocast(lambda w, x: x @ w, BF16)(W[:3], X)
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.1, 0.9), mixed_precision(optax.sgd(0.1), "float32")], ids=["optax", "ours"])
+@pytest.mark.parametrize(
+    "tx", [optax.sgd(0.1, 0.9), mixed_precision(optax.sgd(0.1), "float32")], ids=["optax", "ours"]
+)
 def test_an_optimizer_inside_is_pointed_out(tx):
     def step(params, state, x):
         grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    with pytest.warns(DtypePolicyWarning, match=r"handed an optimizer's state \(\w+State.*around the loss"):
+    with pytest.warns(
+        DtypePolicyWarning, match=r"handed an optimizer's state \(\w+State.*around the loss"
+    ):
         autocast(step, BF16)(W, tx.init(W), X)

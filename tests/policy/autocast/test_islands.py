@@ -34,8 +34,12 @@ ISLANDS: dict[str, Any] = {
     "of what is jitted": full_precision(jax.jit(layer)),
     "checkpointed": jax.checkpoint(full_precision(layer)),
     "of a checkpoint": full_precision(jax.checkpoint(layer)),
-    "in a scan": lambda w, x: lax.scan(lambda x, _: (full_precision(layer)(w, x), None), x, None, length=2)[0],
-    "of a scan": full_precision(lambda w, x: lax.scan(lambda x, _: (layer(w, x), None), x, None, length=2)[0]),
+    "in a scan": lambda w, x: lax.scan(
+        lambda x, _: (full_precision(layer)(w, x), None), x, None, length=2
+    )[0],
+    "of a scan": full_precision(
+        lambda w, x: lax.scan(lambda x, _: (layer(w, x), None), x, None, length=2)[0]
+    ),
     "of a branch": full_precision(lambda w, x: lax.cond(x[0, 0] > 0, layer, lambda w, x: x, w, x)),
     "mapped": jax.vmap(full_precision(layer), (None, 0)),
     "of a map": full_precision(jax.vmap(layer, (None, 0))),

@@ -14,7 +14,17 @@ from tests.policy.autocast.models import MODELS, Model
 from tests.programs import Operation, operations
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-SENSITIVE = ("exp", "log", "log1p", "rsqrt", "square", "reduce_sum", "cumsum", "scatter-add", "reduce_window_sum")
+SENSITIVE = (
+    "exp",
+    "log",
+    "log1p",
+    "rsqrt",
+    "square",
+    "reduce_sum",
+    "cumsum",
+    "scatter-add",
+    "reduce_window_sum",
+)
 EACH = pytest.mark.parametrize("name", MODELS)
 
 
@@ -23,7 +33,11 @@ def loss_of(model: Model, fn: Any) -> Any:
 
 
 def floating(op: Operation) -> list[str]:
-    return [dtype for dtype in op.inputs if dtype in ("bfloat16", "float16", "float32", "float64", "complex64")]
+    return [
+        dtype
+        for dtype in op.inputs
+        if dtype in ("bfloat16", "float16", "float32", "float64", "complex64")
+    ]
 
 
 def matmuls(ops: list[Operation], name: str) -> list[Operation]:
@@ -78,9 +92,16 @@ def test_results_and_gradients_are_float32s_to_a_few_bits(name):
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert relative(found, expected) < 3e-2
     for gradients in both:
-        whole = [np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (gradients, truth)]
+        whole = [
+            np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)])
+            for tree in (gradients, truth)
+        ]
         assert relative(*whole) < 6e-2
-        jax.tree.map(lambda g, p: (g.dtype, g.shape) == (p.dtype, p.shape) or pytest.fail(), gradients, model.params)
+        jax.tree.map(
+            lambda g, p: (g.dtype, g.shape) == (p.dtype, p.shape) or pytest.fail(),
+            gradients,
+            model.params,
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.batched])
@@ -92,7 +113,11 @@ def test_it_maps_over_a_batch_in_either_order(name):
     @jax.jit
     def run(params, batch):
         inside = autocast(jax.vmap(model.fn, (None, 0)), "mixed_bfloat16")(params, batch)
-        return jnp.stack([cast(params, x) for x in batch]), jax.vmap(cast, (None, 0))(params, batch), inside
+        return (
+            jnp.stack([cast(params, x) for x in batch]),
+            jax.vmap(cast, (None, 0))(params, batch),
+            inside,
+        )
 
     expected, *others = run(model.params, batch)
     for found in others:

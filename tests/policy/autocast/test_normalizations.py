@@ -75,12 +75,18 @@ def _backward(saved: Any, ct: Any) -> Any:
     return ((ct - mean(ct) - y * mean(ct * y)) / deviation,)
 
 
-with_a_rule.defvjp(lambda x: (two_passes(x), (two_passes(x), jnp.std(x, -1, keepdims=True))), _backward)
+with_a_rule.defvjp(
+    lambda x: (two_passes(x), (two_passes(x), jnp.std(x, -1, keepdims=True))), _backward
+)
 
 
 def in_chunks(x: Any) -> Any:
     """Adds up the squares of one column after the other."""
-    total = lax.scan(lambda total, column: (total + jnp.sum(column * column, -1), None), jnp.zeros(4), x.swapaxes(0, 1))
+    total = lax.scan(
+        lambda total, column: (total + jnp.sum(column * column, -1), None),
+        jnp.zeros(4),
+        x.swapaxes(0, 1),
+    )
     return x * lax.rsqrt(total[0][:, None, None] / (6 * D) + 1e-6)
 
 
@@ -105,11 +111,17 @@ NORMS: dict[str, Any] = {
     "two passes": lambda p, x: affine(p, two_passes(x)),
     "no parameters": lambda p, x: two_passes(x),
     "one pass": lambda p, x: affine(p, fast(x)),
-    "products for squares": lambda p, x: affine(p, (x - mean(x)) * lax.rsqrt(mean(x * x) - mean(x) ** 2 + 1e-6)),
-    "a scaled root": lambda p, x: (x - mean(x)) * (lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * along(p["scale"], x)),
+    "products for squares": lambda p, x: affine(
+        p, (x - mean(x)) * lax.rsqrt(mean(x * x) - mean(x) ** 2 + 1e-6)
+    ),
+    "a scaled root": lambda p, x: (
+        (x - mean(x)) * (lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * along(p["scale"], x))
+    ),
     "a deviation": lambda p, x: affine(p, (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-5)),
     "a power": lambda p, x: (x - mean(x)) * (x.var(-1, keepdims=True) + 1e-5) ** -0.5,
-    "the inverse of a deviation": lambda p, x: (x - mean(x)) * (1.0 / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)),
+    "the inverse of a deviation": lambda p, x: (
+        (x - mean(x)) * (1.0 / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5))
+    ),
     "root mean square": lambda p, x: x * lax.rsqrt(mean(x * x) + 1e-6) * (1 + along(p["scale"], x)),
     "T5's": lambda p, x: along(p["scale"], x) * (x / jnp.sqrt(mean(jnp.power(x, 2)) + 1e-6)),
     "a norm that is scaled": lambda p, x: (
@@ -117,22 +129,34 @@ NORMS: dict[str, Any] = {
     ),
     "groups": lambda p, x: affine(p, group_norm(x)),
     "instances": lambda p, x: (x - mean(x, 1)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-6),
-    "batches": lambda p, x: affine(p, (x - mean(x, (0, 1))) * lax.rsqrt(x.var((0, 1), keepdims=True) + 1e-6)),
+    "batches": lambda p, x: affine(
+        p, (x - mean(x, (0, 1))) * lax.rsqrt(x.var((0, 1), keepdims=True) + 1e-6)
+    ),
     "a mask": lambda p, x: affine(p, masked(x)),
     "a jit of the statistics": lambda p, x: (
         (x - jax.jit(mean)(x)) * lax.rsqrt(jax.jit(lambda x: mean(x * x))(x) + 1e-6)
     ),
-    "a checkpoint of the statistics": lambda p, x: x * lax.rsqrt(jax.checkpoint(lambda x: mean(x * x))(x) + 1e-6),
+    "a checkpoint of the statistics": lambda p, x: (
+        x * lax.rsqrt(jax.checkpoint(lambda x: mean(x * x))(x) + 1e-6)
+    ),
     "a checkpoint": lambda p, x: jax.checkpoint(lambda p, x: affine(p, two_passes(x)))(p, x),
-    "a rule for the variance": lambda p, x: (x - mean(x)) * lax.rsqrt(variance_with_a_rule(x) + 1e-6),
+    "a rule for the variance": lambda p, x: (
+        (x - mean(x)) * lax.rsqrt(variance_with_a_rule(x) + 1e-6)
+    ),
     "a rule for all of it": lambda p, x: with_a_rule(x),
-    "a scan over rows": lambda p, x: lax.scan(lambda _, row: (None, affine(p, two_passes(row))), None, x)[1],
-    "a branch": lambda p, x: lax.cond(p["gamma"][0] > 0, lambda x: affine(p, two_passes(x)), two_passes, x),
+    "a scan over rows": lambda p, x: lax.scan(
+        lambda _, row: (None, affine(p, two_passes(row))), None, x
+    )[1],
+    "a branch": lambda p, x: lax.cond(
+        p["gamma"][0] > 0, lambda x: affine(p, two_passes(x)), two_passes, x
+    ),
     "sums in a scan": lambda p, x: in_chunks(x),
     "devices": lambda p, x: over_devices(x),
     "a vmap": lambda p, x: jax.vmap(jax.vmap(lambda row: affine(p, two_passes(row))))(x),
     "flax LayerNorm": lambda p, x: nn.LayerNorm().apply({"params": p}, x),
-    "flax LayerNorm, slow variance": lambda p, x: nn.LayerNorm(use_fast_variance=False).apply({"params": p}, x),
+    "flax LayerNorm, slow variance": lambda p, x: nn.LayerNorm(use_fast_variance=False).apply(
+        {"params": p}, x
+    ),
     "flax RMSNorm": lambda p, x: nn.RMSNorm().apply({"params": p}, x),
     "flax GroupNorm": lambda p, x: nn.GroupNorm(2).apply({"params": p}, x),
     "flax InstanceNorm": lambda p, x: nn.InstanceNorm().apply({"params": p}, x),
@@ -141,8 +165,12 @@ NORMS: dict[str, Any] = {
     )[0],
 }
 RUNNING: dict[str, Any] = {
-    "flax BatchNorm": lambda p, s, x: nn.BatchNorm(use_running_average=True).apply({"params": p, "batch_stats": s}, x),
-    "by hand": lambda p, s, x: affine(p, (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x) + 1e-5)),
+    "flax BatchNorm": lambda p, s, x: nn.BatchNorm(use_running_average=True).apply(
+        {"params": p, "batch_stats": s}, x
+    ),
+    "by hand": lambda p, s, x: affine(
+        p, (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x) + 1e-5)
+    ),
     "folded": lambda p, s, x: folded(p, s, x),
 }
 
@@ -189,7 +217,9 @@ NO_NORMS: dict[str, Any] = {
     "clipping by a norm": lambda p, x: x * jnp.minimum(1.0, 1.0 / jnp.sqrt(jnp.sum(jnp.square(x)))),
     "standardised data": lambda p, x: (x - x.mean()) / (x.std() + 1e-6),
     "a temperature": lambda p, x: x * lax.rsqrt(p["gamma"][0]),
-    "noise": lambda p, x: jnp.sqrt(p["gamma"][0]) * x + jnp.sqrt(1 - 0.1 * p["gamma"][0]) * jnp.roll(x, 1),
+    "noise": lambda p, x: (
+        jnp.sqrt(p["gamma"][0]) * x + jnp.sqrt(1 - 0.1 * p["gamma"][0]) * jnp.roll(x, 1)
+    ),
     "multiplied by its deviation": lambda p, x: x * x.std(-1, keepdims=True),
     "divided by another's deviation": lambda p, x: x / jnp.tanh(x).std(-1, keepdims=True),
     "scaled and shifted": lambda p, x: x * along(p["scale"], x) + 1,
@@ -198,7 +228,9 @@ NO_NORMS: dict[str, Any] = {
 
 def regions(fn: Any, *args: Any) -> Regions:
     body, _ = opened(jax.make_jaxpr(fn)(*args))
-    return normalizations(body, [i == 0 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)])
+    return normalizations(
+        body, [i == 0 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    )
 
 
 def marked(found: Regions) -> int:
@@ -223,8 +255,16 @@ def test_nothing_else_is_taken_for_one(name):
 
 
 def test_data_that_are_standardised_are_normalised_for_a_matmul_alone():
-    assert regions(lambda p, x, y: jnp.mean(jnp.square(x @ p["w"] - two_passes(y))), P, X, X) == NOWHERE
-    assert regions(lambda p, s, x: (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x)), P, STORED, X) == NOWHERE
+    assert (
+        regions(lambda p, x, y: jnp.mean(jnp.square(x @ p["w"] - two_passes(y))), P, X, X)
+        == NOWHERE
+    )
+    assert (
+        regions(
+            lambda p, s, x: (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x)), P, STORED, X
+        )
+        == NOWHERE
+    )
     assert marked(regions(lambda p, x: two_passes(x).reshape(-1, D) @ p["w"], P, X)) >= 1
 
 
@@ -251,7 +291,9 @@ def test_it_runs_in_float32_and_hands_on_half(name):
     fn, *args = between(NORMS[name])
     ops = operations(autocast(fn, BF16), *args)
     assert {op.inputs for op in named(ops, "tanh")} == {("bfloat16",)}
-    arithmetic = named(ops, "mul", "div", "square", "rsqrt", "sqrt", "sub", "reduce_sum", "integer_pow")
+    arithmetic = named(
+        ops, "mul", "div", "square", "rsqrt", "sqrt", "sub", "reduce_sum", "integer_pow"
+    )
     assert {dtype for op in arithmetic for dtype in op.inputs if dtype in FLOATS} == {"float32"}
     assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
 
@@ -269,7 +311,11 @@ def test_one_by_running_statistics_does_so_too(name):
 def program(fn: Any, *args: Any) -> list[Any]:
     """The equations of a program in order: primitives, dtypes and shapes, no names."""
     return [
-        (site.name, site.inside, *(str(v.aval) for v in (*site.equation.invars, *site.equation.outvars)))
+        (
+            site.name,
+            site.inside,
+            *(str(v.aval) for v in (*site.equation.invars, *site.equation.outvars)),
+        )
         for site in walk(jax.make_jaxpr(fn)(*args))
     ]
 
@@ -296,8 +342,20 @@ def error(found: Any, truth: Any) -> float:
 
 
 DIFFERENTIATED = (
-    *("two passes", "products for squares", "groups", "a checkpoint of the statistics", "a rule for the variance"),
-    *("a rule for all of it", "a scan over rows", "sums in a scan", "flax LayerNorm", "flax BatchNorm"),
+    *(
+        "two passes",
+        "products for squares",
+        "groups",
+        "a checkpoint of the statistics",
+        "a rule for the variance",
+    ),
+    *(
+        "a rule for all of it",
+        "a scan over rows",
+        "sums in a scan",
+        "flax LayerNorm",
+        "flax BatchNorm",
+    ),
 )
 
 
@@ -310,11 +368,15 @@ def test_gradients_are_those_of_float32_to_the_rounding_of_the_matmuls(name):
 
     of_it, in_it = jax.grad(autocast(loss, BF16), (0, 1)), autocast(jax.grad(loss, (0, 1)), BF16)
     gradients = jax.jit(lambda p, x: (of_it(p, x), in_it(p, x), jax.grad(loss, (0, 1))(p, x)))(P, X)
-    *found, true = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in gradients)
+    *found, true = (
+        np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in gradients
+    )
     assert max(error(one, true) for one in found) < 2e-2
 
 
-@pytest.mark.parametrize("name", ["two passes", "one pass", "root mean square", "flax LayerNorm", "batches"])
+@pytest.mark.parametrize(
+    "name", ["two passes", "one pass", "root mean square", "flax LayerNorm", "batches"]
+)
 def test_the_backward_pass_in_a_program_is_float32_and_hands_on_half(name):
     def loss(p: Any, x: Any) -> Any:
         return jnp.sum(NORMS[name](p, jax.nn.relu(x @ p["w"])) @ p["w"])
@@ -322,7 +384,11 @@ def test_the_backward_pass_in_a_program_is_float32_and_hands_on_half(name):
     jaxpr = jax.make_jaxpr(autocast(jax.grad(loss), BF16))(P, X)
     backward = [op for op in operations_of(jaxpr) if op.is_backward]
     # The relu's cotangent comes out of the normalisation: half, as one of ordinary code is.
-    selections = [site.equation.outvars[0].aval for site in walk(jaxpr) if site.name == "select_n" and site.is_backward]
+    selections = [
+        site.equation.outvars[0].aval
+        for site in walk(jaxpr)
+        if site.name == "select_n" and site.is_backward
+    ]
     assert {str(aval.dtype) for aval in selections if aval.shape == X.shape} == {"bfloat16"}
     reductions = [op for op in named(backward, "reduce_sum") if op.terms != 1]
     assert {op.inputs for op in reductions} == {("float32",)}
@@ -333,7 +399,11 @@ def test_statistics_that_are_returned_are_float32s():
     def fn(p: Any, x: Any) -> Any:
         h = x @ p["w"]
         average = 0.9 * STORED["mean"] + 0.1 * jnp.mean(h, (0, 1))
-        return two_passes(h), average, affine(p, (h - mean(h, (0, 1))) / jnp.sqrt(h.var((0, 1), keepdims=True) + 1e-6))
+        return (
+            two_passes(h),
+            average,
+            affine(p, (h - mean(h, (0, 1))) / jnp.sqrt(h.var((0, 1), keepdims=True) + 1e-6)),
+        )
 
     ops = operations(autocast(fn, BF16), P, X)
     assert {op.inputs for op in named(ops, "add", "mul")} == {("float32", "float32")}
@@ -345,19 +415,25 @@ def test_paths_that_are_named_are_normalisations():
             y = x @ p["w"] * along(p["scale"], x) + along(p["bias"], x)
         return jnp.tanh(y)
 
-    plain, found = (operations(autocast(fn, BF16, normalises=names), P, X) for names in ((), ("modulated",)))
+    plain, found = (
+        operations(autocast(fn, BF16, normalises=names), P, X) for names in ((), ("modulated",))
+    )
     assert {op.inputs for op in named(plain, "add")} == {("bfloat16", "bfloat16")}
     assert {op.inputs for op in named(found, "add", "mul")} == {("float32", "float32")}
     assert {op.inputs for op in named(found, "tanh")} == {("bfloat16",)}
     report = autocast(fn, BF16, normalises=["modulated"]).explain(P, X)
-    assert {r.done for r in report.records if r.primitive == "add"} == {"float32, handed on in half"}
+    assert {r.done for r in report.records if r.primitive == "add"} == {
+        "float32, handed on in half"
+    }
 
 
 def test_paths_that_match_nothing_and_what_are_none_are_refused():
     with pytest.raises(ValueError, match=r"Rule 'elsewhere' matched no module"):
         autocast(lambda p, x: x @ p["w"], BF16, normalises=("elsewhere",))(P, X)
     for wrong in ("modulated", 3, (3,)):
-        with pytest.raises(TypeError, match=r"normalises should be a collection of module paths, as .*, but got"):
+        with pytest.raises(
+            TypeError, match=r"normalises should be a collection of module paths, as .*, but got"
+        ):
             autocast(lambda p, x: x, BF16, normalises=wrong)  # type: ignore[arg-type]
 
 
@@ -380,6 +456,9 @@ def test_a_rule_for_its_path_decides():
             return jnp.tanh(affine(p, two_passes(x @ p["w"]))) @ p["w"]
 
     ops = operations(autocast(fn, BF16, rules={"inner": "f32"}), P, X)
-    assert {op.inputs for op in named(ops, "dot_general", "tanh")} == {("float32", "float32"), ("float32",)}
+    assert {op.inputs for op in named(ops, "dot_general", "tanh")} == {
+        ("float32", "float32"),
+        ("float32",),
+    }
     conservative = operations(autocast(fn, BF16, preset="conservative"), P, X)
     assert {op.inputs for op in named(conservative, "tanh")} == {("float32",)}

@@ -57,12 +57,18 @@ def test_a_sum_carried_through_4096_steps_is_float32s(policy):
 @POLICIES
 def test_a_sum_of_half_matmuls_is_carried_in_float32(policy):
     ops = operations(
-        autocast(lambda w, xs: lax.scan(lambda s, x: (s + x @ w, s @ w), jnp.zeros((4, 8)), xs)[0], policy, params=0),
+        autocast(
+            lambda w, xs: lax.scan(lambda s, x: (s + x @ w, s @ w), jnp.zeros((4, 8)), xs)[0],
+            policy,
+            params=0,
+        ),
         W,
         jnp.ones((3, 4, 8)),
     )
     assert {op.inputs for op in named(ops, "dot_general")} == {(half_of(policy),) * 2}
-    assert [op.inputs for op in named(ops, "add") if op.outputs == ("float32",)] == [("float32", "float32")]
+    assert [op.inputs for op in named(ops, "add") if op.outputs == ("float32",)] == [
+        ("float32", "float32")
+    ]
 
 
 @POLICIES
@@ -126,7 +132,9 @@ def carried_into_a_scan(logits: Any) -> Any:
 
 
 def made_in_a_checkpoint(logits: Any) -> Any:
-    return jnp.where(MASK, logits, jax.checkpoint(lambda x: jnp.full((4, 4), LOWEST) + 0 * x[0, 0])(logits))
+    return jnp.where(
+        MASK, logits, jax.checkpoint(lambda x: jnp.full((4, 4), LOWEST) + 0 * x[0, 0])(logits)
+    )
 
 
 MASKS: dict[str, Any] = {
@@ -141,7 +149,9 @@ MASKS: dict[str, Any] = {
     "integers": lambda logits: logits + (1 - MASK.astype(jnp.int32)).astype(jnp.float32) * LOWEST,
     "sliced": sliced,
     "negated": lambda logits: jnp.where(MASK, logits, lax.neg(jnp.full((4, 4), -LOWEST))),
-    "joined": lambda logits: jnp.where(MASK, logits, jnp.concatenate([jnp.full((4, 2), LOWEST)] * 2, 1)),
+    "joined": lambda logits: jnp.where(
+        MASK, logits, jnp.concatenate([jnp.full((4, 2), LOWEST)] * 2, 1)
+    ),
     "given to a checkpoint": lambda logits: jax.checkpoint(jnp.where)(MASK, logits, LOWEST),
     "carried into a scan": carried_into_a_scan,
     "made in a checkpoint": made_in_a_checkpoint,
@@ -168,7 +178,9 @@ def test_a_row_that_sees_nothing_stays_finite(mask, policy):
     fn = autocast(attention(MASKS[mask]), policy, params=0)
     out, gradient = jax.jit(jax.value_and_grad(lambda w, x: fn(w, x).sum()))(W, X)
     assert np.isfinite(out) and np.all(np.isfinite(gradient))
-    assert {op.inputs for op in named(operations(fn, W, X), "dot_general")} == {(half_of(policy),) * 2}
+    assert {op.inputs for op in named(operations(fn, W, X), "dot_general")} == {
+        (half_of(policy),) * 2
+    }
 
 
 @POLICIES
@@ -182,7 +194,11 @@ def test_an_additive_mask_given_as_an_input_is_not_narrowed(policy):
 @pytest.mark.parametrize("lowest", [LOWEST, -1e9])
 @POLICIES
 def test_the_number_of_a_mask_given_as_an_input_keeps_its_range(policy, lowest):
-    fn = autocast(lambda w, x, lowest: jax.nn.softmax(jnp.where(MASK, (x @ w) @ x.T, lowest)) @ x, policy, params=0)
+    fn = autocast(
+        lambda w, x, lowest: jax.nn.softmax(jnp.where(MASK, (x @ w) @ x.T, lowest)) @ x,
+        policy,
+        params=0,
+    )
     assert np.all(np.isfinite(fn(W, X, jnp.float32(lowest))))
 
 
@@ -237,9 +253,14 @@ def test_integer_positions_stay_exact():
     def turned(w, x):
         return (x @ w) * jnp.cos(positions.astype(jnp.float32) * 0.37)
 
-    found, truth = autocast(turned, "mixed_bfloat16")(W, X), np.cos(np.asarray(positions, np.float64) * 0.37)
+    found, truth = (
+        autocast(turned, "mixed_bfloat16")(W, X),
+        np.cos(np.asarray(positions, np.float64) * 0.37),
+    )
     assert error(found, np.asarray(X @ W) * truth) < 1.2e-2
-    ops = operations(autocast(lambda w, x: (x @ w) + positions.astype(jnp.float32), "mixed_bfloat16"), W, X)
+    ops = operations(
+        autocast(lambda w, x: (x @ w) + positions.astype(jnp.float32), "mixed_bfloat16"), W, X
+    )
     assert [op.inputs for op in named(ops, "add") if "bfloat16" in op.inputs] == []
 
 
@@ -283,7 +304,11 @@ def uses(w: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
 def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside):
-    fn = autocast(jax.grad(uses), "mixed_bfloat16", params=0) if inside else jax.grad(autocast(uses, "mixed_bfloat16"))
+    fn = (
+        autocast(jax.grad(uses), "mixed_bfloat16", params=0)
+        if inside
+        else jax.grad(autocast(uses, "mixed_bfloat16"))
+    )
     adds = named(operations(fn, W, jnp.abs(X)), "add_any")
     assert [op.inputs for op in adds] == [("float32", "float32")] * 63
     assert error(fn(W, jnp.abs(X)), jax.grad(uses)(W, jnp.abs(X))) < 4e-3
@@ -295,7 +320,11 @@ def test_the_cotangents_of_activations_stay_half(inside):
         h = x @ w
         return jnp.sum(jnp.tanh(h) @ w + h)
 
-    fn = autocast(jax.grad(loss), "mixed_bfloat16", params=0) if inside else jax.grad(autocast(loss, "mixed_bfloat16"))
+    fn = (
+        autocast(jax.grad(loss), "mixed_bfloat16", params=0)
+        if inside
+        else jax.grad(autocast(loss, "mixed_bfloat16"))
+    )
     dots = named(operations(fn, W, X), "dot_general")
     assert {op.inputs for op in dots} == {("bfloat16",) * 2}
 
@@ -305,10 +334,16 @@ def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
     xs = normal(512, 2, 8)
 
     def loss(w, xs):
-        return jnp.mean(lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros((2, 8)), xs)[1] * xs)
+        return jnp.mean(
+            lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros((2, 8)), xs)[1] * xs
+        )
 
     bf16 = "mixed_bfloat16"
-    fn = autocast(jax.grad(loss), bf16, params=0) if inside else jax.grad(autocast(loss, bf16, params=0))
+    fn = (
+        autocast(jax.grad(loss), bf16, params=0)
+        if inside
+        else jax.grad(autocast(loss, bf16, params=0))
+    )
     found, truth = jax.jit(fn)(0.5 * W, xs), jax.jit(jax.grad(loss))(0.5 * W, xs)
     assert float(jnp.linalg.norm(found - truth) / jnp.linalg.norm(truth)) < 1e-2
 
@@ -364,7 +399,9 @@ def test_results_and_gradients_do_not_depend_on_argnums():
 
 def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
     """Rounded shifts would cost up to half a unit of the largest logit; a rounded p - 1 cancels where p is almost 1."""
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)) * 8, jnp.bfloat16).astype(jnp.float32)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)) * 8, jnp.bfloat16).astype(
+        jnp.float32
+    )
     labels = jnp.argmax(logits, -1)
 
     def loss(w, x):  # an exact product, so that the logits are half and known
@@ -372,7 +409,10 @@ def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
 
     eye = jnp.eye(64)
     exact = -jax.nn.log_softmax(logits)[jnp.arange(4), labels]
-    for strict in (autocast(loss, "mixed_bfloat16", on_unknown="raise"), autocast(loss, "mixed_bfloat16")):
+    for strict in (
+        autocast(loss, "mixed_bfloat16", on_unknown="raise"),
+        autocast(loss, "mixed_bfloat16"),
+    ):
         np.testing.assert_allclose(strict(eye, logits), exact, rtol=1e-5, atol=1e-6)
     found = jax.grad(lambda x: autocast(loss, "mixed_bfloat16")(eye, x).sum())(logits)
     truth = jax.nn.softmax(logits) - jax.nn.one_hot(labels, 64)
@@ -403,7 +443,9 @@ def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
 
     mask = jnp.asarray(RNG.uniform(size=(4, 8)) < 0.5)
     program = autocast(masked, "mixed_bfloat16")
-    assert {op.inputs[1:] for op in named(operations(program, W, X, mask), "select_n")} == {("bfloat16", "bfloat16")}
+    assert {op.inputs[1:] for op in named(operations(program, W, X, mask), "select_n")} == {
+        ("bfloat16", "bfloat16")
+    }
     found = program(W, X, mask)
     assert (found[~mask] == jnp.finfo(jnp.bfloat16).min.astype(jnp.float32)).all()
     assert error(found[mask], masked(W, X, mask)[mask]) < 1e-2
@@ -412,7 +454,9 @@ def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
 @pytest.mark.parametrize(("policy", "number"), [("mixed_float16", 1e5), ("mixed_float16", -1e-9)])
 def test_a_number_that_half_precision_loses_keeps_its_selection_in_float32(policy, number):
     program = autocast(lambda w, x: jnp.where(x > 0, x @ w, number), policy)
-    assert {op.inputs[1:] for op in named(operations(program, W, X), "select_n")} == {("float32", "float32")}
+    assert {op.inputs[1:] for op in named(operations(program, W, X), "select_n")} == {
+        ("float32", "float32")
+    }
     assert (program(W, X)[X <= 0] == jnp.float32(number)).all()
 
 
@@ -423,5 +467,7 @@ def test_a_matmul_of_a_real_number_with_a_complex_one_runs_as_it_was_traced():
 
     weights, x = jnp.ones((8, 4)), jnp.ones((3, 8))
     np.testing.assert_allclose(jax.jit(autocast(f, "mixed_bfloat16"))(weights, x), f(weights, x))
-    gradient = jax.eval_shape(jax.grad(lambda w: autocast(f, "mixed_bfloat16")(w, x).sum()), weights)
+    gradient = jax.eval_shape(
+        jax.grad(lambda w: autocast(f, "mixed_bfloat16")(w, x).sum()), weights
+    )
     assert gradient.dtype == jnp.float32

@@ -18,7 +18,9 @@ def test_parameters_are_named_as_they_were_given():
     variables = {"params": {"w": SQUARE}, "stats": {"m": jnp.zeros((1, 8))}}
     scale = jnp.ones((1, 8))
     assert autocast(fn, BF16).explain(variables, X, scale).parameters == ["args[0]['params']['w']"]
-    assert autocast(fn, BF16, params=(0, "scale")).explain(variables, X, scale=scale).parameters == [
+    assert autocast(fn, BF16, params=(0, "scale")).explain(
+        variables, X, scale=scale
+    ).parameters == [
         "args[0]['params']['w']",
         "args[0]['stats']['m']",
         "kwargs['scale']",
@@ -38,7 +40,9 @@ def test_it_takes_shapes_and_counts_each_kind_of_operation():
     assert found["up", "dot_general", "bfloat16", ("bfloat16",)] == 2
     assert found["up", "exp", "float32", ("float32",)] == 1
     wide = autocast(fn, BF16, rules={"up": "f32"}).explain(*shapes)
-    assert [(record.path, record.primitive) for record in wide.wide_matmuls] == [("up", "dot_general")]
+    assert [(record.path, record.primitive) for record in wide.wide_matmuls] == [
+        ("up", "dot_general")
+    ]
     assert not report.wide_matmuls
 
 
@@ -57,5 +61,7 @@ def test_a_program_that_is_left_as_it_is_is_reported_where_it_holds_a_matmul():
     assert [record.primitive for record in report.opaque_matmuls] == ["custom_vmap_call"]
     assert sum(r.primitive == "custom_vmap_call" for r in report.records) == 2
     assert "opaque, holds a matmul" in str(report)
-    called = autocast(lambda x: jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x), BF16)
+    called = autocast(
+        lambda x: jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x), BF16
+    )
     assert not called.explain(X).opaque_matmuls

@@ -38,9 +38,9 @@ class Net(nn.Module):
     def __call__(self, x: Any) -> Any:
         block: Any = nn.remat(Block, prevent_cse=False) if self.remat else Block
         if self.scan:
-            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(name="layers")(
-                x, None
-            )
+            x, _ = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )(name="layers")(x, None)
         else:
             for i in range(2):
                 x, _ = block(name=f"layers_{i}")(x)
@@ -91,10 +91,14 @@ def test_one_layer_of_several_alike_is_told_from_its_neighbour(remat):
     for program, fn in programs(net.apply, rules={"layers_1": "f32"}).items():
         found = matmuls(fn, variables, SEQUENCE)
         assert found["block", "float32"] == found["block", "bfloat16"] > 0, program
-    for program, fn in programs(net.apply, rules={"layers_1/up": "f32", "Net:layers_0": "mixed_float16"}).items():
+    for program, fn in programs(
+        net.apply, rules={"layers_1/up": "f32", "Net:layers_0": "mixed_float16"}
+    ).items():
         found = matmuls(fn, variables, SEQUENCE)
         assert found["block", "float32"] >= found["block", "bfloat16"] > 0, program
-        assert found["block", "float32"] + found["block", "bfloat16"] == found["block", "float16"], program
+        assert (
+            found["block", "float32"] + found["block", "bfloat16"] == found["block", "float16"]
+        ), program
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
@@ -107,14 +111,19 @@ def test_one_matmul_within_a_layer_is_told_from_the_other(remat, scan):
         # a checkpoint computes `up` again, and not always `down`
         assert found["block", "float32"] >= found["block", "bfloat16"] > 0, program
         plain = matmuls(programs(net.apply)[program], variables, SEQUENCE)
-        assert found["block", "float32"] + found["block", "bfloat16"] == plain["block", "bfloat16"], program
+        assert (
+            found["block", "float32"] + found["block", "bfloat16"] == plain["block", "bfloat16"]
+        ), program
 
 
 class Methods(nn.Module):
     """A module with a method of its own, in the scopes ``Methods`` and ``Methods.encode``."""
 
     def setup(self) -> None:
-        self.body, self.head = nn.Dense(8), nn.Dense(3)  # `body` is a name of JAX's in compiled programs, not in these
+        self.body, self.head = (
+            nn.Dense(8),
+            nn.Dense(3),
+        )  # `body` is a name of JAX's in compiled programs, not in these
 
     def encode(self, x: Any) -> Any:
         return self.body(x)
@@ -128,15 +137,22 @@ def test_a_layer_is_known_by_its_path_whatever_method_calls_it(rule):
     net = Methods()
     variables = jax.eval_shape(net.init, KEY, SEQUENCE)
     for program, fn in programs(net.apply, rules={rule: "f32"}).items():
-        assert set(matmuls(fn, variables, SEQUENCE)) == {("block", "float32"), ("head", "bfloat16")}, program
-    encode = autocast(lambda variables, x: net.apply(variables, x, method="encode"), BF16, rules={rule: "f32"})
+        assert set(matmuls(fn, variables, SEQUENCE)) == {
+            ("block", "float32"),
+            ("head", "bfloat16"),
+        }, program
+    encode = autocast(
+        lambda variables, x: net.apply(variables, x, method="encode"), BF16, rules={rule: "f32"}
+    )
     assert set(matmuls(encode, variables, SEQUENCE)) == {("block", "float32")}
 
 
 def test_a_rule_for_what_an_island_holds_matches_it():
     net = Methods()
     variables = jax.eval_shape(net.init, KEY, SEQUENCE)
-    fn = autocast(full_precision(net.apply), BF16, rules={"body": "mixed_float16", "Methods:head": "bf16"})
+    fn = autocast(
+        full_precision(net.apply), BF16, rules={"body": "mixed_float16", "Methods:head": "bf16"}
+    )
     assert {dtype for _, dtype in matmuls(fn, variables, SEQUENCE)} == {"float32"}
 
 
@@ -144,15 +160,25 @@ def scoped(w: Any, x: Any) -> Any:
     with jax.named_scope("first"):
         x = jnp.tanh(x @ w)
     with jax.named_scope("second"), jax.named_scope("inner"):
-        return lax.scan(lambda x, _: (jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None), x, None, length=2)[0]
+        return lax.scan(
+            lambda x, _: (jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None), x, None, length=2
+        )[0]
 
 
 @pytest.mark.parametrize("rule", ["second", "second/inner", "second/.*"])
 def test_scopes_of_plain_functions_are_paths_too(rule):
     w, x = SQUARE, normal(4, 8)
     for program, fn in programs(scoped, rules={rule: "f32"}).items():
-        first = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "first" in op.path]
-        second = [op.inputs[0] for op in operations(fn, w, x) if op.name == "dot_general" and "second" in op.path]
+        first = [
+            op.inputs[0]
+            for op in operations(fn, w, x)
+            if op.name == "dot_general" and "first" in op.path
+        ]
+        second = [
+            op.inputs[0]
+            for op in operations(fn, w, x)
+            if op.name == "dot_general" and "second" in op.path
+        ]
         assert set(first) == {"bfloat16"}, program
         assert set(second) == {"float32"}, program
 
@@ -212,8 +238,12 @@ def test_a_rule_for_scanned_layers_narrows_what_each_hands_to_the_next(remat: bo
     net = Net(remat, scan=True)
     variables = jax.eval_shape(net.init, KEY, SQUARE)
     assert carried(autocast(net.apply, BF16), variables, SQUARE) == {"float32"}
-    assert carried(autocast(net.apply, BF16, rules={"layers": BF16}), variables, SQUARE) == {"float32"}
-    assert carried(autocast(net.apply, BF16, rules={"layers/up": "bf16"}), variables, SQUARE) == {"float32"}
+    assert carried(autocast(net.apply, BF16, rules={"layers": BF16}), variables, SQUARE) == {
+        "float32"
+    }
+    assert carried(autocast(net.apply, BF16, rules={"layers/up": "bf16"}), variables, SQUARE) == {
+        "float32"
+    }
     for name, program in programs(net.apply, rules=LAYERS).items():
         assert "bfloat16" in carried(program, variables, SQUARE), name
     assert carried(autocast(net.apply, BF16, rules=LAYERS), variables, SQUARE) == {"bfloat16"}
@@ -248,7 +278,9 @@ def test_a_running_sum_beside_narrowed_layers_keeps_float32():
     class Holder(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            layers = nn.scan(Summed, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            layers = nn.scan(
+                Summed, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
             return layers(name="layers")((x, jnp.zeros_like(x)), None)[0]
 
     holder = Holder()
@@ -262,11 +294,15 @@ def test_a_rule_for_a_module_leaves_its_own_loops_alone():
         @nn.compact
         def __call__(self, x: Any) -> Any:
             y = nn.Dense(8)(x)
-            return lax.scan(lambda total, _: (total + y, None), jnp.zeros_like(y), None, length=3)[0]
+            return lax.scan(lambda total, _: (total + y, None), jnp.zeros_like(y), None, length=3)[
+                0
+            ]
 
     model = Sums()
     variables = jax.eval_shape(model.init, KEY, SQUARE)
-    assert carried(autocast(model.apply, BF16, rules={"Sums:": "bfloat16"}), variables, SQUARE) == {"float32"}
+    assert carried(autocast(model.apply, BF16, rules={"Sums:": "bfloat16"}), variables, SQUARE) == {
+        "float32"
+    }
 
 
 def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
@@ -274,9 +310,15 @@ def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
     variables = jax.eval_shape(net.init, KEY, SQUARE)
     program = autocast(net.apply)
     with use_policy(BF16, {"layers_.*": "float32", "elsewhere": "float16"}):
-        assert matmuls(program, variables, SQUARE) == {("block", "float32"): 4, ("head", "bfloat16"): 1}
+        assert matmuls(program, variables, SQUARE) == {
+            ("block", "float32"): 4,
+            ("head", "bfloat16"): 1,
+        }
     with use_policy(BF16, {"head": "float32"}):
-        assert matmuls(program, variables, SQUARE) == {("block", "bfloat16"): 4, ("head", "float32"): 1}
+        assert matmuls(program, variables, SQUARE) == {
+            ("block", "bfloat16"): 4,
+            ("head", "float32"): 1,
+        }
 
 
 class Doubled(nn.Dense):
@@ -298,7 +340,9 @@ def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: 
 
     model = Attends()
     variables = jax.eval_shape(model.init, KEY, SEQUENCE)
-    program = autocast(model.apply, BF16, rules=PolicyRules({rule: "float32", "Doubled_0": "float32"}))
+    program = autocast(
+        model.apply, BF16, rules=PolicyRules({rule: "float32", "Doubled_0": "float32"})
+    )
     wide = {r.path for r in program.explain(variables, SEQUENCE).wide_matmuls}
     assert {path.rpartition("/")[2] for path in wide} == {"query", "Doubled_0"}
     report = audit(model.apply, variables, SEQUENCE)

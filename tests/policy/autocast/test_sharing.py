@@ -30,7 +30,9 @@ def bodies(monkeypatch):
     """The programs rewritten as functions, in order."""
     seen = []
     init = control_flow.Body.__init__
-    monkeypatch.setattr(control_flow.Body, "__init__", lambda self, *args: seen.append(args[1]) or init(self, *args))
+    monkeypatch.setattr(
+        control_flow.Body, "__init__", lambda self, *args: seen.append(args[1]) or init(self, *args)
+    )
     return seen
 
 
@@ -87,7 +89,9 @@ def test_names_stay_those_of_each_layer():
     model = apply_policy(Model(), "mixed_bfloat16")
     params = model.init(jax.random.key(0), X)
     jaxpr = jax.make_jaxpr(
-        jax.grad(autocast(lambda p, x: jnp.sum(jnp.asarray(model.apply(p, x))), "bfloat16", params=0))
+        jax.grad(
+            autocast(lambda p, x: jnp.sum(jnp.asarray(model.apply(p, x))), "bfloat16", params=0)
+        )
     )(params, X)
 
     def paths(jaxpr, above):

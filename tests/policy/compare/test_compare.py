@@ -58,8 +58,16 @@ def test_the_statistics_of_two_arrays_are_what_numpy_says() -> None:
     reference = np.array([1.0, 2.0, 1e-9, 1e-5, 1e6, -3.0, 0.0, np.inf], np.float32)
     with np.errstate(over="ignore"):
         value = (reference * np.float32(1.001)).astype(np.float16)
-    found = dict(zip(statistics.NAMES, np.asarray(statistics.measured(value, jnp.asarray(reference))), strict=True))
-    assert found["underflow"] == 1 / 8 and found["subnormal"] == 1 / 8 and found["overflow"] == 1 / 8
+    found = dict(
+        zip(
+            statistics.NAMES,
+            np.asarray(statistics.measured(value, jnp.asarray(reference))),
+            strict=True,
+        )
+    )
+    assert (
+        found["underflow"] == 1 / 8 and found["subnormal"] == 1 / 8 and found["overflow"] == 1 / 8
+    )
     assert found["undefined"] == 1 / 8 and found["reference_largest"] == 1e6
     assert math.isinf(found["error"]) and found["distance"] == 1 and math.isinf(found["largest"])
 
@@ -67,17 +75,23 @@ def test_the_statistics_of_two_arrays_are_what_numpy_says() -> None:
 def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_out() -> None:
     truth = RNG.normal(size=(64,))
     value = truth + 0.1 * RNG.normal(size=(64,))
-    masked = [jnp.asarray(np.append(array, np.finfo(np.float32).min), F32) for array in (value, truth)]
+    masked = [
+        jnp.asarray(np.append(array, np.finfo(np.float32).min), F32) for array in (value, truth)
+    ]
     found = np.asarray(statistics.measured(masked[0], masked[1]), np.float64)
     cosine = value @ truth / np.linalg.norm(value) / np.linalg.norm(truth)
-    np.testing.assert_allclose(found[:2], np.array([relative(value, truth), float(1 - cosine)]), rtol=1e-5)
+    np.testing.assert_allclose(
+        found[:2], np.array([relative(value, truth), float(1 - cosine)]), rtol=1e-5
+    )
 
 
 def test_numbers_whose_squares_float32_does_not_hold_have_an_error_too() -> None:
     for scale in (1e-28, 1e25):
         reference = jnp.asarray([1.0, 2.0, -3.0], F32) * F32(scale)
         found = np.asarray(statistics.measured(jnp.zeros(3), reference))
-        assert found[0] == (1.0 if scale < 1 else 0.0) and found[2] == 1.0, "what is beyond 1e18 has no norm"
+        assert found[0] == (1.0 if scale < 1 else 0.0) and found[2] == 1.0, (
+            "what is beyond 1e18 has no norm"
+        )
 
 
 def test_each_row_says_what_running_the_function_twice_says() -> None:
@@ -89,10 +103,17 @@ def test_each_row_says_what_running_the_function_twice_says() -> None:
     second = np.sin(first @ np.asarray(w, np.float64))
     assert paths(comparison.activations) == ["first", "second"] and comparison.route == "as written"
     np.testing.assert_allclose(comparison["first"].error, relative(half, first), rtol=1e-3)
-    np.testing.assert_allclose(comparison["second"].error, relative(exact(half_model)(w, x), second), rtol=1e-3)
-    assert comparison["second"].entering == comparison["first"].error and comparison["first"].entering == 0
+    np.testing.assert_allclose(
+        comparison["second"].error, relative(exact(half_model)(w, x), second), rtol=1e-3
+    )
+    assert (
+        comparison["second"].entering == comparison["first"].error
+        and comparison["first"].entering == 0
+    )
     assert comparison.error == comparison.outputs[0].error == comparison["second"].error
-    assert comparison["first"].dtype == "bfloat16" and comparison["first"].limit == float(jnp.finfo(BF16).max)
+    assert comparison["first"].dtype == "bfloat16" and comparison["first"].limit == float(
+        jnp.finfo(BF16).max
+    )
     assert 0 < comparison["first"].largest <= 1 and comparison["first"].headroom < 1e-30
     assert comparison.first_jump is None
 
@@ -101,10 +122,17 @@ def test_gradients_are_those_of_running_the_derivative_twice() -> None:
     w, x = normal(8, 8), normal(4, 8)
     loss = lambda params, x: jnp.square(half_model(params["w"], x)).sum()  # noqa: E731
     comparison = compare(loss, {"w": w}, x, backward=True)
-    half = jax.jit(jax.grad(loss), compiler_options={"xla_allow_excess_precision": False})({"w": w}, x)["w"]
+    half = jax.jit(jax.grad(loss), compiler_options={"xla_allow_excess_precision": False})(
+        {"w": w}, x
+    )["w"]
     wide = lambda w: jnp.square(jnp.sin(jnp.tanh(x @ w) @ w)).sum()  # noqa: E731
-    assert paths(comparison.parameters) == ["w"] and paths(comparison.gradients) == ["second", "first"]
-    np.testing.assert_allclose(comparison.parameters[0].error, relative(half, jax.jit(jax.grad(wide))(w)), rtol=1e-2)
+    assert paths(comparison.parameters) == ["w"] and paths(comparison.gradients) == [
+        "second",
+        "first",
+    ]
+    np.testing.assert_allclose(
+        comparison.parameters[0].error, relative(half, jax.jit(jax.grad(wide))(w)), rtol=1e-2
+    )
     assert comparison.gradients[0].error > 0
 
 
@@ -115,9 +143,14 @@ def test_a_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
         return 1e-10 * jnp.sum(y.astype(F32))
 
     lost, kept = (
-        compare(loss, normal(4, 4), normal(4, 4), backward=True, loss_scale=scale) for scale in (1.0, 2.0**24)
+        compare(loss, normal(4, 4), normal(4, 4), backward=True, loss_scale=scale)
+        for scale in (1.0, 2.0**24)
     )
-    assert lost["dense"].error < 1e-3 and lost.parameters[0].underflow == 1.0 and lost.parameters[0].error == 1.0
+    assert (
+        lost["dense"].error < 1e-3
+        and lost.parameters[0].underflow == 1.0
+        and lost.parameters[0].error == 1.0
+    )
     assert kept.parameters[0].underflow == 0 and kept.parameters[0].error < 1e-2
 
 
@@ -133,7 +166,9 @@ def deep(layers: int, x: Any, ws: Any, dtype: Any, planted: int | None = None) -
         for i in range(layers):
             with jax.named_scope(f"layer_{i}"):
                 with jax.named_scope("attention"):
-                    y = x / jnp.sqrt(jnp.mean(jnp.square(x.astype(F32)), -1, keepdims=True)).astype(dtype)
+                    y = x / jnp.sqrt(jnp.mean(jnp.square(x.astype(F32)), -1, keepdims=True)).astype(
+                        dtype
+                    )
                     weights = jax.nn.softmax((y @ y.T).astype(F32) * F32(0.1)).astype(dtype)
                     x = x + weights @ y
                 with jax.named_scope("dense"):
@@ -146,10 +181,14 @@ def deep(layers: int, x: Any, ws: Any, dtype: Any, planted: int | None = None) -
 @pytest.fixture(scope="module")
 def weights() -> tuple[Any, Any]:
     generator = np.random.default_rng(1)
-    return jnp.asarray(generator.normal(size=(4, 8)), F32), jnp.asarray(generator.normal(size=(2, 8, 8)), F32)
+    return jnp.asarray(generator.normal(size=(4, 8)), F32), jnp.asarray(
+        generator.normal(size=(2, 8, 8)), F32
+    )
 
 
-def test_an_overflow_at_depth_12_of_24_layers_is_named_and_its_successors_are_not(weights: Any) -> None:
+def test_an_overflow_at_depth_12_of_24_layers_is_named_and_its_successors_are_not(
+    weights: Any,
+) -> None:
     comparison = compare(lambda x, ws: deep(24, x, ws, F16, planted=12), *weights)
     assert comparison.first_jump == "layer_12/dense" and comparison.jump_step is None
     row = comparison["layer_12/dense"]
@@ -201,7 +240,11 @@ def test_underflow_and_cancellation_are_jumps_of_the_layers_that_make_them() -> 
             return x - BF16(1000)
 
     lost = compare(small, normal(32))
-    assert lost.first_jump == "small" and lost["small"].underflow == 1.0 and lost["after"].is_jump is False
+    assert (
+        lost.first_jump == "small"
+        and lost["small"].underflow == 1.0
+        and lost["after"].is_jump is False
+    )
     assert compare(cancels, normal(32)).first_jump == "centred"
 
 
@@ -219,11 +262,15 @@ def _cond_on_half(x: Any, flag: Any) -> Any:
 
 
 def _while(x: Any, flag: Any) -> Any:
-    return lax.while_loop(lambda c: c[0] < flag.shape[0], lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
+    return lax.while_loop(
+        lambda c: c[0] < flag.shape[0], lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x)
+    )[1]
 
 
 def _while_on_half(x: Any, flag: Any) -> Any:
-    return lax.while_loop(lambda x: jnp.sum(jnp.abs(x.astype(F32))) > 1.0, lambda x: x * jnp.asarray(0.5, x.dtype), x)
+    return lax.while_loop(
+        lambda x: jnp.sum(jnp.abs(x.astype(F32))) > 1.0, lambda x: x * jnp.asarray(0.5, x.dtype), x
+    )
 
 
 def _nested_scans(x: Any, flag: Any) -> Any:
@@ -261,12 +308,18 @@ def _sorted(x: Any, flag: Any) -> Any:
 
 def _dropped(x: Any, flag: Any) -> Any:
     keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
-    return jnp.where(keep, jnp.sin(x), BF16(0)) + jax.random.normal(jax.random.key(1), x.shape, BF16)
+    return jnp.where(keep, jnp.sin(x), BF16(0)) + jax.random.normal(
+        jax.random.key(1), x.shape, BF16
+    )
 
 
 def _bits(x: Any, flag: Any) -> Any:
     bits = lax.bitcast_convert_type(jnp.sin(x), jnp.uint16) & jnp.uint16(0xFFF0)
-    return lax.bitcast_convert_type(bits, BF16) + lax.reduce_precision(x, 8, 7) + lax.reduce_precision(x, 8, 3)
+    return (
+        lax.bitcast_convert_type(bits, BF16)
+        + lax.reduce_precision(x, 8, 7)
+        + lax.reduce_precision(x, 8, 3)
+    )
 
 
 def _platform(x: Any, flag: Any) -> Any:
@@ -276,13 +329,25 @@ def _platform(x: Any, flag: Any) -> Any:
 def _linear(x: Any, flag: Any) -> Any:
     y = jnp.einsum("ij,kj->ik", x, x, preferred_element_type=F32)
     z = lax.dot_general(flag, flag, (((0,), (0,)), ((), ())), precision="BF16_BF16_F32")
-    return lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0] + (y[:, :1] + z).astype(BF16)
+    return lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0] + (
+        y[:, :1] + z
+    ).astype(BF16)
 
 
 PROGRAMS = {
     f.__name__: f
     for f in (
-        *(_cond, _cond_on_half, _while, _while_on_half, _nested_scans, _remat, _custom, _scattered, _sorted),
+        *(
+            _cond,
+            _cond_on_half,
+            _while,
+            _while_on_half,
+            _nested_scans,
+            _remat,
+            _custom,
+            _scattered,
+            _sorted,
+        ),
         *(_dropped, _bits, _platform, _linear),
     )
 }
@@ -324,8 +389,13 @@ def test_host_callbacks_fire_once_and_their_results_are_the_same_for_both() -> N
             x = jnp.sin(x.astype(BF16))
             jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
             y = jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-            step = lambda y, _: (jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y), None)  # noqa: E731
-            y = lax.cond(jnp.sum(x) > 0, lambda y: lax.scan(step, y, None, length=2)[0], lambda y: y, y)
+            step = lambda y, _: (
+                jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y),
+                None,
+            )  # noqa: E731
+            y = lax.cond(
+                jnp.sum(x) > 0, lambda y: lax.scan(step, y, None, length=2)[0], lambda y: y, y
+            )
             return y.astype(F32)
 
     comparison = compare(fn, jnp.abs(normal(4)))
@@ -344,11 +414,19 @@ def test_statistics_inside_shard_map_are_those_of_the_whole_arrays() -> None:
 
     mapped = jax.shard_map(block, mesh=mesh, in_specs=P("d"), out_specs=P())
     x = normal(4, 4)
-    comparison, plain = compare(mapped, x), compare(lambda x: jnp.cos(jnp.sin(x.astype(BF16))).astype(F32), x)
-    assert paths(comparison.activations) == ["block", "sum"] and 0 < comparison["block"].error < 0.01
+    comparison, plain = (
+        compare(mapped, x),
+        compare(lambda x: jnp.cos(jnp.sin(x.astype(BF16))).astype(F32), x),
+    )
+    assert (
+        paths(comparison.activations) == ["block", "sum"] and 0 < comparison["block"].error < 0.01
+    )
     np.testing.assert_allclose(comparison.error, plain.error, rtol=1e-5)
     with_gradients = compare(lambda x: jnp.sum(mapped(x)), x, backward=True)
-    assert paths(with_gradients.gradients) == ["sum", "block"] and with_gradients.parameters[0].error > 0
+    assert (
+        paths(with_gradients.gradients) == ["sum", "block"]
+        and with_gradients.parameters[0].error > 0
+    )
 
 
 def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
@@ -368,8 +446,14 @@ def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
     assert len(comparison["layer"].steps) == 3 == len(comparison.gradients[1].steps)
 
 
-def test_what_a_scan_stacks_in_16_bits_is_what_it_was_but_for_one_part_in_256_of_its_difference() -> None:
-    wide = jnp.asarray(RNG.normal(size=64), F32).at[:6].set(jnp.asarray([1e-9, 2.0, -jnp.inf, 3.0, 4.0, 0.0]))
+def test_what_a_scan_stacks_in_16_bits_is_what_it_was_but_for_one_part_in_256_of_its_difference() -> (
+    None
+):
+    wide = (
+        jnp.asarray(RNG.normal(size=64), F32)
+        .at[:6]
+        .set(jnp.asarray([1e-9, 2.0, -jnp.inf, 3.0, 4.0, 0.0]))
+    )
     array = (wide * F32(1.01)).at[:6].set(jnp.asarray([0.0, jnp.inf, -jnp.inf, jnp.nan, 4.0, 0.0]))
     value = Value([_coded(array, wide), wide], Origin(Place(), coded=np.dtype(F32)))
     found = np.asarray(_decoded(value).arrays[0])
@@ -411,10 +495,14 @@ def test_layers_of_ours_obey_the_policy_and_boundary_casts_are_no_module() -> No
     assert comparison.route == "scope" and comparison.policy == "mixed_bfloat16"
     assert paths(comparison.activations) == ["Model:", "body", "head"]
     with policy.use_policy("mixed_bfloat16"):
-        fn = jax.jit(lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False})
+        fn = jax.jit(
+            lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False}
+        )
         half = fn(variables, x)
     np.testing.assert_allclose(
-        comparison.error, relative(half, jax.jit(lambda v, x: apply(model, v, x))(variables, x)), rtol=0.02
+        comparison.error,
+        relative(half, jax.jit(lambda v, x: apply(model, v, x))(variables, x)),
+        rtol=0.02,
     )
 
 
@@ -434,7 +522,10 @@ def test_flax_models_are_compared_under_autocast_or_as_they_are_written() -> Non
 def test_nnx_models_are_named_and_keep_their_state() -> None:
     class Net(flax_nnx.Module):
         def __init__(self, rngs: flax_nnx.Rngs):
-            self.layer, self.norm = flax_nnx.Linear(8, 8, rngs=rngs), flax_nnx.BatchNorm(8, rngs=rngs)
+            self.layer, self.norm = (
+                flax_nnx.Linear(8, 8, rngs=rngs),
+                flax_nnx.BatchNorm(8, rngs=rngs),
+            )
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.norm(self.layer(x))
@@ -458,7 +549,9 @@ def test_a_comparison_is_text_json_a_drawing_and_a_picture(tmp_path: Any) -> Non
     comparison = compare(half_model, normal(8, 8), normal(4, 8))
     assert str(comparison).splitlines()[0] == "half_model (by its own dtypes) against float32"
     found = json.loads(comparison.to_json())
-    assert [row["path"] for row in found["rows"]] == ["first", "second", ""] and found["first_jump"] is None
+    assert [row["path"] for row in found["rows"]] == ["first", "second", ""] and found[
+        "first_jump"
+    ] is None
     drawing = comparison.to_svg()
     assert drawing.startswith("<svg") and drawing.endswith("</svg>") and ">first<" in drawing
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
@@ -468,7 +561,10 @@ def test_a_comparison_is_text_json_a_drawing_and_a_picture(tmp_path: Any) -> Non
 
 def test_infinite_errors_are_written_as_text_and_drawn_at_the_edge() -> None:
     comparison = compare(lambda x: x.astype(F16) * F16(1e4), normal(4, scale=100.0))
-    assert json.loads(comparison.to_json())["rows"][0]["error"] == "inf" and "<svg" in comparison.to_svg()
+    assert (
+        json.loads(comparison.to_json())["rows"][0]["error"] == "inf"
+        and "<svg" in comparison.to_svg()
+    )
     assert comparison.first_jump == "" and "at (outside of any module)" in str(comparison)
 
 
@@ -487,7 +583,10 @@ def test_a_comparison_with_nothing_in_half_says_so_and_has_no_error() -> None:
 
 def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
     comparison = compare(lambda x: jnp.log(x.astype(F16)), jnp.asarray([1.0, jnp.nan, -1.0]))
-    assert comparison.notes[0] == "NaN in the inputs: args[0]. Nothing that depends on it can be compared."
+    assert (
+        comparison.notes[0]
+        == "NaN in the inputs: args[0]. Nothing that depends on it can be compared."
+    )
     assert "float32 itself is infinite or NaN in 1 rows, the first of them ''." in str(comparison)
     assert comparison.outputs[0].undefined == pytest.approx(2 / 3)
 
@@ -497,16 +596,38 @@ def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
     [
         ((None, 1.0), {}, TypeError, "compare takes a function, but got None of type NoneType."),
         ((jnp.sin, 1.0), {}, TypeError, "was given none to call it with"),
-        ((jnp.sin, jax.ShapeDtypeStruct((2, 3), F32)), {}, TypeError, r"args\[0\] is a shape, float32\[2, 3\]"),
+        (
+            (jnp.sin, jax.ShapeDtypeStruct((2, 3), F32)),
+            {},
+            TypeError,
+            r"args\[0\] is a shape, float32\[2, 3\]",
+        ),
         ((jnp.sin, np.ones(3)), {"policy": "int8"}, ValueError, "int8"),
         ((jnp.sin, np.ones(3)), {"policy": 3}, TypeError, "3"),
-        ((jnp.sin, np.ones(3)), {"backward": True}, TypeError, r"but the function returned float\d\d\[3\]. Return"),
-        ((lambda x: {"a": x}, np.ones(3)), {"backward": True}, TypeError, "but the function returned dict"),
+        (
+            (jnp.sin, np.ones(3)),
+            {"backward": True},
+            TypeError,
+            r"but the function returned float\d\d\[3\]. Return",
+        ),
+        (
+            (lambda x: {"a": x}, np.ones(3)),
+            {"backward": True},
+            TypeError,
+            "but the function returned dict",
+        ),
         ((jnp.sum, np.arange(3)), {"backward": True}, TypeError, "no floating array"),
-        ((jnp.sin, np.ones(3)), {"loss_scale": 0}, ValueError, "loss_scale should be a positive number, but got 0."),
+        (
+            (jnp.sin, np.ones(3)),
+            {"loss_scale": 0},
+            ValueError,
+            "loss_scale should be a positive number, but got 0.",
+        ),
     ],
 )
-def test_what_can_not_be_compared_is_refused_by_name(arguments: Any, options: Any, error: Any, text: str) -> None:
+def test_what_can_not_be_compared_is_refused_by_name(
+    arguments: Any, options: Any, error: Any, text: str
+) -> None:
     with pytest.raises(error, match=text):
         compare(*arguments, **options)
 

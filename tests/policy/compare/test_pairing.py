@@ -12,7 +12,14 @@ def paired(model: Model, policy: str, loss_scale: float | None) -> Program:
     def loss(params, x):
         return jnp.sum(jnp.abs(model.fn(params, x)).astype(jnp.float32))
 
-    call = Call.of("compare", model.fn if loss_scale is None else loss, (model.params, model.x), {}, None, loss_scale)
+    call = Call.of(
+        "compare",
+        model.fn if loss_scale is None else loss,
+        (model.params, model.x),
+        {},
+        None,
+        loss_scale,
+    )
     return program_of(call, get_policy(policy))
 
 

@@ -88,7 +88,9 @@ TRUTHS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("dtype", (F16, BF16))
 @pytest.mark.parametrize("name", TRUTHS)
-def test_errors_are_those_against_float64_though_constants_were_rounded(name: str, dtype: Any) -> None:
+def test_errors_are_those_against_float64_though_constants_were_rounded(
+    name: str, dtype: Any
+) -> None:
     fn, truth = TRUTHS[name]
 
     def half(x: Any) -> Any:
@@ -106,7 +108,9 @@ def test_errors_are_those_against_float64_though_constants_were_rounded(name: st
 def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) -> None:
     def loss(x: Any) -> Any:
         with jax.named_scope("named"):
-            y = lax.scan(lambda y, _: (jax.nn.gelu(y) * 0.7, None), x.astype(dtype), None, length=2)[0]
+            y = lax.scan(
+                lambda y, _: (jax.nn.gelu(y) * 0.7, None), x.astype(dtype), None, length=2
+            )[0]
         return jnp.sum(y.astype(F32))
 
     def wide(x: Any) -> Any:
@@ -141,15 +145,25 @@ class FlaxScaled(flax_nn.Module):
 
 
 @pytest.mark.parametrize(("model", "policy"), [(Scaled(), "mixed_float16"), (FlaxScaled(), None)])
-def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(model: Any, policy: str | None) -> None:
+def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
+    model: Any, policy: str | None
+) -> None:
     x = -jnp.abs(normal(4, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
     variables["params"]["up"]["kernel"] = jnp.abs(variables["params"]["up"]["kernel"])
     variables["params"]["down"]["bias"] = jnp.arange(4.0)
     comparison = compare(model.apply, variables, x, policy=policy)
     name = f"{type(model).__name__}:"
-    assert comparison.error == np.inf and comparison.outputs[0].overflow == 1 and comparison.first_jump == name
-    assert comparison.notes == () and comparison.outputs[0].undefined == 0 and comparison.unpaired == ()
+    assert (
+        comparison.error == np.inf
+        and comparison.outputs[0].overflow == 1
+        and comparison.first_jump == name
+    )
+    assert (
+        comparison.notes == ()
+        and comparison.outputs[0].undefined == 0
+        and comparison.unpaired == ()
+    )
     found = suggest(model.apply, variables, x, error=1e-2, policy=policy)
     assert found.paths == (name,) and found.without == np.inf and found.error <= 1e-2
     if policy is None:
@@ -160,7 +174,10 @@ def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(model: A
 
 def test_what_is_nan_in_float32_too_is_still_said() -> None:
     comparison = compare(lambda x: jnp.log(x.astype(F16) - 1e-8), jnp.asarray([-1.0, 2.0]))
-    assert "float32 itself is infinite or NaN in 1 rows" in str(comparison) and comparison.outputs[0].undefined == 0.5
+    assert (
+        "float32 itself is infinite or NaN in 1 rows" in str(comparison)
+        and comparison.outputs[0].undefined == 0.5
+    )
 
 
 class Twice(nn.Module):
@@ -190,7 +207,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm(name="norm")(x))
-        return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(nn.RMSNorm(name="rms")(x))))
+        return x + nn.Dense(8, name="down")(
+            nn.gelu(nn.Dense(16, name="up")(nn.RMSNorm(name="rms")(x)))
+        )
 
 
 class Stack(nn.Module):
@@ -203,7 +222,9 @@ class Stack(nn.Module):
         if not self.scans:
             return Block(name="one")(Block(name="zero")(x))
         step = lambda block, x, _: (block(x), None)  # noqa: E731
-        scan = nn.scan(nn.remat(step), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        scan = nn.scan(
+            nn.remat(step), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
         return scan(Block(name="blocks"), x, None)[0]
 
 
@@ -222,7 +243,9 @@ def test_a_transformer_pairs_in_its_gradients_too(scans: bool, policy: str) -> N
     leaves = zip(jax.tree.leaves(half), jax.tree.leaves(wide), strict=True)
     for row, (value, truth) in zip(comparison.parameters, leaves, strict=True):
         if "key/bias" not in row.path:  # zero but for rounding
-            np.testing.assert_allclose(row.error, relative(value, truth), rtol=0.05, err_msg=row.path)
+            np.testing.assert_allclose(
+                row.error, relative(value, truth), rtol=0.05, err_msg=row.path
+            )
 
 
 LAYERS: dict[str, Callable[[], Any]] = {
@@ -261,7 +284,9 @@ def test_every_kind_of_layer_pairs_and_its_reference_is_what_float32_computes(na
     assert forward.unpaired == backward.unpaired == ()
     with use_policy("mixed_float16"):
         half = exactly(call)(variables, x)
-    np.testing.assert_allclose(forward.error, relative(half, jax.jit(call)(variables, x)), rtol=0.02)
+    np.testing.assert_allclose(
+        forward.error, relative(half, jax.jit(call)(variables, x)), rtol=0.02
+    )
 
 
 def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
@@ -277,7 +302,11 @@ def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
     with use_policy("mixed_float16"):
         model = Net(flax_nnx.Rngs(0))
     comparison = compare(model, normal(4, 8))
-    assert comparison.unpaired == () and comparison.route == "as written" and 0 < comparison.error < 1e-2
+    assert (
+        comparison.unpaired == ()
+        and comparison.route == "as written"
+        and 0 < comparison.error < 1e-2
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,7 +332,9 @@ def test_a_module_that_hands_on_other_values_in_half_is_named_and_what_follows_i
     def model(x: Any) -> Any:
         x = x.astype(F16)
         with jax.named_scope("split"):
-            parts = [jnp.sin(x)] if x.dtype == F32 else [jnp.cos(x * 2), jnp.sin(x) - jnp.cos(x * 2)]
+            parts = (
+                [jnp.sin(x)] if x.dtype == F32 else [jnp.cos(x * 2), jnp.sin(x) - jnp.cos(x * 2)]
+            )
         with jax.named_scope("sum"):
             return sum(parts[1:], parts[0]) * 0.1
 
@@ -332,7 +363,9 @@ def test_what_is_traced_in_float32_is_no_other_calls_program() -> None:
 def test_other_threads_trace_as_ever_and_an_error_leaves_nothing_behind() -> None:
     bind, seen = jex_core.Primitive.bind, []
     with pytest.raises(RuntimeError, match="inside"), in_float32():
-        thread = threading.Thread(target=lambda: seen.append(jax.eval_shape(lambda x: x.astype(F16), normal(2)).dtype))
+        thread = threading.Thread(
+            target=lambda: seen.append(jax.eval_shape(lambda x: x.astype(F16), normal(2)).dtype)
+        )
         thread.start()
         thread.join()
         raise RuntimeError("inside")

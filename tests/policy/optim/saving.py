@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from policy.grads.loss_scale import DynamicLossScale
 
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, mixed_precision
 
 MODES = ["auto", "full", "remainder", "kahan", "stochastic", "none"]

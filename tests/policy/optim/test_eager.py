@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from jax import monitoring
-from policy.grads.value_and_grad import ScaledGradients
 
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import apply_gradients, mixed_precision
 
 NAMES = (

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
 from policy.grads.loss_scale import DynamicLossScale
 from policy.grads.value_and_grad import value_and_grad
-
 from policy.optim import apply_gradients, loss_scale_of, mixed_precision
 
 MODES = ["full", "remainder", "kahan", "stochastic", "none"]

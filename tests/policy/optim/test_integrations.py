@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from policy.grads.loss_scale import DynamicLossScale
-from policy.grads.value_and_grad import value_and_grad
 
 from policy import select_tree
+from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.value_and_grad import value_and_grad
 from policy.optim import apply_gradients, finite_of, loss_scale_of, master_params, mixed_precision
 
 RNG = np.random.default_rng(0)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from policy.grads.loss_scale import NoOpLossScale
 
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, init_from_master, master_params, mixed_precision, resync
 from policy.optim.rounding import round_to
 

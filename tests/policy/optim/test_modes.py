@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from policy.grads.loss_scale import NoOpLossScale
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import (
     apply_gradients,
     convert,

@@ -15,10 +15,10 @@ import optax
 import pytest
 from flax import serialization
 from hypothesis import strategies
-from policy.grads.loss_scale import DynamicLossScale
-from policy.grads.value_and_grad import ScaledGradients
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import (
     apply_gradients,
     convert,

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from policy.grads.loss_scale import NoOpLossScale
 
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, master_params, mixed_precision
 from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
 from policy.optim.storage_modes import FULL, KAHAN, REMAINDER

@@ -15,9 +15,9 @@ import optax
 import pytest
 from flax import serialization
 from flax.training.train_state import TrainState
-from policy.grads.loss_scale import DynamicLossScale
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, loss_scale_of, master_params, mixed_precision, resync
 from tests.policy.optim import saving
 

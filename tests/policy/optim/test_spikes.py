@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale
 from policy.grads.value_and_grad import ScaledGradients, value_and_grad
-
 from policy.optim import apply_gradients, loss_scale_of, mixed_precision
 
 LAST = np.iinfo(np.int32).max

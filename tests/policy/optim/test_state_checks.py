@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from policy.grads.loss_scale import DynamicLossScale
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, convert, mixed_precision, resync
 from policy.optim.transform_names import optimizer_name
 from tests.policy.optim.transforms import found, make

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from policy.grads.loss_scale import NoOpLossScale
 
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import (
     apply_gradients,
     convert,

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.grads.value_and_grad import ScaledGradients, value_and_grad
-
 from policy.optim import (
     MixedPrecision,
     MixedPrecisionState,

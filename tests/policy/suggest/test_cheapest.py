@@ -50,7 +50,9 @@ def cost(trial: Trial, wide: Any) -> float:
 def subsets(trial: Trial) -> list[frozenset[int]]:
     every = range(len(trial.paths))
     return [
-        frozenset(chosen) for count in range(len(trial.paths) + 1) for chosen in itertools.combinations(every, count)
+        frozenset(chosen)
+        for count in range(len(trial.paths) + 1)
+        for chosen in itertools.combinations(every, count)
     ]
 
 
@@ -62,36 +64,54 @@ def budgets(errors: dict[Any, float]) -> list[float]:
 
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
 @pytest.mark.parametrize(("seed", "modules"), [(0, 4), (1, 6), (2, 8), (3, 8)])
-def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(seed: int, modules: int, policy: str) -> None:
+def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(
+    seed: int, modules: int, policy: str
+) -> None:
     model, *arguments = network(seed, modules)
-    trial = Trial(program_of(Call.of("suggest", model, arguments, {}, None, None), get_policy(policy)), None)
+    trial = Trial(
+        program_of(Call.of("suggest", model, arguments, {}, None, None), get_policy(policy)), None
+    )
     assert len(trial.paths) == modules
     errors = {wide: trial.measure(wide) for wide in subsets(trial)}
     for budget in budgets(errors):
         search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * modules - 1)
         found = search.least(budget)
-        cheapest = min((wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide))
+        cheapest = min(
+            (wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide)
+        )
         assert found is not None and errors[found] <= budget
         assert cost(trial, found) <= DEARER * cost(trial, cheapest)
 
 
-def test_the_rules_applied_for_real_cost_no_more_than_the_cheapest_that_meet_the_budget_for_real() -> None:
+def test_the_rules_applied_for_real_cost_no_more_than_the_cheapest_that_meet_the_budget_for_real() -> (
+    None
+):
     model, *arguments = network(4, 4)
     policy = get_policy("mixed_bfloat16")
     call = Call.of("suggest", model, arguments, {}, None, None)
     program = program_of(call, policy)
     trial = Trial(program, None)
-    errors = {wide: trial.error(_applied(call, policy, program, trial, wide)[1]) for wide in subsets(trial)}
+    errors = {
+        wide: trial.error(_applied(call, policy, program, trial, wide)[1])
+        for wide in subsets(trial)
+    }
     for budget in budgets(errors):
         found = suggest(model, *arguments, error=budget, policy=policy)
         wide = [i for i, path in enumerate(trial.paths) if "/".join(path) in found.paths]
-        cheapest = min((wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide))
+        cheapest = min(
+            (wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide)
+        )
         assert found.error <= budget and cost(trial, wide) <= DEARER * cost(trial, cheapest)
 
 
 def test_of_many_candidates_none_is_kept_that_turned_out_superfluous() -> None:
     model, *arguments = network(5, 10)
-    trial = Trial(program_of(Call.of("suggest", model, arguments, {}, None, None), get_policy("mixed_bfloat16")), None)
+    trial = Trial(
+        program_of(
+            Call.of("suggest", model, arguments, {}, None, None), get_policy("mixed_bfloat16")
+        ),
+        None,
+    )
     search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     budget = 0.3 * trial.measure(frozenset())
     found = search.least(budget)

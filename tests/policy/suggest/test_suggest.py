@@ -74,9 +74,12 @@ def test_exactly_the_planted_layers_of_a_plain_function_are_kept(
     assert found.rules == PolicyRules([("layer_2/out", "float32"), ("layer_4/out", "float32")])
     assert found.without > 0.1 and found.error <= 0.03 and found.emulated <= 0.03
     ruled = jax.jit(
-        autocast(model, "mixed_bfloat16", rules=found.rules), compiler_options={"xla_allow_excess_precision": False}
+        autocast(model, "mixed_bfloat16", rules=found.rules),
+        compiler_options={"xla_allow_excess_precision": False},
     )
-    assert relative(ruled(*residual), jax.jit(model)(*residual)) == pytest.approx(found.error, rel=1e-2)
+    assert relative(ruled(*residual), jax.jit(model)(*residual)) == pytest.approx(
+        found.error, rel=1e-2
+    )
 
 
 def test_what_is_printed_is_code_that_makes_the_rules(residual: Any) -> None:
@@ -108,7 +111,9 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
-def test_exactly_the_layer_that_overflows_in_a_model_of_ours_is_kept_by_rules_of_the_scope() -> None:
+def test_exactly_the_layer_that_overflows_in_a_model_of_ours_is_kept_by_rules_of_the_scope() -> (
+    None
+):
     model, x = Model(), normal(4, 8)
     variables = jax.jit(model.init)(jax.random.key(0), x)
     kernel = variables["params"]["branch_2"]["up"]["kernel"]
@@ -118,9 +123,9 @@ def test_exactly_the_layer_that_overflows_in_a_model_of_ours_is_kept_by_rules_of
     assert found.paths == ("branch_2/up",)
     assert found.rules == PolicyRules([("branch_2/up", "float32")])
     with use_policy("mixed_float16", found.rules):
-        ruled = jax.jit(lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False})(
-            variables, x
-        )
+        ruled = jax.jit(
+            lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False}
+        )(variables, x)
     assert relative(ruled, jax.jit(lambda v, x: apply(model, v, x))(variables, x)) <= 0.01
 
 
@@ -142,12 +147,27 @@ class Sum(nn.Module):
         return x
 
 
-def test_what_a_module_does_itself_is_kept_without_its_layers_and_hands_on_half_where_promotion_is_strict() -> None:
+def test_what_a_module_does_itself_is_kept_without_its_layers_and_hands_on_half_where_promotion_is_strict() -> (
+    None
+):
     model, x = Sum(), normal(4, 8)
-    found = suggest(model.apply, jax.jit(model.init)(jax.random.key(0), x), x, error=0.03, policy="mixed_bfloat16")
-    assert found.paths == ("layer_1",) and found.error <= 0.03 < found.without and found.compilations == 2
+    found = suggest(
+        model.apply,
+        jax.jit(model.init)(jax.random.key(0), x),
+        x,
+        error=0.03,
+        policy="mixed_bfloat16",
+    )
+    assert (
+        found.paths == ("layer_1",)
+        and found.error <= 0.03 < found.without
+        and found.compilations == 2
+    )
     assert found.rules == PolicyRules(
-        [("layer_1", "params=float32,compute=float32,output=bfloat16"), ("layer_1/dense", "mixed_bfloat16")]
+        [
+            ("layer_1", "params=float32,compute=float32,output=bfloat16"),
+            ("layer_1/dense", "mixed_bfloat16"),
+        ]
     )
 
 
@@ -182,7 +202,9 @@ def test_exactly_the_planted_modules_of_an_nnx_model_of_flax_are_kept() -> None:
 def test_a_policy_that_meets_the_budget_needs_no_rules(residual: Any) -> None:
     found = suggest(cancelling(()), *residual, error=0.03, policy="mixed_bfloat16")
     assert found.rules == PolicyRules([]) and found.paths == () and found.runs == 2
-    assert "rules = PolicyRules([])" in str(found) and found.error == pytest.approx(found.without, rel=0.5)
+    assert "rules = PolicyRules([])" in str(found) and found.error == pytest.approx(
+        found.without, rel=0.5
+    )
 
 
 def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their_own() -> None:
@@ -202,7 +224,9 @@ def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their
 
     params = {"w": normal(3, 8, 8, scale=0.3), "scale": jnp.ones((4, 8))}
     found = suggest(loss, params, normal(4, 8), error=0.05, policy="mixed_bfloat16", backward=True)
-    assert found.of == "gradients" and found.paths == ("layers/block/offset",) and found.error <= 0.05
+    assert (
+        found.of == "gradients" and found.paths == ("layers/block/offset",) and found.error <= 0.05
+    )
 
 
 def test_code_in_half_by_itself_is_confirmed_in_its_own_dtypes() -> None:
@@ -217,7 +241,11 @@ def test_code_in_half_by_itself_is_confirmed_in_its_own_dtypes() -> None:
     w = jnp.eye(4)
     found = suggest(model, w, jnp.asarray([[0.1, 0.2, 0.3, 0.5]]), error=0.1)
     assert found.route == "as written" and found.policy == "" and found.paths == ("large",)
-    assert found.without == np.inf and found.error <= 0.1 and found.rules == PolicyRules([("large", "float32")])
+    assert (
+        found.without == np.inf
+        and found.error <= 0.1
+        and found.rules == PolicyRules([("large", "float32")])
+    )
 
 
 def test_a_pool_that_adds_up_in_half_is_seen_though_a_rounded_sum_would_not_show_it() -> None:
@@ -245,7 +273,13 @@ def _half_outside(x: Any) -> Any:
 @pytest.mark.parametrize(
     ("fn", "arguments", "options", "error", "text"),
     [
-        (jnp.sin, (np.ones(3),), {"error": 0.0}, ValueError, r"error should be a positive number.* but got 0\.0"),
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 0.0},
+            ValueError,
+            r"error should be a positive number.* but got 0\.0",
+        ),
         (jnp.sin, (np.ones(3),), {"error": "1%"}, ValueError, "but got '1%'"),
         (
             jnp.sin,
@@ -255,11 +289,41 @@ def _half_outside(x: Any) -> Any:
             "which arguments are parameters: .* a float",
         ),
         (jnp.sin, (np.ones(3),), {"error": 1.0, "policy": "f8"}, (ValueError, TypeError), "f8"),
-        (jnp.sin, (np.ones(3),), {"error": 1.0, "backward": True}, TypeError, "Gradients are those of a loss"),
-        (jnp.sin, (np.ones(3),), {"error": 1.0}, ValueError, "Nothing of this call runs in half precision"),
-        (jnp.matmul, (F32(np.ones((3, 3))),) * 2, {"error": 1.0, "policy": "bf16"}, ValueError, "at a module path"),
-        (_in_half, (F32(np.array([np.nan])),), {"error": 1.0}, ValueError, r"There is NaN in args\[0\]: give"),
-        (_in_half, (F32(np.array([-1.0])),), {"error": 1.0}, ValueError, "Its inputs hold no NaN: give"),
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 1.0, "backward": True},
+            TypeError,
+            "Gradients are those of a loss",
+        ),
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 1.0},
+            ValueError,
+            "Nothing of this call runs in half precision",
+        ),
+        (
+            jnp.matmul,
+            (F32(np.ones((3, 3))),) * 2,
+            {"error": 1.0, "policy": "bf16"},
+            ValueError,
+            "at a module path",
+        ),
+        (
+            _in_half,
+            (F32(np.array([np.nan])),),
+            {"error": 1.0},
+            ValueError,
+            r"There is NaN in args\[0\]: give",
+        ),
+        (
+            _in_half,
+            (F32(np.array([-1.0])),),
+            {"error": 1.0},
+            ValueError,
+            "Its inputs hold no NaN: give",
+        ),
         (
             _half_outside,
             (F32(np.full(3, 0.3)),),
