@@ -1,15 +1,16 @@
-"""Every table, each in a process of its own: what a policy costs beside what a user would pick instead.
+"""Every table, each in a process of its own: what a policy costs beside what a user would pick
+instead.
 
-python -m benchmarks                    # all that need no GPU: 40 minutes on two idle cores
-python -m benchmarks --check            # exits with 1 where a bound is missed, and names the rows
-python -m benchmarks --quick --check    # counts alone, of small models: under 3 minutes; the same on every run
-python -m benchmarks --only models      # one table, or several: --only models --only scale
+python -m benchmarks                    # all that need no GPU: 40 minutes on two idle cores python
+-m benchmarks --check            # exits with 1 where a bound is missed, and names the rows python
+-m benchmarks --quick --check    # counts alone, of small models: under 3 minutes; the same on every
+run python -m benchmarks --only models      # one table, or several: --only models --only scale
 python -m benchmarks --json FILE        # the rows of all as JSON, with date, device and versions
-python -m benchmarks gpu                # at most 8 minutes on a GPU
-python -m benchmarks accel              # programs as TPUs and GPUs get them, compiled without one: 2 hours
-python -m benchmarks accel --only models layers --on v5e   # some of its tables, on some chips
-python -m benchmarks packages --write   # published packages' models into docs/porting.md; installs them: 20 minutes
-python -m benchmarks packages --only griffin e3x           # some of them
+python -m benchmarks gpu                # at most 8 minutes on a GPU python -m benchmarks accel
+# programs as TPUs and GPUs get them, compiled without one: 2 hours python -m benchmarks accel
+--only models layers --on v5e   # some of its tables, on some chips python -m benchmarks packages
+--write   # published packages' models into docs/porting.md; installs them: 20 minutes python -m
+benchmarks packages --only griffin e3x           # some of them
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
-    """The arguments of accel or packages, taken from the options: ``--only`` then names tables or models of theirs."""
+    """The arguments of accel or packages, taken from the options: ``--only`` then names tables or
+    models of theirs.
+    """
     given = {"--only": options.only, "--on": options.on}
     options.only = []
     chosen = [part for flag, names in given.items() if names for part in (flag, *names)]

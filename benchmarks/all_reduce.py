@@ -1,11 +1,14 @@
-"""What data parallel training exchanges, and what the step after it moves: gradients in bfloat16, weights in float32.
+"""What data parallel training exchanges, and what the step after it moves: gradients in bfloat16,
+weights in float32.
 
-    python -m benchmarks.all_reduce          # the table: 10 s on one core; nothing is run
-    python -m benchmarks.all_reduce --check  # exits with 1 where a row exchanges another dtype, or is above its budget
+    python -m benchmarks.all_reduce          # the table: 10 s on one core; nothing is run python -m
+    benchmarks.all_reduce --check  # exits with 1 where a row exchanges another dtype, or is above
+    its budget
 
-Two kernels of 1M elements each, on eight CPU devices. Collectives are read from the program as XLA's partitioner left
-it (XLA:CPU sums in float32 later on, whatever was asked for). `wire` is the bytes of their results, an element of the
-params; `step` is XLA's count of the bytes that AdamW moves, an element, from the gradients as they were exchanged.
+Two kernels of 1M elements each, on eight CPU devices. Collectives are read from the program as
+XLA's partitioner left it (XLA:CPU sums in float32 later on, whatever was asked for). `wire` is the
+bytes of their results, an element of the params; `step` is XLA's count of the bytes that AdamW
+moves, an element, from the gradients as they were exchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class Row:
       make: the optimizer's init, and a train step of params, its state and a batch.
       step: the optimizer's step by itself, and its budget.
       exchanged: what gradients cross in.
-      mapped: whether the train step runs under `jax.shard_map`; otherwise under `jax.jit` with sharded arrays.
+      mapped: whether the train step runs under `jax.shard_map`; otherwise under `jax.jit` with
+        sharded arrays.
     """
 
     name: str
@@ -156,7 +160,9 @@ def wire(collectives: Sequence[Collective]) -> float:
 
 
 def print_table(json_file: Path | None = None) -> int:
-    """Prints every row with its collectives, and writes them; returns how many are not as they should be."""
+    """Prints every row with its collectives, and writes them; returns how many are not as they
+    should be.
+    """
     written = []
     print(f"{'':43}{'wire':>6}{'step':>7}{'budget':>8}{'temp':>6}")
     wrong = 0

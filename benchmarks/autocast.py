@@ -6,19 +6,20 @@
     python -m benchmarks.autocast --counts  # nothing that is timed or run: the same on every run
     python -m benchmarks.autocast --json FILE
 
-Every model is written once (`benchmarks/linen_models.py`, `benchmarks/autocast_models.py`). `ours` is it without
-dtypes, under autocast; `hand` has dtype=bfloat16 and Flax's `force_fp32_for_softmax`; both are measured in this run,
-and the ratio is ours / hand.
+Every model is written once (`benchmarks/linen_models.py`, `benchmarks/autocast_models.py`). `ours`
+is it without dtypes, under autocast; `hand` has dtype=bfloat16 and Flax's `force_fp32_for_softmax`;
+both are measured in this run, and the ratio is ours / hand.
 
-saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs; nothing is compiled.
-bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls of bfloat16 are float32
-flops      matmuls between casts, and how these fuse is in the figures: a percent either way.
-error      of gradients, relative to float32's: the geometric mean over leaves and over seeds. XLA is told to round
+saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs; nothing is
+compiled. bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls
+of bfloat16 are float32 flops      matmuls between casts, and how these fuse is in the figures: a
+percent either way. error      of gradients, relative to float32's: the geometric mean over leaves
+and over seeds. XLA is told to round
            where the program says so; by default it leaves out what roundings it likes.
-casts      of one weight: as many as it has uses, each in the loop that uses it. A cast that is shared or hoisted sums
-           gradients in bfloat16.
-tracing    CPU seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function in float32, under
-           `jax.jit` as autocast is.
+casts      of one weight: as many as it has uses, each in the loop that uses it. A cast that is
+           shared or hoisted sums gradients in bfloat16.
+tracing    CPU seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function
+           in float32, under `jax.jit` as autocast is.
 seconds    CPU seconds of a compiled step of the small models, A B A B, the median.
 """
 
@@ -164,9 +165,9 @@ def reused(times: int = 8) -> Case:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is measured
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _bytes(aval: Any) -> int:
@@ -235,7 +236,9 @@ def _relative(gradient: Any, truth: Any) -> float:
 
 
 def _casts(jaxpr: Any, shape: tuple[int, ...], within: str) -> int:
-    """How many casts of float32 arrays of that shape stand in a program, or in the body of one primitive in it."""
+    """How many casts of float32 arrays of that shape stand in a program, or in the body of one
+    primitive in it.
+    """
     casts = [
         s
         for s in walk(jaxpr)
@@ -264,7 +267,9 @@ def tracing(case: Case, times: int) -> Row:
 
 
 def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
-    """The models of `benchmarks.models`, written over Flax without a dtype, beside themselves threaded by hand."""
+    """The models of `benchmarks.models`, written over Flax without a dtype, beside themselves
+    threaded by hand.
+    """
     for case in cases(small):
         name = f"{case.name}, linen"
         ours, hand = (
@@ -299,13 +304,15 @@ def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
         yield step_time(f"{case.name}, linen", {"ours": ours, "hand": hand})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
-    """Every row, as it is measured. `small` leaves out blocks and layers, `counts` what is timed or run."""
+    """Every row, as it is measured. `small` leaves out blocks and layers, `counts` what is timed or
+    run.
+    """
     blocks = (1, 1) if small else (3, 4, 6, 3)
     layers, seeds, times = (2, 4, 3) if small else (12, 16, 5)
     language = decoder(layers, dropout=0.1)  # Flax's lm1b example
@@ -322,8 +329,9 @@ def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
         yield saved(case)
     for case in () if counts else (mlp(), resnet(blocks), language):
         yield tracing(case, times)
-    # Flax multiplies a float32 softmax with the values in float32: without dropout XLA:CPU moves 3% less for that than
-    # for a matmul in half. So the decoder without dropout stands beside one whose author casts there.
+    # Flax multiplies a float32 softmax with the values in float32: without dropout XLA:CPU moves 3%
+    # less for that than for a matmul in half. So the decoder without dropout stands beside one
+    # whose author casts there.
     for case in (resnet(blocks), language, half):
         yield from compiled(case)
     yield casts(mlp(), (1024, 1024))

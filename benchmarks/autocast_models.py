@@ -1,4 +1,6 @@
-"""Models written once: with dtype=None for autocast, or the half dtype threaded through by hand, as Flax's users do."""
+"""Models written once: with dtype=None for autocast, or the half dtype threaded through by hand, as
+Flax's users do.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Reused(nn.Module):
 
 
 def einsum_in_half(subscripts: str, weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Of attention's weights and values: after `force_fp32_for_softmax` Flax multiplies them in float32."""
+    """Of attention's weights and values: after `force_fp32_for_softmax` Flax multiplies them in
+    float32.
+    """
     return jnp.einsum(subscripts, weights.astype(values.dtype), values)
 
 

@@ -1,4 +1,6 @@
-"""Shared by `python -m benchmarks` and `python -m benchmarks accel`: arguments, runs of tables, the exit status."""
+"""Shared by `python -m benchmarks` and `python -m benchmarks accel`: arguments, runs of tables, the
+exit status.
+"""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""Where training ends when params are stored in bfloat16, in each way to keep their float32 value, against float32.
+"""Where training ends when params are stored in bfloat16, in each way to keep their float32 value,
+against float32.
 
     python -m benchmarks.convergence [--small] [--json FILE] [--markdown FILE]
 
-**Noisy quadratic**: 4096 weights w are drawn to targets t of about 0.1 by gradients w - t + n, n normal of deviation
-0.01, with Adam at a learning rate of 1e-4 for 4000 steps. The figure is the root mean square of w - t over the last
-tenth of the steps: of the weights as they are used, that is rounded, and of the float32 weights behind them. Rounding
-exact weights to bfloat16 alone costs 1.7e-4.
+**Noisy quadratic**: 4096 weights w are drawn to targets t of about 0.1 by gradients w - t + n, n
+normal of deviation 0.01, with Adam at a learning rate of 1e-4 for 4000 steps. The figure is the
+root mean square of w - t over the last tenth of the steps: of the weights as they are used, that is
+rounded, and of the float32 weights behind them. Rounding exact weights to bfloat16 alone costs
+1.7e-4.
 
-**Digits**: the main job, `examples/train_digits.py`, with params and matmuls in bfloat16 (float32 in the first row):
-its ResNet, data, seed, learning rates and number of steps. The loss is the mean of the last epoch's; accuracy is on the
-held-out fifth, where one image is 0.28%.
+**Digits**: the main job, `examples/train_digits.py`, with params and matmuls in bfloat16 (float32
+in the first row): its ResNet, data, seed, learning rates and number of steps. The loss is the mean
+of the last epoch's; accuracy is on the held-out fifth, where one image is 0.28%.
 
-**What must hold**, or the command ends with status 1: `full`, `remainder` and `kahan` end within 5% of float32 on the
-quadratic and within 1% of its accuracy on the digits, `stochastic` within a factor of 3 and within 2%; `remainder`
-gives the numbers of `full`.
+**What must hold**, or the command ends with status 1: `full`, `remainder` and `kahan` end within 5%
+of float32 on the quadratic and within 1% of its accuracy on the digits, `stochastic` within a
+factor of 3 and within 2%; `remainder` gives the numbers of `full`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How params are stored: their dtype, and what is kept beside them. `within` bounds what may be lost."""
+    """How params are stored: their dtype, and what is kept beside them. `within` bounds what may be
+    lost.
+    """
 
     name: str
     dtype: str
@@ -73,7 +77,9 @@ class Row:
 
 
 def quadratic(storage: Storage, weights: int = 4096, steps: int = 4000) -> tuple[float, float]:
-    """Root mean square errors of the weights as used, and of their float32 values. All storages see the same noise."""
+    """Root mean square errors of the weights as used, and of their float32 values. All storages see
+    the same noise.
+    """
     rng = np.random.default_rng(SEED)
     target = jnp.asarray(rng.normal(size=weights) * 0.1, jnp.float32)
     start = target + jnp.asarray(rng.normal(size=weights) * 0.05, jnp.float32)
@@ -127,7 +133,9 @@ def digits(storage: Storage, small: bool = False) -> tuple[float, float]:
 
 
 def measure(storage: Storage, small: bool = False) -> Row:
-    """Runs both jobs; the small digits for the last storage only, as the others compile as long for no other code."""
+    """Runs both jobs; the small digits for the last storage only, as the others compile as long for
+    no other code.
+    """
     if not small:
         return Row(storage, *quadratic(storage), *digits(storage))
     ends = digits(storage, small) if storage == STORAGES[-1] else (0.0, 0.0)
@@ -144,11 +152,13 @@ def complaints(rows: list[Row]) -> list[str]:
         factor, points = row.storage.within
         if row.used_error > factor * reference.used_error:
             found.append(
-                f"{row.storage.name}: {row.used_error:.3g} on the quadratic, above {factor:g} times float32."
+                f"{row.storage.name}: {row.used_error:.3g} on the quadratic, above {factor:g} "
+                "times float32."
             )
         if row.accuracy < reference.accuracy - points:
             found.append(
-                f"{row.storage.name}: an accuracy of {row.accuracy:.2%}, more than {points:.0%} below float32."
+                f"{row.storage.name}: an accuracy of {row.accuracy:.2%}, more than {points:.0%} "
+                "below float32."
             )
     full, remainder = by_name["bfloat16, full"], by_name["bfloat16, remainder"]
     if dataclasses.replace(full, storage=remainder.storage) != remainder:

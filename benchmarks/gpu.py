@@ -1,18 +1,21 @@
-"""What a policy costs on a GPU: tokens and images a second, memory, kernels, bandwidth, beside dtypes threaded by hand.
+"""What a policy costs on a GPU: tokens and images a second, memory, kernels, bandwidth, beside
+dtypes threaded by hand.
 
-    python -m benchmarks.gpu                # at most 8 minutes; downloads nothing
-    python -m benchmarks.gpu --json FILE    # writes the rows there, with device, date and versions
-    python -m benchmarks.gpu --only decoder # the jobs whose names hold that
-    python -m benchmarks.gpu --tiny         # smallest sizes, to try the programs; so too where there is no GPU
+    python -m benchmarks.gpu                # at most 8 minutes; downloads nothing python -m
+    benchmarks.gpu --json FILE    # writes the rows there, with device, date and versions python -m
+    benchmarks.gpu --only decoder # the jobs whose names hold that python -m benchmarks.gpu --tiny
+    # smallest sizes, to try the programs; so too where there is no GPU
 
-Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is half of the range of
-the ratios of neighbours. Of rates, a ratio above 1 is faster than the reference. Matmuls of float32 run with TF32 on
-("TF32", matmul precision "tensorfloat32") and off ("float32", "highest"). `peak` is the share of what the device's data
-sheet promises in that dtype (benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what
-XLA plans for a step: arguments, outputs and temporaries. Where attention is, the note names its kernel, ours first, as
-read from the compiled programs.
+Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is
+half of the range of the ratios of neighbours. Of rates, a ratio above 1 is faster than the
+reference. Matmuls of float32 run with TF32 on ("TF32", matmul precision "tensorfloat32") and off
+("float32", "highest"). `peak` is the share of what the device's data sheet promises in that dtype
+(benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what XLA
+plans for a step: arguments, outputs and temporaries. Where attention is, the note names its kernel,
+ours first, as read from the compiled programs.
 
-torch, where it is installed, runs the same models first, eager, under its autocast, in a process of its own.
+torch, where it is installed, runs the same models first, eager, under its autocast, in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -165,9 +168,9 @@ def shown(line: Line) -> str:
     return f"{numbers:95}{spread:>6}{share:>6}{f'  ({line.note})' if line.note else ''}".rstrip()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the run is of
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def facts(device: Any) -> dict[str, Any]:
@@ -232,7 +235,9 @@ def torch_config(
 
 
 def torch_rates(config: dict[str, Any], python: str = sys.executable) -> tuple[Torch, str]:
-    """torch's throughput and memory by model and setting, as far as its time went; and a line about it."""
+    """torch's throughput and memory by model and setting, as far as its time went; and a line about
+    it.
+    """
     command = [python, "-m", "benchmarks.gpu_torch", json.dumps(config)]
     root = Path(__file__).parent.parent
     try:
@@ -277,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
     options = parser.parse_args(arguments)
-    # One device, so that attention may take a fused kernel; and memory as it is needed: torch runs first.
+    # One device, so that attention may take a fused kernel; and memory as it is needed: torch runs
+    # first.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = jax.devices()[0]

@@ -1,4 +1,6 @@
-"""What is measured on a device, each a small function that yields lines: matmuls, copies, steps, attention, models."""
+"""What is measured on a device, each a small function that yields lines: matmuls, copies, steps,
+attention, models.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +70,9 @@ def _random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.asarray(np.resize(block, shape), dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The device
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def matmul(setting: Setting, sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
@@ -112,13 +114,15 @@ def copy(sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The optimizer's step
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def optimizer_stepper(row: optimizer.Pipeline, sizes: Sizes) -> tuple[Stepper, int]:
-    """An AdamW step of four leaves, and the bytes that it must move: gradients read, the rest read and written."""
+    """An AdamW step of four leaves, and the bytes that it must move: gradients read, the rest read
+    and written.
+    """
     init, step = row.make()
     shape = (sizes.stepped // optimizer.LEAVES,)
     params = {f"layer_{i}": _random(i, shape, row.params) for i in range(optimizer.LEAVES)}
@@ -140,9 +144,11 @@ def _bytes(tree: Any) -> int:
 
 
 def optimizer_step(name: str, sizes: Sizes, beside: str | None = None) -> Iterator[Line]:
-    """GB/s of a step of `benchmarks.optimizer`, beside a copy, and of the same bytes beside another row's step.
+    """GB/s of a step of `benchmarks.optimizer`, beside a copy, and of the same bytes beside another
+    row's step.
 
-    As many bytes are counted as the step must move at least, so that a step that moves more is slower by this figure.
+    As many bytes are counted as the step must move at least, so that a step that moves more is
+    slower by this figure.
     """
     table = {row.name: row for row in optimizer.pipelines()}
     step, moved = optimizer_stepper(table[name], sizes)
@@ -162,9 +168,9 @@ def optimizer_step(name: str, sizes: Sizes, beside: str | None = None) -> Iterat
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attention
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def attention_stepper(nn: Any, setting: Setting, sizes: Sizes, **options: Any) -> Stepper:
@@ -184,7 +190,9 @@ def attention_stepper(nn: Any, setting: Setting, sizes: Sizes, **options: Any) -
 
 
 def attention(setting: Setting, sizes: Sizes) -> Iterator[Line]:
-    """Calls a second, forward and backward, beside Flax with a float32 softmax; and planned memory; and kernels."""
+    """Calls a second, forward and backward, beside Flax with a float32 softmax; and planned memory;
+    and kernels.
+    """
     ours = attention_stepper(our_linen, setting, sizes)
     hand = attention_stepper(flax.linen, setting, sizes, force_fp32_for_softmax=True)
     found = _timed({"ours": ours, "hand": hand}, sizes)
@@ -200,17 +208,19 @@ def attention(setting: Setting, sizes: Sizes) -> Iterator[Line]:
     yield Line("MiB", name, ours.planned_bytes / 2**20, hand.planned_bytes / 2**20)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Models
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def model(
     model: Model, setting: Setting, sizes: Sizes, peak: Peak | None, torch: float | None
 ) -> Iterator[Line]:
-    """Tokens or images a second of a train step beside the hand-threaded one; memory, compile time, share of the peak.
+    """Tokens or images a second of a train step beside the hand-threaded one; memory, compile time,
+    share of the peak.
 
-    The share counts three times the FLOPs of a forward pass, as is usual (Chowdhery et al. 2022, appendix B).
+    The share counts three times the FLOPs of a forward pass, as is usual (Chowdhery et al. 2022,
+    appendix B).
 
     Args:
       torch: torch's throughput in this setting, where it is known.

@@ -1,4 +1,6 @@
-"""Train steps of whole models: ours as the README has them, by hand as Flax's examples do, in the same dtypes."""
+"""Train steps of whole models: ours as the README has them, by hand as Flax's examples do, in the
+same dtypes.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,8 @@ def models(memory: float, *, tiny: bool) -> dict[str, Model]:
     """GPT-2's small shape (Radford et al. 2019) with 12 layers, ResNet-50 and ViT-S/16.
 
     Args:
-      memory: bytes of the device: batches are halved, once or more, where there is less than FULL_MEMORY.
+      memory: bytes of the device: batches are halved, once or more, where there is less than
+        FULL_MEMORY.
       tiny: one layer each, for a CPU.
     """
     share = 0.5 ** max(0, math.ceil(math.log2(FULL_MEMORY / memory)))
@@ -147,9 +150,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def variables(model: Model) -> tuple[Any, dict[str, Any]]:
-    """Params and other collections, filled without compiling an `init`: this is about speed, and numbers do it.
+    """Params and other collections, filled without compiling an `init`: this is about speed, and
+    numbers do it.
 
-    Kernels and embeddings are normal, of deviation 0.02; scales and variances one; biases and means zero.
+    Kernels and embeddings are normal, of deviation 0.02; scales and variances one; biases and means
+    zero.
     """
     shapes = jax.eval_shape(model.make(flax.linen, None).init, jax.random.key(0), model.x)
     block = np.random.default_rng(0).standard_normal(2**20, np.float32) * np.float32(0.02)
@@ -185,7 +190,9 @@ def _loss(module: Any) -> Callable[..., tuple[jax.Array, Any]]:
 
 
 def ours(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
-    """This library's init of the optimizer, and its train step ``(params, opt_state, state), x, y``."""
+    """This library's init of the optimizer, and its train step ``(params, opt_state, state), x,
+    y``.
+    """
     loss = _loss(model.make(our_linen, None))
     options = {"loss_scale": "dynamic"} if setting.is_scaled else {"skip_nonfinite": False}
     tx = mixed_precision(model.tx, setting.policy, **options)  # pyright: ignore[reportArgumentType]
@@ -206,7 +213,9 @@ def ours(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable
 
 
 def by_hand(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
-    """The step of Flax's ImageNet example: dtypes threaded through, and in float16 its `DynamicScale`."""
+    """The step of Flax's ImageNet example: dtypes threaded through, and in float16 its
+    `DynamicScale`.
+    """
     loss = _loss(model.make(flax.linen, setting.dtype))
 
     def init(params: Any) -> Any:
@@ -244,7 +253,9 @@ def stepper(
 
 
 def forward_flops(model: Model) -> float:
-    """FLOPs of the matmuls and convolutions of one forward pass, read from its jaxpr: two a multiplication."""
+    """FLOPs of the matmuls and convolutions of one forward pass, read from its jaxpr: two a
+    multiplication.
+    """
     module = model.make(flax.linen, None)
     shapes = jax.eval_shape(module.init, jax.random.key(0), model.x)
 
@@ -255,7 +266,9 @@ def forward_flops(model: Model) -> float:
 
 
 def matmul_flops(jaxpr: Any) -> float:
-    """FLOPs of every `dot_general` and undilated convolution of a jaxpr and of the programs inside of it."""
+    """FLOPs of every `dot_general` and undilated convolution of a jaxpr and of the programs inside
+    of it.
+    """
     total = 0.0
     for equation in equations_within(jaxpr):
         if equation.primitive.name == "dot_general":

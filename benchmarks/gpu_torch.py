@@ -1,9 +1,11 @@
-"""torch under its autocast on the same models, eager, as its users run it. In a process of its own: prints JSON lines.
+"""torch under its autocast on the same models, eager, as its users run it. In a process of its own:
+prints JSON lines.
 
     python -m benchmarks.gpu_torch '{"decoder": {...}, "seconds": 80, ...}'
 
-One line a measurement: {"model": "decoder", "setting": "bf16", "rate": tokens or images a second, "MiB": peak}.
-A process of its own, because the CUDA libraries of torch and of jaxlib are not made to meet in one.
+One line a measurement: {"model": "decoder", "setting": "bf16", "rate": tokens or images a second,
+"MiB": peak}. A process of its own, because the CUDA libraries of torch and of jaxlib are not made
+to meet in one.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false

@@ -1,4 +1,6 @@
-"""Models written once over a wing: Flax's with its half dtype threaded by hand, or ours, which needs none."""
+"""Models written once over a wing: Flax's with its half dtype threaded by hand, or ours, which
+needs none.
+"""
 
 from __future__ import annotations
 

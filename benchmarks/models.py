@@ -1,27 +1,29 @@
-"""Costs of a policy, beside the same model of upstream Flax with its half dtype threaded through by hand.
+"""Costs of a policy, beside the same model of upstream Flax with its half dtype threaded through by
+hand.
 
-    python -m benchmarks.models           # the table: every model in both wings; 8 minutes on two idle cores
-    python -m benchmarks.models --check   # exits with 1 where a ratio misses its bound
-    python -m benchmarks.models --small   # shallower and narrower models, nothing is compiled: 30 seconds
+    python -m benchmarks.models           # the table: every model in both wings; 8 minutes on two
+    idle cores python -m benchmarks.models --check   # exits with 1 where a ratio misses its bound
+    python -m benchmarks.models --small   # shallower and narrower models, nothing is compiled: 30
+    seconds
 
-Each model is written once over a wing (`benchmarks/linen_models.py`, `benchmarks/nnx_models.py`): `ours` is it over
-`mpmodules` under mixed_bfloat16, with no dtype in it; `hand` is it over Flax with dtype=bfloat16 everywhere, and
-`force_fp32_for_softmax` where linen has it. Both train with the same loss, from the same shapes; the ratio is ours /
-hand. Shapes alone are traced and compiled, no numbers are computed, but for `seconds`.
+Each model is written once over a wing (`benchmarks/linen_models.py`, `benchmarks/nnx_models.py`):
+`ours` is it over `mpmodules` under mixed_bfloat16, with no dtype in it; `hand` is it over Flax with
+dtype=bfloat16 everywhere, and `force_fp32_for_softmax` where linen has it. Both train with the same
+loss, from the same shapes; the ratio is ours / hand. Shapes alone are traced and compiled, no
+numbers are computed, but for `seconds`.
 
-flops,     XLA's count of the program as it is lowered, before the backend rewrites it: on CPU bfloat16 is emulated, and
-bytes      the compiled program says more of that than of the model. value_and_grad of the loss.
-converts   `stablehlo.convert` operations in that program.
-saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs.
-c-flops,   the same of the compiled program, and its temporary memory; in the full table.
-c-bytes, temp
-kernels    fusions, matmuls and the like in the compiled program's entry.
-tracing    CPU seconds to trace value_and_grad with JAX's caches warm but for the model's: the best of several.
-compiling  CPU seconds of XLA.
-seconds    CPU seconds of a step of the small model, A B A B, the median, and the spread; in the full table.
+flops,     XLA's count of the program as it is lowered, before the backend rewrites it: on CPU
+bfloat16 is emulated, and bytes      the compiled program says more of that than of the model.
+value_and_grad of the loss. converts   `stablehlo.convert` operations in that program. saved
+bytes that `jax.vjp` keeps for the backward pass beside the function's inputs. c-flops,   the same
+of the compiled program, and its temporary memory; in the full table. c-bytes, temp kernels
+fusions, matmuls and the like in the compiled program's entry. tracing    CPU seconds to trace
+value_and_grad with JAX's caches warm but for the model's: the best of several. compiling  CPU
+seconds of XLA. seconds    CPU seconds of a step of the small model, A B A B, the median, and the
+spread; in the full table.
 
-Rows of *repaired* layers are apart: where Flax sums a bias's gradient, a softmax or a pooling window in bfloat16, ours
-does it in float32, and the row says what that costs.
+Rows of *repaired* layers are apart: where Flax sums a bias's gradient, a softmax or a pooling
+window in bfloat16, ours does it in float32, and the row says what that costs.
 """
 
 from __future__ import annotations
@@ -140,9 +142,9 @@ def _nnx(case: Case, ours: bool, dtype: Any = BF16) -> Program:
     return Program(loss, (params, state, case.x, case.y))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is measured
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(program: Program) -> int:
@@ -168,7 +170,9 @@ def lowered(program: Program) -> dict[str, float]:
 
 
 def compiled(program: Program) -> dict[str, float]:
-    """The same of the compiled program, its temporary memory, its kernels, and the CPU seconds that it took."""
+    """The same of the compiled program, its temporary memory, its kernels, and the CPU seconds that
+    it took.
+    """
     low = jax.jit(program.step).lower(*program.arguments)
     start = time.process_time()
     executable = low.compile()
@@ -191,13 +195,17 @@ _KERNEL = re.compile(
 
 
 def kernels(hlo: str) -> int:
-    """Counts the kernels in a compiled program's entry: operations other than constants, views and tuples."""
+    """Counts the kernels in a compiled program's entry: operations other than constants, views and
+    tuples.
+    """
     entry = hlo[hlo.index("\nENTRY ") :]
     return len(_KERNEL.findall(re.sub(r"\{[^{}]*\}", "", entry)))
 
 
 def tracing(programs: Mapping[str, Callable[[], Program]], times: int) -> dict[str, float]:
-    """CPU seconds to trace each, the best of several; a new function each time, JAX's own caches warm."""
+    """CPU seconds to trace each, the best of several; a new function each time, JAX's own caches
+    warm.
+    """
     best = dict.fromkeys(programs, float("inf"))
     for _ in range(times + 1):
         for name, build in programs.items():
@@ -206,7 +214,9 @@ def tracing(programs: Mapping[str, Callable[[], Program]], times: int) -> dict[s
 
 
 def traced_in(program: Program) -> float:
-    """CPU seconds of one trace, without collecting garbage, as `timeit`: there is much, and either may meet it."""
+    """CPU seconds of one trace, without collecting garbage, as `timeit`: there is much, and either
+    may meet it.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -218,7 +228,9 @@ def traced_in(program: Program) -> float:
 
 
 def seconds(programs: dict[str, Program], times: int) -> tuple[dict[str, float], float]:
-    """CPU seconds of a step of each, the median, A B A B; and the larger interquartile range, in medians."""
+    """CPU seconds of a step of each, the median, A B A B; and the larger interquartile range, in
+    medians.
+    """
     generator = np.random.default_rng(0)
     steps = {name: jax.jit(program.step) for name, program in programs.items()}
     numbers = {
@@ -258,9 +270,9 @@ def _numbers(generator: np.random.Generator, like: jax.ShapeDtypeStruct) -> jax.
     return jnp.asarray(generator.integers(0, 8, like.shape), like.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _floats(*shape: int) -> jax.ShapeDtypeStruct:
@@ -316,11 +328,12 @@ def cases(small: bool) -> list[Case]:
     ]
 
 
-# The largest ratios: of what is repaired apart. `docs/benchmarks.md` says where each of those comes from.
+# The largest ratios: of what is repaired apart. `docs/benchmarks.md` says where each of those comes
+# from.
 BOUNDS = {"flops": 1.0, "bytes": 1.0, "converts": 1.0, "saved": 1.0, "tracing": 1.10}
 COMPILED = {"c-flops": 1.0, "c-bytes": 1.0, "temp": 1.0, "kernels": 1.0, "compiling": None}
-# As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and attention's derivative
-# has casts of its own. What they cost is in the tables of the accelerators.
+# As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and
+# attention's derivative has casts of its own. What they cost is in the tables of the accelerators.
 REPAIRED = {"flops": 1.04, "bytes": None, "converts": 1.1, "saved": 1.0, "tracing": 1.10}
 REPAIRED_COMPILED = {
     "c-flops": 1.01,

@@ -1,4 +1,6 @@
-"""The models of `benchmarks/linen_models.py` in nnx, written once over a wing: Flax's with a dtype by hand, or ours."""
+"""The models of `benchmarks/linen_models.py` in nnx, written once over a wing: Flax's with a dtype
+by hand, or ours.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import jax.numpy as jnp
 
 @functools.cache
 def of(nnx: Any) -> SimpleNamespace:
-    """The models' classes over `nnx`: `flax.nnx`, or `mpmodules.nnx`. Each takes ``dtype``, sizes and ``rngs``."""
+    """The models' classes over `nnx`: `flax.nnx`, or `mpmodules.nnx`. Each takes ``dtype``, sizes
+    and ``rngs``.
+    """
     # A list of submodules is a pytree of its own in newer Flax, and plain in older.
     listed = getattr(nnx, "List", None) or list
 

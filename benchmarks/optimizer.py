@@ -1,17 +1,19 @@
-"""Bytes that one AdamW step moves, an element of the params, beside plain optax, jmp's pipeline and mpx's.
+"""Bytes that one AdamW step moves, an element of the params, beside plain optax, jmp's pipeline and
+mpx's.
 
-    python -m benchmarks.optimizer          # the table: 3 minutes on two idle cores
-    python -m benchmarks.optimizer --check  # exits with 1 where a row is above its budget, or above jmp's or mpx's
-    python -m benchmarks.optimizer --small  # bytes alone: 10 s, nothing is run
-    python -m benchmarks.optimizer --json FILE
+    python -m benchmarks.optimizer          # the table: 3 minutes on two idle cores python -m
+    benchmarks.optimizer --check  # exits with 1 where a row is above its budget, or above jmp's or
+    mpx's python -m benchmarks.optimizer --small  # bytes alone: 10 s, nothing is run python -m
+    benchmarks.optimizer --json FILE
 
-bytes      XLA's own cost analysis of the compiled program, params and state donated, four leaves of 1M elements,
-           gradients scaled by a dynamic loss scale. The floor for float32 params and bfloat16 gradients is 26: read
-           gradient 2, param 4, moments 8, and write the last two; XLA counts 36, as it reads the moments twice. Held
-           against the row's budget, and against jmp's and mpx's pipelines where they have such a row.
-temp       the peak of temporary memory, in bytes an element too.
-ns         CPU nanoseconds an element of a step on those leaves, beside plain optax, A B A B, the median.
-compiling  CPU seconds to trace and compile a step of 1, 50 and 500 small leaves, beside plain optax.
+bytes      XLA's own cost analysis of the compiled program, params and state donated, four leaves of
+           1M elements, gradients scaled by a dynamic loss scale. The floor for float32 params and
+           bfloat16 gradients is 26: read gradient 2, param 4, moments 8, and write the last two;
+           XLA counts 36, as it reads the moments twice. Held against the row's budget, and against
+           jmp's and mpx's pipelines where they have such a row.
+temp       the peak of temporary memory, in bytes an element too. ns         CPU nanoseconds an
+element of a step on those leaves, beside plain optax, A B A B, the median. compiling  CPU seconds
+to trace and compile a step of 1, 50 and 500 small leaves, beside plain optax.
 
 CPU times are this process's: they don't depend on what else the machine does, but for its caches.
 """
@@ -42,7 +44,9 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """What updates params by gradients, from and to which dtypes. `budget` is in bytes an element; None has none."""
+    """What updates params by gradients, from and to which dtypes. `budget` is in bytes an element;
+    None has none.
+    """
 
     name: str
     params: Any
@@ -127,7 +131,9 @@ def jmp_pipeline() -> tuple[Callable[[Any], Any], Step]:
 
 
 def mpx_pipeline() -> tuple[Callable[[Any], Any], Step]:
-    """mpx's `filter_grad` after the gradient, and its `optimizer_update`: cast, all_finite, unscale, select."""
+    """mpx's `filter_grad` after the gradient, and its `optimizer_update`: cast, all_finite,
+    unscale, select.
+    """
     import mpx  # pyright: ignore[reportMissingImports]
 
     tx = optax.adamw(1e-3)
@@ -201,7 +207,9 @@ def pipelines() -> list[Pipeline]:
 
 
 def measure(row: Pipeline, elements: int = ELEMENTS) -> tuple[float, float]:
-    """Bytes accessed and bytes of temporary memory an element, of LEAVES leaves. Compiles; runs nothing."""
+    """Bytes accessed and bytes of temporary memory an element, of LEAVES leaves. Compiles; runs
+    nothing.
+    """
     init, step = row.make()
     params = {f"layer_{i}": jax.ShapeDtypeStruct((elements,), row.params) for i in range(LEAVES)}
     gradients = {name: jax.ShapeDtypeStruct((elements,), row.gradients) for name in params}

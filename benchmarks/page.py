@@ -1,4 +1,5 @@
-"""docs/benchmarks.md, made from the rows of runs: each table with ratios by name and quantity, and what it says.
+"""docs/benchmarks.md, made from the rows of runs: each table with ratios by name and quantity, and
+what it says.
 
 python -m benchmarks accel --json accel.json                    # what TPUs and GPUs get
 python -m benchmarks --json cpu.json                            # and XLA's programs for CPUs
@@ -81,17 +82,22 @@ OPENING, CLOSING = "<!-- accelerators -->", "<!-- end of accelerators -->"
 
 
 def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
-    """The page. Tables of rows of ratios are shown, the accelerators' first; others are named with their own pages."""
+    """The page. Tables of rows of ratios are shown, the accelerators' first; others are named with
+    their own pages.
+    """
     parts = [
         "# Benchmarks",
-        "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; with `--check` it "
+        "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; "
+        "with `--check` it "
         "fails where a bound is missed, and names the row.",
-        "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at most."
+        "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at "
+        "most."
         if "gpu" not in tables
         else "",
         accelerators(environment, tables["accel"]) if tables.get("accel") else "",
         f"# XLA for CPUs\n\n{_where(environment)}" if set(tables) - {"accel"} else "",
-        "What XLA counts is the same on every run; CPU seconds are not. Numerics have pages of their own: "
+        "What XLA counts is the same on every run; CPU seconds are not. Numerics have pages of "
+        "their own: "
         "[accuracy.md](accuracy.md) and [convergence.md](convergence.md); so has "
         "[the exchange between devices](bf16_all_reduce.md).",
     ]
@@ -107,7 +113,9 @@ def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
 
 
 def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The part of the page on TPUs and GPUs: a table for each chip and each of the command's tables."""
+    """The part of the page on TPUs and GPUs: a table for each chip and each of the command's
+    tables.
+    """
     versions = {
         name: version for name, version in environment.items() if version != "not installed"
     }
@@ -126,7 +134,8 @@ def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any
 
 
 def into(page: str, part: str) -> str:
-    """A page with its part on accelerators replaced; one that has none gets it after its first paragraph.
+    """A page with its part on accelerators replaced; one that has none gets it after its first
+    paragraph.
 
     Raises:
       ValueError: the page's part has no end.
@@ -194,7 +203,9 @@ def _short(number: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the page of what runs wrote with ``--json``, or replaces the accelerators' part of a page."""
+    """Prints the page of what runs wrote with ``--json``, or replaces the accelerators' part of a
+    page.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,8 @@
-"""How a data-parallel train step grows with devices, to 64 of them: none is real, and nothing is run.
+"""How a data-parallel train step grows with devices, to 64 of them: none is real, and nothing is
+run.
 
-Traced, devices are a `jax.sharding.AbstractMesh`. Compiled, they are the CPU's, in a process of its own, as XLA fixes
-their number when it starts:
+Traced, devices are a `jax.sharding.AbstractMesh`. Compiled, they are the CPU's, in a process of its
+own, as XLA fixes their number when it starts:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=64 python -m benchmarks.scale_devices
 """
@@ -48,13 +49,15 @@ QUANTITIES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Traced: shard_map over a mesh without devices
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def step_on(devices: int) -> tuple[Any, tuple[Any, ...]]:
-    """A train step under `jax.shard_map` that sums gradients in bfloat16, and the shapes of its arguments."""
+    """A train step under `jax.shard_map` that sums gradients in bfloat16, and the shapes of its
+    arguments.
+    """
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     init, train = all_reduce.ours("bfloat16")()
     specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
@@ -91,13 +94,15 @@ def traced_rows(devices: tuple[int, ...]) -> Iterator[Row]:
         yield Row(quantity, f"data parallel, {devices[-1]} / 2 devices", far, near, 1.0, 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Compiled: params, state and batch sharded over CPU devices
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def sharded_step(mesh: Mesh, *, ours: bool) -> tuple[Any, tuple[Any, ...]]:
-    """A step whose params and optimizer state are split over all devices (ZeRO-3), and the shapes of its arguments."""
+    """A step whose params and optimizer state are split over all devices (ZeRO-3), and the shapes
+    of its arguments.
+    """
     split, everywhere = (
         NamedSharding(mesh, PartitionSpec("data")),
         NamedSharding(mesh, PartitionSpec()),
@@ -138,7 +143,8 @@ def compiled_on(devices: int, *, ours: bool) -> dict[str, float]:
     """What the program of one of the devices holds and is, and CPU seconds to compile it.
 
     Returns:
-      `held`: bytes of its params, state and batch, times the devices; `temporary`; `instructions`; `compiling`.
+      `held`: bytes of its params, state and batch, times the devices; `temporary`; `instructions`;
+        `compiling`.
 
     Raises:
       RuntimeError: the process has fewer devices.
@@ -187,8 +193,8 @@ def in_own_process(devices: tuple[int, ...]) -> dict[str, dict[int, dict[str, fl
 def compiled_rows(devices: tuple[int, ...]) -> Iterator[Row]:
     """Beside plain optax on the most devices, and the most devices beside two.
 
-    XLA:CPU writes an exchange of all with all as an operand for each device. So programs grow with devices, by hand
-    too; what ours adds to them must not grow.
+    XLA:CPU writes an exchange of all with all as an operand for each device. So programs grow with
+    devices, by hand too; what ours adds to them must not grow.
     """
     found = in_own_process(devices)
     ours, hand = (

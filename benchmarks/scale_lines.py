@@ -15,7 +15,8 @@ def equations(jaxpr: Any) -> int:
 
 
 def growth(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """What one more costs at the far end and at the near end: over the last step, and over the steps to the third.
+    """What one more costs at the far end and at the near end: over the last step, and over the
+    steps to the third.
 
     Near the origin two steps are taken together: of seconds, there is little to measure.
     """

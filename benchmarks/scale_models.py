@@ -1,4 +1,5 @@
-"""Decoders of any depth, in every way that this library has of putting one under a policy, and threaded by hand.
+"""Decoders of any depth, in every way that this library has of putting one under a policy, and
+threaded by hand.
 
 Params are shapes: one layer is initialised, abstractly, and stands for all of them.
 """

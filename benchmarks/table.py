@@ -87,12 +87,13 @@ def run(
     reference: str,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """The command line of a table: ``--check``, ``--small``, ``--json FILE``. Returns the exit status.
+    """The command line of a table: ``--check``, ``--small``, ``--json FILE``. Returns the exit
+    status.
 
     Args:
       description: the module's docstring.
-      rows: measures the rows: called with True for the small ones, False for all. Where it takes ``on`` or ``only``,
-        the command has ``--on TARGET ...`` and ``--only NAME ...``.
+      rows: measures the rows: called with True for the small ones, False for all. Where it takes
+        ``on`` or ``only``, the command has ``--on TARGET ...`` and ``--only NAME ...``.
       reference: what the ratios are taken against, in a word.
     """
     parser = argparse.ArgumentParser(

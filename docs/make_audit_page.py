@@ -1,10 +1,12 @@
-"""Audits a small transformer written with Flax's own layers, and makes docs/audit.png: the page, in a browser.
+"""Audits a small transformer written with Flax's own layers, and makes docs/audit.png: the page, in
+a browser.
 
     python docs/make_audit_page.py            # writes docs/audit.html (not kept) and docs/audit.png
     python docs/make_audit_page.py --no-png   # where no Chromium is installed
 
-The model is one that many write: bfloat16 computation, float32 parameters, dtypes threaded by hand. The audit says what
-that leaves in half precision, and where float32 leaks on. It takes seconds and runs nothing: shapes will do.
+The model is one that many write: bfloat16 computation, float32 parameters, dtypes threaded by hand.
+The audit says what that leaves in half precision, and where float32 leaks on. It takes seconds and
+runs nothing: shapes will do.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ def photograph(page: Path, png: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit(
-            f"No browser is installed ({', '.join(BROWSERS)}): apt-get install chromium, or --no-png."
+            f"No browser is installed ({', '.join(BROWSERS)}): apt-get install chromium, or "
+            "--no-png."
         )
     with tempfile.TemporaryDirectory() as profile:
         flags = (

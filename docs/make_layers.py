@@ -2,8 +2,9 @@
 
     python docs/make_layers.py
 
-It first holds the tables against what the installed Flax exports, and writes nothing where a layer of Flax's is
-neither in the catalogue nor exempt. tests/test_catalogue.py does the same, so that a new layer shows up as a gap.
+It first holds the tables against what the installed Flax exports, and writes nothing where a layer
+of Flax's is neither in the catalogue nor exempt. tests/test_catalogue.py does the same, so that a
+new layer shows up as a gap.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ LAYERS = (
     Row(
         "MultiHeadAttention",
         "logits and softmax; the decode cache is in compute_dtype",
-        "softmax in half precision; nnx only with dropout or sown weights, and its float32 cache fails to decode",
+        "softmax in half precision; nnx only with dropout or sown weights, and its float32 cache "
+        "fails to decode",
         _ATTENTION,
     ),
     Row(
@@ -199,7 +201,8 @@ LAYERS = (
     Row("ConvLSTMCell", _CELL, _CELL_UP, one(_CELLS, "linen")),
     Row(
         "RNN",
-        "the gradients of half weights, over the steps; a loop over its cell, whose carry keeps its type",
+        "the gradients of half weights, over the steps; a loop over its cell, whose carry keeps "
+        "its type",
         "fails where the cell's carry changes type",
         _RNN,
     ),
@@ -338,8 +341,10 @@ def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
     missing = gaps(wing, module)
     if missing:
         raise LookupError(
-            f"flax.{wing} exports {', '.join(missing)}, which docs/make_layers.py neither lists in LAYERS nor exempts "
-            f"in EXEMPT['{wing}'] with a reason. Cover it in mpmodules/{wing}, list it with its test, and run "
+            f"flax.{wing} exports {', '.join(missing)}, which docs/make_layers.py neither lists in "
+            "LAYERS nor exempts "
+            f"in EXEMPT['{wing}'] with a reason. Cover it in mpmodules/{wing}, list it with its "
+            "test, and run "
             "python docs/make_layers.py."
         )
 
@@ -349,11 +354,15 @@ def page() -> str:
     lines = [
         "# Layers and functions",
         "",
-        "Made by `python docs/make_layers.py`; a test holds it against what the installed Flax exports.",
+        "Made by `python docs/make_layers.py`; a test holds it against what the installed Flax "
+        "exports.",
         "",
-        "Every layer keeps its parameters in param_dtype, multiplies in compute_dtype and returns what the policy "
-        "says. The tables say what else runs in reduction_dtype, what Flax does in half precision without us, and the "
-        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the dtype of every "
+        "Every layer keeps its parameters in param_dtype, multiplies in compute_dtype and returns "
+        "what the policy "
+        "says. The tables say what else runs in reduction_dtype, what Flax does in half precision "
+        "without us, and the "
+        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the "
+        "dtype of every "
         "matmul and every sum, forward and backward, under every policy.",
         "",
     ]

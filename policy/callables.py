@@ -20,14 +20,16 @@ def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
     """
     if isinstance(fn, type):
         raise TypeError(
-            f"{what} takes {takes}, but got the class {fn.__name__}: pass an instance, or a method of one."
+            f"{what} takes {takes}, but got the class {fn.__name__}: pass an instance, or a method "
+            "of one."
         )
     if not callable(fn):
         raise TypeError(f"{what} takes {takes}, but got {shown(fn)} of type {type(fn).__name__}.")
     if _is_unbound_linen_module(fn):
         name = type(fn).__name__
         raise TypeError(
-            f"{what} takes {takes}, but got the linen module {name}, which has no variables of its own: pass its "
+            f"{what} takes {takes}, but got the linen module {name}, which has no variables of its "
+            "own: pass its "
             "apply, model.apply, and the variables as the first argument."
         )
 

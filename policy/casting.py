@@ -22,7 +22,8 @@ def require_available(dtype: DTypeLike) -> np.dtype:
     dtype = jnp.dtype(dtype)
     if dtype.itemsize == 8 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"A policy asks for {dtype.name}, but JAX runs with x64 disabled and would silently use float32. "
+            f"A policy asks for {dtype.name}, but JAX runs with x64 disabled and would silently "
+            "use float32. "
             "Call jax.config.update('jax_enable_x64', True) first, or choose float32."
         )
     return dtype

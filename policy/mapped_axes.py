@@ -29,7 +29,8 @@ def is_typed(axis: Hashable) -> bool:
         index = lax.axis_index(axis)
     except NameError:
         raise ValueError(
-            f"axis {axis!r} is not mapped here: call it inside jax.shard_map or jax.vmap over that axis. Under jax.jit "
+            f"axis {axis!r} is not mapped here: call it inside jax.shard_map or jax.vmap over that "
+            "axis. Under jax.jit "
             "with sharded arrays name none: XLA reduces over the devices by itself."
         ) from None
     return axis in varying_axes(index)

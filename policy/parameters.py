@@ -23,7 +23,8 @@ def require_params(params: Any) -> None:
         isinstance(name, bool) or not isinstance(name, (int, str)) for name in named
     ):
         raise TypeError(
-            f"params should be positions or names of arguments, or a predicate on leaves, but got {params!r}."
+            "params should be positions or names of arguments, or a predicate on leaves, but got "
+            f"{params!r}."
         )
 
 
@@ -113,6 +114,8 @@ def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 def _warn_of(found: list[str]) -> None:
     if found:
         warn_once(
-            f"autocast is around a function that is handed an optimizer's state ({', '.join(dict.fromkeys(found))}): "
-            "the update in it runs in half precision. Put autocast around the loss, and the update outside of it."
+            "autocast is around a function that is handed an optimizer's state "
+            f"({', '.join(dict.fromkeys(found))}): "
+            "the update in it runs in half precision. Put autocast around the loss, and the update "
+            "outside of it."
         )

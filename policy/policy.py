@@ -111,7 +111,8 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
         dtype = jnp.dtype(value)
     except TypeError:
         raise ValueError(
-            f"Policy({field}={value!r}): not a dtype. Give a floating dtype such as jnp.bfloat16 or 'bf16'."
+            f"Policy({field}={value!r}): not a dtype. Give a floating dtype such as jnp.bfloat16 "
+            "or 'bf16'."
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
@@ -120,8 +121,10 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
         )
     if dtype.itemsize < 2:
         raise ValueError(
-            f"Policy({field}={dtype.name}): floats of 8 bits or fewer are for matmul operands only; use float16 "
-            "or bfloat16 here and give the layer an 8-bit dot_general (flax.linen.Fp8DirectDotGeneralOp)."
+            f"Policy({field}={dtype.name}): floats of 8 bits or fewer are for matmul operands "
+            "only; use float16 "
+            "or bfloat16 here and give the layer an 8-bit dot_general "
+            "(flax.linen.Fp8DirectDotGeneralOp)."
         )
     return dtype
 
@@ -229,7 +232,8 @@ class Policy:
         unknown = sorted(set(changes) - set(fields))
         if unknown:
             raise TypeError(
-                f"Policy.replace: no field {', '.join(unknown)}; the fields are {', '.join(fields)}."
+                f"Policy.replace: no field {', '.join(unknown)}; the fields are "
+                f"{', '.join(fields)}."
             )
         return Policy(**(fields | changes))
 
@@ -334,7 +338,8 @@ def get_policy(policy: Policy | str) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(
-            f"A policy should be a Policy or its text form such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', "
+            "A policy should be a Policy or its text form such as 'mixed_bfloat16' or "
+            "'p=f32,c=bf16,o=f32', "
             f"but got {policy!r} of type {type(policy).__name__}."
         )
     text = policy.replace(" ", "")
@@ -347,7 +352,8 @@ def get_policy(policy: Policy | str) -> Policy:
             dtype = parse_dtype(text)
         except ValueError as error:
             raise ValueError(
-                f"{error} A policy's text is such a dtype, a preset ({', '.join((*_MIXED, _INSIDE[0]))}), or "
+                f"{error} A policy's text is such a dtype, a preset "
+                f"({', '.join((*_MIXED, _INSIDE[0]))}), or "
                 "'params=DTYPE,compute=DTYPE,output=DTYPE'."
             ) from None
         return Policy(dtype, dtype, dtype)
@@ -361,7 +367,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
         key, _, value = part.partition("=")
         if key not in _KEYS:
             raise ValueError(
-                f"Unknown key '{key}' in '{text}': it should be params, compute, output, reduction or inputs "
+                f"Unknown key '{key}' in '{text}': it should be params, compute, output, reduction "
+                "or inputs "
                 "(short p, c, o, r)."
             )
         field = _KEYS[key]
@@ -370,7 +377,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
         if field == "cast_inputs":
             if value not in ("keep", "cast"):
                 raise ValueError(
-                    f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or 'cast'."
+                    f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or "
+                    "'cast'."
                 )
             fields[field] = value == "cast"
         elif field == "output_dtype" and value == CALLER:

@@ -97,7 +97,8 @@ def with_explicit_dtypes(
     ]
     if defeated:
         warn_once(
-            f"{what} at '{where}' obeys its own {' and '.join(defeated)} against the policy in force, '{base}'. "
+            f"{what} at '{where}' obeys its own {' and '.join(defeated)} against the policy in "
+            f"force, '{base}'. "
             "Delete the argument to let the policy decide, or give the layer a dtype_policy."
         )
     if defeated:
@@ -108,8 +109,10 @@ def with_explicit_dtypes(
 def _require_honourable(dtype: np.dtype, argument: str, what: str, where: str) -> None:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
-            f"{what} at '{where}' cannot honour {argument}={dtype.name} under a policy: it should be a floating dtype "
-            "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands: give the layer an 8-bit "
+            f"{what} at '{where}' cannot honour {argument}={dtype.name} under a policy: it should "
+            "be a floating dtype "
+            "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands: give the "
+            "layer an 8-bit "
             "dot_general instead."
         )
 

@@ -372,7 +372,8 @@ def _running(
     x, along = (x.reshape(-1), 0) if axis is None else (x, axis)
     if not -x.ndim <= along < x.ndim:
         raise ValueError(
-            f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got {axis}."
+            f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got "
+            f"{axis}."
         )
     return _exactly_or_widely(lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype)
 

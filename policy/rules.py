@@ -77,7 +77,8 @@ class PolicyRules:
             pairs = list(rules.items())
         elif isinstance(rules, str) or not isinstance(rules, Iterable):
             raise TypeError(
-                f"Policy rules should be a dict or a list of (pattern, policy) pairs, but got {rules!r}."
+                "Policy rules should be a dict or a list of (pattern, policy) pairs, but got "
+                f"{rules!r}."
             )
         else:
             pairs = list(rules)
@@ -106,7 +107,8 @@ class PolicyRules:
         """
         if isinstance(texts, str):
             raise TypeError(
-                f"Texts of policy rules should be a list of PATH=TEXT, but got the one text {texts!r}."
+                "Texts of policy rules should be a list of PATH=TEXT, but got the one text "
+                f"{texts!r}."
             )
         return cls([_divided(text) for text in texts], strict=strict)
 

@@ -344,7 +344,8 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
     """Returns the nodes that no pattern leaves out."""
     if isinstance(allow, str):
         raise TypeError(
-            f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself."
+            f"allow should be a collection of path patterns, as ({allow!r},), but got the string "
+            "itself."
         )
     patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
     known = {
@@ -422,7 +423,8 @@ def _dtype_name(dtype: Any) -> str:
         return jnp.dtype(dtype).name
     except TypeError:
         raise TypeError(
-            f"dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got {dtype!r}."
+            "dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got "
+            f"{dtype!r}."
         ) from None
 
 

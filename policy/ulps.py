@@ -88,6 +88,7 @@ def what_is_off(
     worst = np.unravel_index(int(error.argmax()), error.shape)
     index = f", at {tuple(map(int, worst))}," if error.ndim else ""
     return (
-        f"{name}: {wrong} of {error.size} numbers are off by more than {allowed:g} ulps of {in_dtype.name}; the "
+        f"{name}: {wrong} of {error.size} numbers are off by more than {allowed:g} ulps of "
+        f"{in_dtype.name}; the "
         f"worst{index} by {error[worst]:.3g}: {leaf[worst]} where {truth[worst]} is right."
     )

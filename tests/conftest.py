@@ -1,4 +1,6 @@
-"""The whole suite runs with strict dtype promotion, without rank promotion, and with warnings as errors."""
+"""The whole suite runs with strict dtype promotion, without rank promotion, and with warnings as
+errors.
+"""
 
 import ctypes
 import gc
@@ -8,9 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-# A folder of compiled programs for each worker of a run, and for the processes that its tests start one at a time:
-# compiling is the slow part of the suite, and most of its programs are the same few operations. JAX does not lock what
-# it writes there, so workers do not share one. Set before JAX is imported.
+# A folder of compiled programs for each worker of a run, and for the processes that its tests start
+# one at a time: compiling is the slow part of the suite, and most of its programs are the same few
+# operations. JAX does not lock what it writes there, so workers do not share one. Set before JAX is
+# imported.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
@@ -20,7 +23,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
         os.environ["JAX_COMPILATION_CACHE_DIR"], worker
     )
-# XLA's own passes are as always; LLVM's, which take half of the time of a compile, are left out: kernels run once here.
+# XLA's own passes are as always; LLVM's, which take half of the time of a compile, are left out:
+# kernels run once here.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
@@ -33,7 +37,8 @@ import pytest
 
 from tests import fast_part
 
-# The suite's random tests are the same in each run; those of `python -m tests.random_faults` come from its seed.
+# The suite's random tests are the same in each run; those of `python -m tests.random_faults` come
+# from its seed.
 hypothesis.settings.register_profile(
     "suite", max_examples=6, derandomize=True, deadline=None, database=None
 )
@@ -64,7 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
-    """A file's tests run on one worker, where they share fixtures and traces; the files with most tests begin."""
+    """A file's tests run on one worker, where they share fixtures and traces; the files with most
+    tests begin.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log) if config.getvalue("dist") == "load" else None

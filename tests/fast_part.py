@@ -2,9 +2,9 @@
 
 `durations.txt` lists the test functions that take longer than `BUDGET` with all their cases, one a
 line: seconds of one case, and the name. The fast part has as many of a function's cases as fit into
-`BUDGET`, spread over their list and at least one, but none of a function whose one case takes longer
-than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. All other cases are marked
-`slow`. Functions that are not listed are fast.
+`BUDGET`, spread over their list and at least one, but none of a function whose one case takes
+longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. All other cases are
+marked `slow`. Functions that are not listed are fast.
 
     python -m pytest -n 2                    # the fast part
     python -m pytest -n 2 -m slow            # all others
@@ -12,7 +12,8 @@ than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. All other 
 
 After a change of many tests, measure again:
 
-    python -m pytest -n 2 -m "slow or not slow" --junitxml out/tests.xml && python -m tests.fast_part out/tests.xml
+    python -m pytest -n 2 -m "slow or not slow" --junitxml out/tests.xml && python -m
+    tests.fast_part out/tests.xml
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ class Operation:
       inputs, outputs: dtype names; "" for what has none.
       path: the module path, its names joined by ``/``.
       within: the primitives whose bodies it stands in, outermost first.
-      terms: how many numbers go into each number of a plain reduction (`reduce_sum` and its like); else None.
+      terms: how many numbers go into each number of a plain reduction (`reduce_sum` and its like);
+        else None.
       is_backward: whether it is of a backward pass.
       is_placed: whether it is a cast that a boundary, or autocast, put in.
     """
@@ -88,7 +89,9 @@ def named(ops: list[Operation], *names: str) -> list[Operation]:
 
 
 def frozen_biases(variables: Any) -> Any:
-    """The variables, with no gradient to biases: those sums are ours, the rest of backward is the hand-threaded one."""
+    """The variables, with no gradient to biases: those sums are ours, the rest of backward is the
+    hand-threaded one.
+    """
 
     def frozen(path: Any, leaf: Any) -> Any:
         return jax.lax.stop_gradient(leaf) if getattr(path[-1], "key", None) == "bias" else leaf

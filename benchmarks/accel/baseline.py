@@ -1,6 +1,8 @@
-"""The baseline's absolute figures as they were recorded: Flax's and Optax's programs are not to get dearer unseen.
+"""The baseline's absolute figures as they were recorded: Flax's and Optax's programs are not to get
+dearer unseen.
 
-They are keyed by the compiler's version, target, table and row. Only a figure of the same compiler is compared.
+They are keyed by the compiler's version, target, table and row. Only a figure of the same compiler
+is compared.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def _version(name: str) -> str:
 
 
 def load(file: Path | None = None) -> Recorded:
-    """Reads the recorded figures from `FILE` or another file, by compiler, target, table, row and quantity."""
+    """Reads the recorded figures from `FILE` or another file, by compiler, target, table, row and
+    quantity.
+    """
     file = file or FILE
     return json.loads(file.read_text()) if file.exists() else {}
 

@@ -40,7 +40,9 @@ SENTENCES = {
 
 
 def sentences(rows: Rows) -> list[str]:
-    """Returns the sentences that these rows have figures for, each with the name of its dearest row."""
+    """Returns the sentences that these rows have figures for, each with the name of its dearest
+    row.
+    """
     said = []
     for (table, quantity), sentence in SENTENCES.items():
         found = [row for row in rows if row["table"] == table and row["quantity"] == quantity]

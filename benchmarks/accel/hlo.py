@@ -1,7 +1,8 @@
 """Counts the costs of a run of a compiled program from its text, by the compiler's own estimates.
 
-A loop's body counts as often as it runs, and of a conditional the costliest branch. Whatever can't be counted is named,
-not taken for free: a loop whose trip count can't be read, a kernel that the compiler gives no cycles for.
+A loop's body counts as often as it runs, and of a conditional the costliest branch. Whatever can't
+be counted is named, not taken for free: a loop whose trip count can't be read, a kernel that the
+compiler gives no cycles for.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ class Costs:
 
     Attributes:
       cycles: the sum of the compiler's estimates.
-      bytes: read from and written to memory by kernels: results, and operands or the slices that are read of them.
+      bytes: read from and written to memory by kernels: results, and operands or the slices that
+        are read of them.
       kernels: how many run.
-      collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation and dtype.
+      collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation
+        and dtype.
       uncounted: kernels whose cycles, and loops whose trip counts, are not known.
       rooflines: cycles by `kernel_cycles`, which `cycles` holds too, by JAX operation.
       by_name: cycles by JAX operation.
@@ -80,8 +83,8 @@ def costs_of(text: str, kernel_cycles: Callable[[float, float], float] | None = 
 
     Args:
       text: of `Compiled.as_text()`.
-      kernel_cycles: cycles of a kernel that the compiler gives none for, from its FLOPs and bytes (a roofline), those
-        to and from the chip's own memory among them; None leaves it uncounted.
+      kernel_cycles: cycles of a kernel that the compiler gives none for, from its FLOPs and bytes
+        (a roofline), those to and from the chip's own memory among them; None leaves it uncounted.
     """
     computations, entry = parse(text)
     anywhere, _ = parse(re.sub(r"S\(\d+\)", "", text))
@@ -166,7 +169,9 @@ class _Counter:
                 yield from self._fused_collectives(instruction)
 
     def _runs_beside(self, inside: Computation, instruction: Instruction) -> bool:
-        """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's own engine."""
+        """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's
+        own engine.
+        """
         if instruction.opcode.endswith("-start"):
             return True
         operands = [
@@ -182,7 +187,9 @@ class _Counter:
     def _by_roofline(
         self, costs: Costs, inside: Computation, instruction: Instruction, name: str
     ) -> float:
-        """Returns the roofline's cycles of an instruction without an estimate; only custom calls have FLOPs."""
+        """Returns the roofline's cycles of an instruction without an estimate; only custom calls
+        have FLOPs.
+        """
         operands = [
             inside.instructions[name]
             for name in instruction.operands
@@ -204,7 +211,8 @@ class _Counter:
 def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> None:
     opcode = collective.opcode.removesuffix("-start")
     if opcode == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
-        opcode = "reduce-scatter"  # a TPU's: a fusion of a sum with the slice that each device keeps of it
+        # A TPU's: a fusion of a sum with the slice that each device keeps of it.
+        opcode = "reduce-scatter"
     operands = [
         inside.instructions[name] for name in collective.operands if name in inside.instructions
     ]

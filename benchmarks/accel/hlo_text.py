@@ -27,7 +27,9 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result. `on_chip` is whether it lies in a memory of the chip's own."""
+    """One array of an instruction's result. `on_chip` is whether it lies in a memory of the chip's
+    own.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,7 +64,9 @@ class Instruction:
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate; None where it has none, written as a negative or as the largest number."""
+        """The compiler's estimate; None where it has none, written as a negative or as the largest
+        number.
+        """
         found = re.search(r'"estimated_cycles":"?(\d+)', self.rest)
         return int(found[1]) if found and int(found[1]) != 2**63 - 1 else None
 
@@ -111,7 +115,9 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields the text's lines; an instruction whose attributes have line breaks (a Pallas kernel's) is one line."""
+    """Yields the text's lines; an instruction whose attributes have line breaks (a Pallas kernel's)
+    is one line.
+    """
     held = ""
     for line in text.splitlines():
         if (

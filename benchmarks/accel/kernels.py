@@ -10,9 +10,11 @@ from benchmarks.accel.hlo_text import Instruction
 
 
 def flops_of(kernel: Instruction, operands: Sequence[Instruction]) -> float | None:
-    """Returns the FLOPs of a custom call: its author's estimate, or for JAX's splash attention those of its shapes.
+    """Returns the FLOPs of a custom call: its author's estimate, or for JAX's splash attention
+    those of its shapes.
 
-    For splash attention every pair of a query and a key counts, also in blocks that a mask lets it skip.
+    For splash attention every pair of a query and a key counts, also in blocks that a mask lets it
+    skip.
 
     Returns:
       None where neither is known.

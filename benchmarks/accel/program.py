@@ -23,7 +23,8 @@ class Figures:
     Attributes:
       cycles: the compiler's estimate, kernels without one at the chip's roofline; 0 of a GPU.
       bytes: moved by kernels, of the TPU's compiler its own count where no loop runs.
-      moved: the same by the shapes in the program's text, whatever runs; memory of the chip's own is free.
+      moved: the same by the shapes in the program's text, whatever runs; memory of the chip's own
+        is free.
       has_loops: whether a loop runs, which the compiler's own count takes once.
       temporary: bytes of temporary memory at their peak.
       arguments: bytes of the arguments.
@@ -33,7 +34,8 @@ class Figures:
       collectives: bytes of one device's results, by operation and dtype.
       exchange: seconds of the collectives at the published bandwidth of the links.
       uncounted: costs that the figures leave out.
-      rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's roofline.
+      rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's
+        roofline.
       seconds: CPU seconds of the compiler.
     """
 
@@ -72,7 +74,8 @@ def measure(
     donated: Sequence[int] = (),
     **options: Any,
 ) -> Figures:
-    """Compiles `function` for shapes on the target's devices, without running it, and returns its figures.
+    """Compiles `function` for shapes on the target's devices, without running it, and returns its
+    figures.
 
     Args:
       arguments: trees of `jax.ShapeDtypeStruct` with shardings, as `placed` makes them.
@@ -129,7 +132,9 @@ def roofline(chip: Chip, flops: float, moved: float) -> float:
 
 
 def exchange_seconds(chip: Chip, collectives: dict[tuple[str, str], float]) -> float:
-    """Returns the least seconds of the collectives: an all-reduce sends its result twice, the others once."""
+    """Returns the least seconds of the collectives: an all-reduce sends its result twice, the
+    others once.
+    """
     sent = sum(
         size * (2 if operation == "all-reduce" else 1)
         for (operation, _), size in collectives.items()

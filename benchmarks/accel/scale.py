@@ -1,26 +1,28 @@
-"""A train step of 8 billion parameters over 256 chips of v5e and 64 of v5p, compiled from shapes alone.
+"""A train step of 8 billion parameters over 256 chips of v5e and 64 of v5p, compiled from shapes
+alone.
 
-    python -m benchmarks.accel.scale                              # every row: 20 minutes on two idle cores
-    python -m benchmarks.accel.scale --check                      # exits with 1 where a row misses its bound
-    python -m benchmarks.accel.scale --on v5e --only remainders   # by hand and one variant, on one chip: 5 minutes
-    python -m benchmarks.accel.scale --small                      # narrow layers over v5e:2x2: a minute and a half
+    python -m benchmarks.accel.scale                              # every row: 20 minutes on two
+    idle cores python -m benchmarks.accel.scale --check                      # exits with 1 where a
+    row misses its bound python -m benchmarks.accel.scale --on v5e --only remainders   # by hand and
+    one variant, on one chip: 5 minutes python -m benchmarks.accel.scale --small
+    # narrow layers over v5e:2x2: a minute and a half
 
-Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.scale_model`), 256 texts of 4096 tokens.
-Params, their moments and remainders are split over the `fsdp` axis of the mesh, the batch over both axes;
-activations are constrained to be split by batch, params and state are donated. Ours is mixed_bfloat16 with
-`value_and_grad` and `apply_gradients` of `mixed_precision(optax.adamw)`, which skips steps that are not finite. By hand
-is Flax's linen with `dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
+Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.scale_model`), 256
+texts of 4096 tokens. Params, their moments and remainders are split over the `fsdp` axis of the
+mesh, the batch over both axes; activations are constrained to be split by batch, params and state
+are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` of
+`mixed_precision(optax.adamw)`, which skips steps that are not finite. By hand is Flax's linen with
+`dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
 
-memory      bytes of a chip that arguments, temporaries and new results take, beside those that it has;
-temporary   bytes at their peak beside arguments and results;
-cycles      the compiler's estimate of a chip's, exchanges left out;
-seconds     of these cycles and of the exchanges at the published bandwidth of the links, one after the other;
-bytes       moved to and from a chip's memory;
-kernels     that run;
-exchange    bytes that collectives leave on a chip, of a reduce-scatter its operands;
-gathers     bytes of all-gathers that are wider than compute dtype, beside those of all;
-sums        bytes of all-reduces and reduce-scatters that are wider than compute dtype, beside those of all;
-asked       bytes summed in float32 where that is asked for, beside a float32 gradient for each param of a chip.
+memory      bytes of a chip that arguments, temporaries and new results take, beside those that it
+has; temporary   bytes at their peak beside arguments and results; cycles      the compiler's
+estimate of a chip's, exchanges left out; seconds     of these cycles and of the exchanges at the
+published bandwidth of the links, one after the other; bytes       moved to and from a chip's
+memory; kernels     that run; exchange    bytes that collectives leave on a chip, of a
+reduce-scatter its operands; gathers     bytes of all-gathers that are wider than compute dtype,
+beside those of all; sums        bytes of all-reduces and reduce-scatters that are wider than
+compute dtype, beside those of all; asked       bytes summed in float32 where that is asked for,
+beside a float32 gradient for each param of a chip.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ BATCH = 256
 class Place:
     """A target and its mesh: the number of copies, and of the chips that each is split over.
 
-    Where fsdp is the whole of a torus, XLA sums every gradient on all chips and then takes a slice, which sends twice
-    as much as the reduce-scatter that it makes of a part of one.
+    Where fsdp is the whole of a torus, XLA sums every gradient on all chips and then takes a slice,
+    which sends twice as much as the reduce-scatter that it makes of a part of one.
     """
 
     target: str
@@ -98,7 +100,8 @@ class Variant:
     Attributes:
       policy: of the layers and the optimizer; None is by hand.
       wing: "linen" or "nnx".
-      all_reduce_dtype: the dtype of the gradients' sum over the data axis; None leaves both axes to XLA.
+      all_reduce_dtype: the dtype of the gradients' sum over the data axis; None leaves both axes to
+        XLA.
     """
 
     policy: str | None
@@ -120,13 +123,15 @@ BOUNDS = {"temporary": 1.05, "cycles": 1.05, "exchange": 1.02}
 FEW = 0.01  # what norms and the loss add to the exchanges of kernels and tables
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The step
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
-    """Splits a param over fsdp along the model's width, which every kernel and table has; norms' scales stay whole."""
+    """Splits a param over fsdp along the model's width, which every kernel and table has; norms'
+    scales stay whole.
+    """
     axis = len(shape) - 1 - tuple(reversed(shape)).index(size.width)
     is_scale = len(shape) - axis == 1 and shape[:-1] in ((), (size.layers,))
     return (
@@ -237,9 +242,9 @@ def ours(loss_fn: Any, tx: Any, all_reduce_dtype: str | None) -> Any:
     return step
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def figures(place: Place, variant: Variant, size: Size, batch: int) -> Figures:
@@ -283,7 +288,8 @@ def variant_rows(
 ) -> Iterator[Row]:
     """Yields the rows of one program.
 
-    Of narrow layers only dtypes and memory have bounds: exchanges and small kernels are most of their cost.
+    Of narrow layers only dtypes and memory have bounds: exchanges and small kernels are most of
+    their cost.
     """
     asked = VARIANTS[name].all_reduce_dtype
     yield _memory(name, place, ours)
@@ -312,7 +318,9 @@ def _memory(name: str, place: Place, figures: Figures) -> Row:
 def _wider(
     quantity: str, name: str, place: Place, figures: Figures, operations: Sequence[str]
 ) -> Row:
-    """Returns a row of the bytes of floating numbers wider than bfloat16, beside all. Integers are tokens."""
+    """Returns a row of the bytes of floating numbers wider than bfloat16, beside all. Integers are
+    tokens.
+    """
     wide = sum(_bytes(figures, operations, dtype) for dtype in ("f32", "f64"))
     return Row(
         quantity, name, wide, wide + _bytes(figures, operations, "bf16"), FEW, target=place.target

@@ -1,7 +1,8 @@
-"""A decoder of Llama 3's shape, layers scanned and rematerialised, in this library's layers and in Flax's by hand.
+"""A decoder of Llama 3's shape, layers scanned and rematerialised, in this library's layers and in
+Flax's by hand.
 
-RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. One class serves both: the layers come
-from `nn`, and a dtype is threaded through where `nn` is Flax's.
+RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. One class serves
+both: the layers come from `nn`, and a dtype is threaded through where `nn` is Flax's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Size:
 
 
 def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
-    """Rotates the halves of each head by its position, in float32. (B, T, N, H) in and out, in the dtype of `x`."""
+    """Rotates the halves of each head by its position, in float32. (B, T, N, H) in and out, in the
+    dtype of `x`.
+    """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = (
@@ -55,7 +58,9 @@ def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
 
 
 def split(x: jax.Array) -> jax.Array:
-    """Constrains activations to be split by batch only, over every axis of the mesh that XLA shards over."""
+    """Constrains activations to be split by batch only, over every axis of the mesh that XLA shards
+    over.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto)
@@ -63,9 +68,11 @@ def split(x: jax.Array) -> jax.Array:
 
 
 def causal(nn: Any) -> Callable[..., jax.Array]:
-    """Returns causal attention over grouped key heads: (B, T, N, H) and (B, T, K, H) twice -> (B, T, N, H).
+    """Returns causal attention over grouped key heads: (B, T, N, H) and (B, T, K, H) twice -> (B,
+    T, N, H).
 
-    By hand it is JAX's, with logits and softmax in float32: Flax's own does not take fewer key heads than query heads.
+    By hand it is JAX's, with logits and softmax in float32: Flax's own does not take fewer key
+    heads than query heads.
     """
     if nn in FLAX:
         return functools.partial(jax.nn.dot_product_attention, is_causal=True)

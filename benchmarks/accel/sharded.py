@@ -1,16 +1,18 @@
-"""A whole train step whose params, state and batch are sharded over every chip, beside the same step by hand.
+"""A whole train step whose params, state and batch are sharded over every chip, beside the same
+step by hand.
 
-    python -m benchmarks.accel.sharded          # the table, of sixteen v5e chips: 5 minutes of two cores
-    python -m benchmarks.accel.sharded --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.accel.sharded          # the table, of sixteen v5e chips: 5 minutes of two
+    cores python -m benchmarks.accel.sharded --check  # exits with 1 where a ratio misses its bound
     python -m benchmarks.accel.sharded --small  # one block of a 64th of the size, of four chips
     python -m benchmarks.accel.sharded --json FILE
 
-Four blocks of 2048 x 8192 with LayerNorm and gelu, 4096 rows, adamw, params and state donated. By hand is Flax's linen
-with dtype=bfloat16, `jax.value_and_grad` and optax, and `optax.apply_if_finite` where a step is to be skipped.
+Four blocks of 2048 x 8192 with LayerNorm and gelu, 4096 rows, adamw, params and state donated. By
+hand is Flax's linen with dtype=bfloat16, `jax.value_and_grad` and optax, and
+`optax.apply_if_finite` where a step is to be skipped.
 
 cycles     the compiler's estimate of one step on one chip; of a conditional the costlier branch.
-temp       the peak of temporary memory.
-exchanged  bytes that one chip receives by collectives. It only reports: XLA exchanges params in bfloat16 in every step.
+temp       the peak of temporary memory. exchanged  bytes that one chip receives by collectives. It
+only reports: XLA exchanges params in bfloat16 in every step.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def ours(size: Size, policy: str = "mixed_bfloat16", **options: Any) -> tuple[An
 
 
 def figures(size: Size, made: tuple[Any, Any, Step]) -> Figures:
-    """Measures a step whose params, state and batch are split over all chips along their first axis."""
+    """Measures a step whose params, state and batch are split over all chips along their first
+    axis.
+    """
     model, tx, step = made
     mesh = Target(size.target).mesh()
     split = NamedSharding(mesh, PartitionSpec("data"))
@@ -159,7 +163,9 @@ def steps(size: Size) -> dict[str, Callable[[], tuple[Any, Any, Step]]]:
 
 
 def rows(small: bool = False) -> Iterator[Row]:
-    """Yields every row, as it is measured. The small ones have no bounds: fixed costs of kernels dominate them."""
+    """Yields every row, as it is measured. The small ones have no bounds: fixed costs of kernels
+    dominate them.
+    """
     size = SMALL if small else Size()
     made = steps(size)
     hand = figures(size, made[BY_HAND]())

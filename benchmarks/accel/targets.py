@@ -14,7 +14,8 @@ from jax.experimental import topologies
 from benchmarks.accel.gpu_configs import GPU_CONFIGS
 
 INSTALL = (
-    "python -m benchmarks accel needs the accelerators' compilers, which there are for Linux on x86: "
+    "python -m benchmarks accel needs the accelerators' compilers, which there are for Linux on "
+    "x86: "
     "pip install 'mpmodules[accel]', or of a checkout '.[accel]'."
 )
 
@@ -29,7 +30,8 @@ class Chip:
       bandwidth: of that memory, bytes a second.
       flops: bfloat16 FLOP/s of the matmul units.
       link_bandwidth: of all links to other devices together, bytes a second, in one direction.
-      clock: Hz of the matmul units, by which cycles become seconds; 0 where the compiler gives no cycles.
+      clock: Hz of the matmul units, by which cycles become seconds; 0 where the compiler gives no
+        cycles.
       source: the document of these figures.
     """
 
@@ -43,8 +45,8 @@ class Chip:
 
 
 _GIB = 2.0**30
-# A TPU's clock follows from its peak: FLOP/s / (2 * multiply-adds a cycle): 4 units of 128 x 128 for v5e, 8 for v5p,
-# 4 of 256 x 256 for v6e, 4 for each half of tpu7x.
+# A TPU's clock follows from its peak: FLOP/s / (2 * multiply-adds a cycle): 4 units of 128 x 128
+# for v5e, 8 for v5p, 4 of 256 x 256 for v6e, 4 for each half of tpu7x.
 CHIPS = {
     "v5e": Chip(
         "tpu", 16 * _GIB, 819e9, 197e12, 200e9, 1.5e9, "Google Cloud, TPU v5e: system architecture"
@@ -92,14 +94,17 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A topology to compile for: ``v5e:2x2``, ``v5p:4x4x4``; ``h100`` or, of eight in one machine, ``h100:8``."""
+    """A topology to compile for: ``v5e:2x2``, ``v5p:4x4x4``; ``h100`` or, of eight in one machine,
+    ``h100:8``.
+    """
 
     name: str
 
     def __post_init__(self) -> None:
         if self.name.split(":")[0] not in CHIPS:
             raise ValueError(
-                f"There is no target {self.name!r}. Chips: {', '.join(CHIPS)}; as in v5e:2x2 and h100:8."
+                f"There is no target {self.name!r}. Chips: {', '.join(CHIPS)}; as in v5e:2x2 and "
+                "h100:8."
             )
 
     @property
@@ -156,7 +161,8 @@ def chosen(on: Sequence[str], default: Sequence[str], others: Sequence[str] = ()
     """Returns the targets of a table: its default ones, or those that `on` names.
 
     Args:
-      on: chips, as in ``v5e``, each of which is the topology of that chip among `default` and `others`; or targets.
+      on: chips, as in ``v5e``, each of which is the topology of that chip among `default` and
+        `others`; or targets.
 
     Raises:
       ValueError: a chip that there is not.

@@ -1,4 +1,6 @@
-"""Counts the bytes that an instruction of a compiled program moves to and from memory, by the shapes in its text."""
+"""Counts the bytes that an instruction of a compiled program moves to and from memory, by the
+shapes in its text.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ def moved(
 ) -> float:
     """Returns the bytes that a kernel reads and writes; on-chip memory is free.
 
-    For an operand that is only sliced the slices count, for one that is updated in place the update.
+    For an operand that is only sliced the slices count, for one that is updated in place the
+    update.
     """
     operands = _operands(inside, instruction)
     opcode, results = instruction.opcode.removesuffix("-start"), produced(inside, instruction)
@@ -42,9 +45,11 @@ def moved(
 
 
 def produced(inside: Computation, instruction: Instruction) -> tuple[Array, ...]:
-    """Returns the results of an instruction; for the start of an asynchronous one, the results of its end.
+    """Returns the results of an instruction; for the start of an asynchronous one, the results of
+    its end.
 
-    The start's own results are its operands, the results and contexts; those of a copy begin with the copy.
+    The start's own results are its operands, the results and contexts; those of a copy begin with
+    the copy.
     """
     opcode, results = instruction.opcode, instruction.results
     if not opcode.endswith("-start") or opcode == "all-reduce-start":

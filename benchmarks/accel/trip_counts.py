@@ -13,7 +13,8 @@ def turns(
 ) -> int | None:
     """Returns the trip count of a `while`; None where it depends on data.
 
-    It is the compiler's own count where the text has one; else it follows from the counter's start, bound and step.
+    It is the compiler's own count where the text has one; else it follows from the counter's start,
+    bound and step.
     """
     known = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest)
     if known:
@@ -56,7 +57,9 @@ def turns(
 
 
 def _through(fused: Computation, instruction: Instruction, outer: list[Instruction]) -> Instruction:
-    """Resolves a fusion's parameter to the operand that it stands for, through copies and casts; else returns it."""
+    """Resolves a fusion's parameter to the operand that it stands for, through copies and casts;
+    else returns it.
+    """
     while instruction.opcode in ("copy", "bitcast", "convert"):
         instruction = fused.instructions[instruction.operands[0]]
     return outer[int(instruction.literal)] if instruction.opcode == "parameter" else instruction

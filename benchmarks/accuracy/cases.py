@@ -28,7 +28,8 @@ class Precision:
 
     Attributes:
       operands: the half dtype that inputs (and the kernels of matmul layers) are rounded to.
-      output: the dtype that errors are counted in: `operands`, or float32 behind a boundary that returns it.
+      output: the dtype that errors are counted in: `operands`, or float32 behind a boundary that
+        returns it.
     """
 
     operands: Any
@@ -64,11 +65,13 @@ class Case:
       inputs: the distribution of the inputs, in words.
       family: what is promised of it; see PROMISED.
       data: a generator to the input arrays, in float64 and not rounded yet; integers as they are.
-      columns: by column, ``program(precision, *arrays)``; the arrays as `given` says. A peer may raise: no figure.
+      columns: by column, ``program(precision, *arrays)``; the arrays as `given` says. A peer may
+        raise: no figure.
       truth: the same in float64: ``truth(precision, *arrays)``.
       truth_of_nnx: of the nnx columns, where their parameters have other names and so other values.
       floor: see `ulps.max_ulps`.
-      given: "half" where the inputs come in half precision, "float32" where a layer gets them unrounded.
+      given: "half" where the inputs come in half precision, "float32" where a layer gets them
+        unrounded.
       wide: whether it is also measured where the result is float32.
       torch: the name in `torch_peer.RUNS`.
       values: ``values(precision, path, shape)``, the value of a parameter in float64.

@@ -1,4 +1,6 @@
-"""The functions and losses that are measured. Both wings export the functions of `policy` themselves."""
+"""The functions and losses that are measured. Both wings export the functions of `policy`
+themselves.
+"""
 
 from __future__ import annotations
 

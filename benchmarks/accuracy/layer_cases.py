@@ -291,5 +291,7 @@ def _twice(**dtypes: Any) -> dict[str, Any]:
 
 
 def _without_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without the dtype that the layer does not take; parameters are stored in float32, or float64 for the truth."""
+    """Without the dtype that the layer does not take; parameters are stored in float32, or float64
+    for the truth.
+    """
     return {name: value for name, value in kwargs.items() if name != "dtype"}

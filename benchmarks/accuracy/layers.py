@@ -1,4 +1,6 @@
-"""The layers of both wings as cases: built from one description, with the same parameter values everywhere."""
+"""The layers of both wings as cases: built from one description, with the same parameter values
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ class Layer:
       nnx: ``nnx(nnx, rngs, **dtypes)`` likewise.
       call: keyword arguments of the call.
       method: what is called.
-      operands: whether the parameters are operands of matmuls: then all columns, and the truth, get them rounded.
+      operands: whether the parameters are operands of matmuls: then all columns, and the truth, get
+        them rounded.
       norm: whether the layer takes `use_fast_variance`, which the truth does without.
       running_mean: the mean of the running means.
-      same_tree: whether both wings name their parameters alike; else each has values, and a truth, of its own.
+      same_tree: whether both wings name their parameters alike; else each has values, and a truth,
+        of its own.
     """
 
     linen: Callable[..., Any] | None = None
@@ -58,7 +62,9 @@ def layer_case(
     gradient: str | None = None,
     **rest: Any,
 ) -> Case:
-    """A case of a layer's output, or of the gradient of its parameter `gradient` (the last name in its path)."""
+    """A case of a layer's output, or of the gradient of its parameter `gradient` (the last name in
+    its path).
+    """
     columns: dict[str, Program] = {}
     given = rest.get("given", "half")
     for wing, flax, ours in (("linen", flax_linen, our_linen), ("nnx", flax_nnx, our_nnx)):
@@ -102,7 +108,8 @@ def _run(
         if layer.norm:
             dtypes["use_fast_variance"] = False
     elif role == "flax":
-        # What its users would write: matmuls in half, and a dtype of float32 where a norm is to return that.
+        # What its users would write: matmuls in half, and a dtype of float32 where a norm is to
+        # return that.
         dtypes = {"dtype": precision.operands if layer.operands else precision.output}
     elif precision.wide or given == "float32":
         dtypes = {"dtype_policy": precision.policy}  # a boundary of its own
@@ -152,7 +159,9 @@ def _nnx(
 
 
 def _gradient(run: Callable[..., Any], name: str, params: Any, *inputs: Any) -> Any:
-    """The gradient of the parameter called `name`; the cotangent is a fixed one that every half dtype holds exactly."""
+    """The gradient of the parameter called `name`; the cotangent is a fixed one that every half
+    dtype holds exactly.
+    """
     y, backward = jax.vjp(lambda params: run(params, *inputs), params)
     (found,) = [
         x
@@ -176,7 +185,8 @@ def _filled(abstract: Any, values: Values) -> Any:
             return jax.random.key(0)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        # Through float32, in which parameters are stored, so that the truth has no digits that the others lack.
+        # Through float32, in which parameters are stored, so that the truth has no digits that the
+        # others lack.
         return jnp.asarray(
             values(_path(path), leaf.shape).astype(np.float32).astype(np.float64), leaf.dtype
         )
@@ -199,7 +209,9 @@ def _path(path: Any) -> str:
 
 
 def _value(layer: Layer, precision: Precision, path: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The value of a parameter or statistic, in float64: a function of the end of its path and of its shape."""
+    """The value of a parameter or statistic, in float64: a function of the end of its path and of
+    its shape.
+    """
     name = path.rsplit("/", 1)[-1]
     end = "/".join(path.split("/")[-2:])
     noise = np.random.default_rng(zlib.crc32(f"{end}{shape}".encode())).normal(size=shape)

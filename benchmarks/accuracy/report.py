@@ -22,7 +22,9 @@ COLUMNS: tuple[str, ...] = (*OURS, *PEERS)
 
 
 def complaints(row: Row) -> list[str]:
-    """In words, what a row breaks: the promise of its family, or that ours is never worse than the best peer."""
+    """In words, what a row breaks: the promise of its family, or that ours is never worse than the
+    best peer.
+    """
     ours, best, broken = row.worst_of_ours, row.best_of_peers, []
     promise = FLOAT32 if row.precision.wide else 1.0
     if row.case.family in PROMISED and not ours <= promise:
@@ -33,7 +35,9 @@ def complaints(row: Row) -> list[str]:
 
 
 def allowed(best: float, wide: bool = False) -> float:
-    """What ours may have where the best of the others has `best`: a tie, or what rounding once gives anybody."""
+    """What ours may have where the best of the others has `best`: a tie, or what rounding once
+    gives anybody.
+    """
     return max(FLOAT32, 2 * best) if wide else max(best + TIE, best * (1 + RELATIVE_TIE), 0.5 + TIE)
 
 
@@ -130,7 +134,8 @@ def markdown(rows: list[Row], notes: str) -> str:
         for row in part:
             cells = " | ".join(_cell(row, column) for column in columns)
             lines.append(
-                f"| {row.case.name}{' **!**' if complaints(row) else ''} | {row.case.inputs} | {cells} |"
+                f"| {row.case.name}{' **!**' if complaints(row) else ''} | {row.case.inputs} | "
+                f"{cells} |"
             )
     return "\n".join(lines) + "\n"
 

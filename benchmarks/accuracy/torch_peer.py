@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
 """The torch column: the same layers and functions under CPU autocast, where torch is installed.
 
-It is not among the extras, being several times the size of everything else together: `pip install torch`, and run the
-command again. Layers get the same parameters, stored in float32; inputs are what ours get.
+It is not among the extras, being several times the size of everything else together: `pip install
+torch`, and run the command again. Layers get the same parameters, stored in float32; inputs are
+what ours get.
 """
 
 from __future__ import annotations

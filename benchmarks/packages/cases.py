@@ -1,4 +1,6 @@
-"""A published package's model as functions of its parameters: as it is, ported, under autocast, with its own dtype."""
+"""A published package's model as functions of its parameters: as it is, ported, under autocast,
+with its own dtype.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Case:
       make: builds the module; its argument is the dtype for the model's own option.
       inputs: draws what it is called with.
       call: calls a module; of linen, what is bound to its variables.
-      has_option: whether `make` knows what to do with a dtype: whether the model has an option of its own.
+      has_option: whether `make` knows what to do with a dtype: whether the model has an option of
+        its own.
     """
 
     name: str

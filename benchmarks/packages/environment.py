@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What the models need: the packages' own demands on each other contradict, and most of them are met by none.
+# What the models need: the packages' own demands on each other contradict, and most of them are met
+# by none.
 NEEDED = (
     *(
         "jax==0.10.2",

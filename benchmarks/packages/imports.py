@@ -1,4 +1,6 @@
-"""Imports packages with their imports of Flax replaced by ours, as a user would replace them in the source."""
+"""Imports packages with their imports of Flax replaced by ours, as a user would replace them in the
+source.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ _OURS = "mpmodules"
 
 
 def install(packages: Collection[str]) -> set[str]:
-    """Lets the modules of `packages`, and those below them, import `mpmodules.linen` for `flax.linen`, and so for nnx.
+    """Lets the modules of `packages`, and those below them, import `mpmodules.linen` for
+    `flax.linen`, and so for nnx.
 
     Args:
       packages: names of packages and modules that are not imported yet.
 
     Returns:
-      The names of the modules in which something was replaced: a set that grows as they are imported.
+      The names of the modules in which something was replaced: a set that grows as they are
+        imported.
 
     Raises:
       ValueError: one of them is imported already.
@@ -30,7 +34,8 @@ def install(packages: Collection[str]) -> set[str]:
     imported = sorted(set(packages).intersection(sys.modules))
     if imported:
         raise ValueError(
-            f"{', '.join(imported)} can't be imported with our modules: imported already, with Flax's."
+            f"{', '.join(imported)} can't be imported with our modules: imported already, with "
+            "Flax's."
         )
     finder = _Finder(packages)
     sys.meta_path.insert(0, finder)
@@ -72,7 +77,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def swapped(tree: ast.Module) -> ast.Module:
-    """Returns a module's source tree with `flax.linen` and `flax.nnx` replaced by ours, where ours have the name."""
+    """Returns a module's source tree with `flax.linen` and `flax.nnx` replaced by ours, where ours
+    have the name.
+    """
     swap = _Swap()
     tree = swap.visit(tree)
     if swap.uses_attributes:

@@ -1,4 +1,6 @@
-"""Measures the matmul FLOPs that a bfloat16 model leaves in float32, and its errors beside the float32 model."""
+"""Measures the matmul FLOPs that a bfloat16 model leaves in float32, and its errors beside the
+float32 model.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ class Figures:
     """One way to run a model, beside the model in float32.
 
     Attributes:
-      share: of the FLOPs of matmuls and convolutions, forward and backward, those with a float32 operand.
-      outputs, gradients: norm of the difference / norm of float32's, of all outputs and of all parameters' gradients:
-        the median of several draws, of which some may fall on two sides of a step that the model makes.
+      share: of the FLOPs of matmuls and convolutions, forward and backward, those with a float32
+        operand.
+      outputs, gradients: norm of the difference / norm of float32's, of all outputs and of all
+        parameters' gradients: the median of several draws, of which some may fall on two sides of a
+        step that the model makes.
     """
 
     share: float
@@ -41,9 +45,11 @@ class Figures:
 
 
 def float32_share(fn: Callable[..., Any], *args: Any) -> float:
-    """Returns the share of a function's matmul FLOPs that have a float32 operand; loop bodies count every time.
+    """Returns the share of a function's matmul FLOPs that have a float32 operand; loop bodies count
+    every time.
 
-    Matmuls of complex numbers, of which no half precision has any, are left out. It is 0 for a function without others.
+    Matmuls of complex numbers, of which no half precision has any, are left out. It is 0 for a
+    function without others.
     """
     total = wide = 0
     for site in walk(jax.make_jaxpr(fn)(*args)):
@@ -56,7 +62,8 @@ def float32_share(fn: Callable[..., Any], *args: Any) -> float:
 
 
 def relative_error(found: Any, truth: Any) -> float:
-    """Returns the norm of the difference of two trees over the norm of the second; infinite where that alone is 0.
+    """Returns the norm of the difference of two trees over the norm of the second; infinite where
+    that alone is 0.
 
     Args:
       found: a tree of arrays of any floating dtype.
@@ -127,7 +134,9 @@ def _spread(params: Any, generator: np.random.Generator) -> Any:
 
 
 def step_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of what was drawn that returns outputs and gradients: of the squared distance to targets."""
+    """Returns a function of what was drawn that returns outputs and gradients: of the squared
+    distance to targets.
+    """
 
     def loss(params: Any, rest: Any, inputs: Any, targets: Any) -> Any:
         outputs = floats(fn(params, rest, *inputs))
@@ -173,7 +182,8 @@ class Measured:
 
     Attributes:
       ways: of each way to run it in bfloat16; or the first line of its error.
-      digests: of each parameter, output and gradient of the first draw in float32, by kind and place.
+      digests: of each parameter, output and gradient of the first draw in float32, by kind and
+        place.
     """
 
     ways: dict[str, Figures | str]
@@ -181,7 +191,9 @@ class Measured:
 
 
 def measure(case: Case, seeds: Sequence[int] = SEEDS, in_half: bool = True) -> Measured:
-    """Runs a model in float32 and, with `in_half`, in each way in bfloat16; what fails is told by its error."""
+    """Runs a model in float32 and, with `in_half`, in each way in bfloat16; what fails is told by
+    its error.
+    """
     try:
         drawn = draws(case, seeds)
         outputs, gradients, _ = results(case, "float32", drawn)

@@ -35,7 +35,8 @@ class Row:
     Attributes:
       name: the model's.
       ways: what was measured of each way to run it, or the first line of the error.
-      swap: `IDENTICAL`, or what differs where the package imports our modules; "" where it was not tried.
+      swap: `IDENTICAL`, or what differs where the package imports our modules; "" where it was not
+        tried.
     """
 
     name: str
@@ -48,7 +49,9 @@ class Row:
         return found if isinstance(found, Figures) else None
 
     def beside(self) -> Figures | None:
-        """Returns what the port's errors are held against: those of an option that is in half, or of autocast."""
+        """Returns what the port's errors are held against: those of an option that is in half, or
+        of autocast.
+        """
         own = self.figures(OWN)
         return own if own is not None and own.share <= SHARE else self.figures(AUTOCAST)
 

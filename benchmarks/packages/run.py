@@ -1,4 +1,6 @@
-"""Measures one family's models in the environment that has their packages. `python -m benchmarks.packages` calls it."""
+"""Measures one family's models in the environment that has their packages. `python -m
+benchmarks.packages` calls it.
+"""
 
 from __future__ import annotations
 

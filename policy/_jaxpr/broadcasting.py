@@ -1,4 +1,6 @@
-"""Elementwise operations that broadcast a half operand, whose cotangent is summed in float32 and rounded once."""
+"""Elementwise operations that broadcast a half operand, whose cotangent is summed in float32 and
+rounded once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from jax import lax
 
 
 def sharding_of(equation: Any) -> Any:
-    """Returns the sharding of an equation's result, where the axes of the mesh are explicit; else None."""
+    """Returns the sharding of an equation's result, where the axes of the mesh are explicit; else
+    None.
+    """
     sharding = getattr(equation.outvars[0].aval, "sharding", None)
     is_explicit = (
         sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
@@ -25,7 +29,8 @@ def repeated(array: Any, shape: tuple[Any, ...], dtype: Any, sharding: Any) -> A
 
 
 def product(equation: Any, a: Any, b: Any, dtype: Any) -> Any:
-    """The product or quotient of two arrays as half ones; those that are repeated are given in float32.
+    """The product or quotient of two arrays as half ones; those that are repeated are given in
+    float32.
 
     Args:
       equation: a `mul` or a `div`.

@@ -306,5 +306,7 @@ CONTROL_FLOW: Mapping[str, Handler] = {
 
 
 def handler_of(equation: Any) -> Handler | None:
-    """Returns the function that rebuilds an equation; None of branches for platforms, and of others."""
+    """Returns the function that rebuilds an equation; None of branches for platforms, and of
+    others.
+    """
     return None if is_for_platforms(equation) else CONTROL_FLOW.get(equation.primitive.name)

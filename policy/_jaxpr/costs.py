@@ -31,10 +31,11 @@ def array_bytes(aval: Any) -> int:
 
 
 def flops_of(equation: Any) -> int:
-    """Floating-point operations: two for each product of a matmul, one for each number that is summed or computed.
+    """Floating-point operations: two for each product of a matmul, one for each number that is
+    summed or computed.
 
-    A function such as an exponential counts once. What is not arithmetic on floating-point numbers counts nothing, and
-    neither does what a kernel, a factorisation or a transform does inside.
+    A function such as an exponential counts once. What is not arithmetic on floating-point numbers
+    counts nothing, and neither does what a kernel, a factorisation or a transform does inside.
     """
     name = equation.primitive.name
     kind = kind_of(name)

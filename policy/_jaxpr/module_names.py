@@ -1,7 +1,8 @@
-"""Names of modules on JAX's name stacks that could be taken for something else: `a.b` is a module, or a method of `a`.
+"""Names of modules on JAX's name stacks that could be taken for something else: `a.b` is a module,
+or a method of `a`.
 
-Frameworks write both alike. So module names that are no identifiers are noted, where a call is traced or its arguments
-hold keys of that name, and every other text with a dot is a method's.
+Frameworks write both alike. So module names that are no identifiers are noted, where a call is
+traced or its arguments hold keys of that name, and every other text with a dot is a method's.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def is_root(name: str) -> bool:
 
 
 def is_repeated(name: str) -> bool:
-    """Returns whether a module of that name was noted to stand in a module or model of the same name."""
+    """Returns whether a module of that name was noted to stand in a module or model of the same
+    name.
+    """
     return name in _repeated
 
 
@@ -61,7 +64,9 @@ def is_noted(name: str) -> bool:
 
 
 def noted() -> int:
-    """Returns a number that changes where a name was noted: what is read from name stacks may change then."""
+    """Returns a number that changes where a name was noted: what is read from name stacks may
+    change then.
+    """
     return len(_noted) + len(_roots) + len(_repeated)
 
 
@@ -95,11 +100,13 @@ def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., An
 
 
 def module_and_method(scope: str, around: Iterable[str]) -> tuple[str, str]:
-    """Returns the name of the module that a scope names, "" for none, and that of its method, "" where none is named.
+    """Returns the name of the module that a scope names, "" for none, and that of its method, ""
+    where none is named.
 
     Args:
       scope: a component of a name stack.
-      around: the names that it stands in. Modules with methods stand in one that is named after its class.
+      around: the names that it stands in. Modules with methods stand in one that is named after its
+        class.
     """
     if is_noted(scope):
         return scope, ""

@@ -56,7 +56,9 @@ def kind_of(name: str) -> str:
 
 
 def is_steep(name: str) -> bool:
-    """Whether a function is an exponential, a logarithm or a power, or as sensitive as these: no activation."""
+    """Whether a function is an exponential, a logarithm or a power, or as sensitive as these: no
+    activation.
+    """
     return name in STEEP
 
 
@@ -78,7 +80,9 @@ def name_of(dtype: Any) -> str:
 
 
 def operands_of(equation: Any) -> tuple[str, ...]:
-    """The dtypes of an equation's operands: of those that are floating or complex, where there are any."""
+    """The dtypes of an equation's operands: of those that are floating or complex, where there are
+    any.
+    """
     dtypes = [dtype for atom in equation.invars if (dtype := dtype_of(atom))]
     numbers = [dtype for dtype in dtypes if is_inexact(dtype)]
     return tuple(numbers or dtypes)

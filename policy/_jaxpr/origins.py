@@ -1,4 +1,6 @@
-"""Who wrote an equation: the author of a cast, or a promotion that nobody asked for. Read from tracebacks."""
+"""Who wrote an equation: the author of a cast, or a promotion that nobody asked for. Read from
+tracebacks.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,9 @@ _ASKED = _CASTS | _SUMS
 def is_promotion(equation: Any) -> bool:
     """Whether a cast comes of two dtypes that met, and of no function that was asked for a dtype.
 
-    A function of a library whose name says so (Flax's ``promote_dtype``) counts as one that promotes. False where the
-    traceback is not known, and of what this library traced once and JAX inlined: its traceback ends at the call.
+    A function of a library whose name says so (Flax's ``promote_dtype``) counts as one that
+    promotes. False where the traceback is not known, and of what this library traced once and JAX
+    inlined: its traceback ends at the call.
     """
     _, author = author_of(equation)
     inner = [function for _, function in _until_author(equation)]
@@ -65,7 +68,9 @@ def is_promotion(equation: Any) -> bool:
 
 
 def author_of(equation: Any) -> tuple[str, str]:
-    """The file and the function of the innermost code that is not JAX's own; ("", "") where unknown."""
+    """The file and the function of the innermost code that is not JAX's own; ("", "") where
+    unknown.
+    """
     return next((frame for frame in _frames(equation) if not is_jax_file(frame[0])), ("", ""))
 
 
@@ -75,7 +80,9 @@ def authors_of(equation: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_by_layers(equation: Any) -> bool:
-    """Whether a cast is one that a library makes at each use of a weight: this one's, or a ``promote_dtype``."""
+    """Whether a cast is one that a library makes at each use of a weight: this one's, or a
+    ``promote_dtype``.
+    """
     return is_ours(equation) or _promotes(author_of(equation)[1])
 
 
@@ -85,7 +92,9 @@ def is_ours(equation: Any) -> bool:
 
 
 def is_written(equation: Any) -> bool:
-    """Whether a cast was written as one, and is no part of a function of JAX's that sums in float32 by itself."""
+    """Whether a cast was written as one, and is no part of a function of JAX's that sums in float32
+    by itself.
+    """
     return not _SUMS.intersection(function for file, function in _until_author(equation))
 
 
@@ -107,7 +116,9 @@ def _frames(equation: Any) -> list[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _name(function: str) -> str:
-    """A function's own name, without those around it; of a comprehension, the name of the function that it is in."""
+    """A function's own name, without those around it; of a comprehension, the name of the function
+    that it is in.
+    """
     names = [name for name in function.split(".") if not name.startswith("<")]
     return names[-1] if names else function
 

@@ -16,7 +16,8 @@ from policy._jaxpr.subprograms import programs_of
 
 Path = tuple[str, ...]
 
-# Wrappers that JAX's transformations put around names. Under a derivative the names start again at the root.
+# Wrappers that JAX's transformations put around names. Under a derivative the names start again at
+# the root.
 _RESTARTING = frozenset(("jvp", "transpose", "linearize"))
 _FUNCTIONS = frozenset(
     ("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call")
@@ -28,7 +29,8 @@ _OPENING = re.compile(
 _OF_JAX = frozenset(("checkpoint", "rematted_computation"))
 # A module that flax.linen named: twice in a row it is one whose call calls its base class's.
 _NUMBERED = re.compile(r"[A-Z]\w*_\d+")
-# A class, as a model's name on the stack is one. Modules inside of a model that are named after classes are numbered.
+# A class, as a model's name on the stack is one. Modules inside of a model that are named after
+# classes are numbered.
 _CLASS = re.compile(r"[A-Z]\w*")
 # Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not folded ones, `0..29`.
 _NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")

@@ -1,4 +1,6 @@
-"""Calls of functions of trees as programs of arrays, whose results go back into what the function returned."""
+"""Calls of functions of trees as programs of arrays, whose results go back into what the function
+returned.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from policy._jaxpr.trace import Arguments, is_array
 
 
 class UnreturnableError(TypeError):
-    """A traced function returned an object that holds, or may hold, arrays of the trace and is no pytree."""
+    """A traced function returned an object that holds, or may hold, arrays of the trace and is no
+    pytree.
+    """
 
     def __init__(self, leaf: Any):
         self.name = type(leaf).__name__
@@ -53,7 +57,8 @@ class PureCall:
         Args:
           call: the function.
           trees: its arguments; leaves that are no arrays are fixed.
-          traced_as: gives the arrays to trace it with, which may have other dtypes; None traces it with those given.
+          traced_as: gives the arrays to trace it with, which may have other dtypes; None traces it
+            with those given.
 
         Raises:
           UnreturnableError: a leaf of the result is no array, and holds some.
@@ -76,7 +81,9 @@ class PureCall:
         return cls(jax.make_jaxpr(flat)(*arrays), arguments.arrays, *returned)
 
     def operands(self) -> list[Any]:
-        """Returns for each result of the program the array given that it is; None where it was computed."""
+        """Returns for each result of the program the array given that it is; None where it was
+        computed.
+        """
         body, _ = opened(self.jaxpr)
         given = dict(zip(body.invars, self.arrays, strict=True))
         return [_given(atom, given) for atom in body.outvars]
@@ -94,7 +101,8 @@ def require_returnable(leaf: Any) -> None:
     """Refuses a leaf of a result that is no array and that holds, or may hold, some of the trace.
 
     Raises:
-      UnreturnableError: it has tracers among its attributes, or is a generator, a bound method or a closure.
+      UnreturnableError: it has tracers among its attributes, or is a generator, a bound method or a
+        closure.
     """
     function = inspect.unwrap(leaf) if callable(leaf) and not isinstance(leaf, type) else None
     function = getattr(function, "func", function)  # of a functools.partial

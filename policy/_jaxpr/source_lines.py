@@ -1,4 +1,6 @@
-"""The lines of users' code that equations come from: what reports name, rather than a line of a library below it."""
+"""The lines of users' code that equations come from: what reports name, rather than a line of a
+library below it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _BASES = frozenset(
 
 
 def source_of(equation: Any) -> str:
-    """The line of the user's code that an equation comes from, as ``model.py:12 (Net.__call__)``; "" where none is.
+    """The line of the user's code that an equation comes from, as ``model.py:12 (Net.__call__)``;
+    "" where none is.
 
     It is the innermost line that is not of JAX, Flax, Optax, this library or Python's own modules.
     """
@@ -39,7 +42,9 @@ def source_of(equation: Any) -> str:
 
 
 def layer_of(equation: Any, path: Path) -> str:
-    """The module that an equation is part of, as ``encoder/out (Dense)``, for one that no line of a user's called."""
+    """The module that an equation is part of, as ``encoder/out (Dense)``, for one that no line of a
+    user's called.
+    """
     where = spelled(path)
     for code, _ in _frames(equation):
         owner = _owner(code.co_filename)
@@ -73,7 +78,9 @@ def _line(code: Any, instruction: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _shortened(name: str) -> str:
-    """A function's own name, with its class where it is a method; of a lambda, the function that it is in."""
+    """A function's own name, with its class where it is a method; of a lambda, the function that it
+    is in.
+    """
     names = [part for part in name.split(".") if not part.startswith("<")]
     is_method = len(names) > 1 and names[-2][:1].isupper()
     return ".".join(names[-2:] if is_method else names[-1:]) or name

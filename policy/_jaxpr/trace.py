@@ -32,7 +32,8 @@ class Lowered:
     result: Callable[[Any], Any] = lambda out: out
 
 
-# How libraries whose modules hold state hand it in and out: each gives None where a call is none of its business.
+# How libraries whose modules hold state hand it in and out: each gives None where a call is none of
+# its business.
 LOWERINGS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Lowered | None]] = []
 
 
@@ -47,7 +48,9 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
 
 
 def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:
-    """The tree of arrays that a function is, or is a method of, which are arguments too; None where there is none."""
+    """The tree of arrays that a function is, or is a method of, which are arguments too; None where
+    there is none.
+    """
     owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
     for holder, pure in (
         (fn, lambda holder, *args, **kwargs: holder(*args, **kwargs)),
@@ -126,7 +129,8 @@ class Traced:
       jaxpr: the closed jaxpr.
       shape: what the call returns, as `jax.ShapeDtypeStruct`.
       arguments: what it was called with.
-      called: the function that was called; None where the call was lowered, to one with arguments of its own.
+      called: the function that was called; None where the call was lowered, to one with arguments
+        of its own.
     """
 
     jaxpr: Any
@@ -136,7 +140,9 @@ class Traced:
 
 
 def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
-    """Traces a call of any function, bound method or module. Nothing runs; shapes will do for arrays."""
+    """Traces a call of any function, bound method or module. Nothing runs; shapes will do for
+    arrays.
+    """
     return traced_around(fn, args, kwargs, lambda pure, _: pure)
 
 
@@ -146,7 +152,9 @@ def traced_around(
     kwargs: dict[str, Any],
     around: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> Traced:
-    """Traces what `around` makes of a call's function of arrays, and of whether it was lowered; see `trace`."""
+    """Traces what `around` makes of a call's function of arrays, and of whether it was lowered; see
+    `trace`.
+    """
     call = lowered(fn, args, kwargs)
     if call is not None:
         fn, args, kwargs = call.pure, call.args, call.kwargs

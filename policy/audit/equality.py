@@ -7,7 +7,8 @@ from policy._jaxpr.primitives import REARRANGES
 
 
 def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
-    """Returns whether two values are one in whatever shape, or are made of one by the same operations.
+    """Returns whether two values are one in whatever shape, or are made of one by the same
+    operations.
 
     Args:
       depth: the most operations that are compared one behind the other.

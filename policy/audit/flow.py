@@ -1,4 +1,6 @@
-"""The flow of dtypes through a program: values that are float32 only because a half one was widened, and their ends."""
+"""The flow of dtypes through a program: values that are float32 only because a half one was
+widened, and their ends.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def is_matmul(node: Node) -> bool:
 
 
 def is_cotangent(node: Node) -> bool:
-    """Returns whether a node is of the backward pass itself, and no forward that is rematerialised there."""
+    """Returns whether a node is of the backward pass itself, and no forward that is rematerialised
+    there.
+    """
     return node.site.is_backward and not node.site.is_recomputed
 
 
@@ -78,7 +82,9 @@ def is_layout(node: Node) -> bool:
 
 
 def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout) -> Iterator[Value]:
-    """Yields values, and what nodes made of them, and of that, as far as `passes` says of each node."""
+    """Yields values, and what nodes made of them, and of that, as far as `passes` says of each
+    node.
+    """
     waiting = list(values)
     seen = set(map(id, waiting))
     while waiting:
@@ -96,7 +102,9 @@ def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout)
 
 
 def users(value: Value, passes: Callable[[Node], bool] = is_layout) -> Iterator[Node]:
-    """Yields the nodes that compute with a value, or with what other nodes made of it that `passes` tells."""
+    """Yields the nodes that compute with a value, or with what other nodes made of it that `passes`
+    tells.
+    """
     return (node for each in reached([value], passes) for node in each.readers if not passes(node))
 
 
@@ -135,7 +143,8 @@ class Flow:
         self._leaking = self._find_leaks()
 
     def widening(self, value: Value) -> Node | None:
-        """Returns the cast, or the half matmul with a wide result, that widened a half value; None where there is none.
+        """Returns the cast, or the half matmul with a wide result, that widened a half value; None
+        where there is none.
 
         It is the nearest one: a value that was narrowed in between is no longer wide.
         """
@@ -144,8 +153,8 @@ class Flow:
     def leaks(self, value: Value) -> bool:
         """Returns whether a wide or complex value leaks.
 
-        It leaks where it reaches a matmul, a loop's carry, the program's result, or another module's arithmetic before
-        it is narrowed.
+        It leaks where it reaches a matmul, a loop's carry, the program's result, or another
+        module's arithmetic before it is narrowed.
         """
         return id(value) in self._leaking
 
@@ -180,7 +189,9 @@ def operands(node: Node) -> list[Value]:
 
 
 def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
-    """Returns whether a value leaks through one of its readers; `leaking` are the later values that do."""
+    """Returns whether a value leaks through one of its readers; `leaking` are the later values that
+    do.
+    """
     if is_cotangent(reader) and not (value.maker is not None and is_cotangent(value.maker)):
         return False  # what is kept for the backward pass is another matter
     if is_matmul(reader) or reader.name == "carry":

@@ -19,8 +19,9 @@ _NONE: Axes = frozenset()
 def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
     """Whether two rows of `indices` (..., k) may be equal.
 
-    They are taken to differ along an axis that an `iota` counts along, moved, permuted or wrapped around; that is what
-    is left in a program of a reversal, a permutation or an `arange`. Constants are looked at.
+    They are taken to differ along an axis that an `iota` counts along, moved, permuted or wrapped
+    around; that is what is left in a program of a reversal, a permutation or an `arange`. Constants
+    are looked at.
 
     Args:
       indices: an integer array whose last axis holds the coordinates of one place.
@@ -35,7 +36,9 @@ def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
 
 
 def _known(value: Value) -> np.ndarray | None:
-    """The numbers of an integer array that is computed from constants alone; None where they are not known."""
+    """The numbers of an integer array that is computed from constants alone; None where they are
+    not known.
+    """
     if value.array is not None:
         is_small = not isinstance(value.array, Tracer) and np.size(value.array) <= _LARGEST
         return (
@@ -142,7 +145,9 @@ def _literals(value: Value) -> list[float]:
 
 
 def _reshaped(axes: Axes, before: Sequence[int], after: Sequence[int]) -> Axes:
-    """Where axes are after a reshape that only drops, puts in or joins some; what was split is no longer known."""
+    """Where axes are after a reshape that only drops, puts in or joins some; what was split is no
+    longer known.
+    """
     old = [a for a, dim in enumerate(before) if dim != 1]
     found = set()
     for new, dim in enumerate(after):

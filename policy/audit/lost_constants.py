@@ -17,7 +17,9 @@ _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 
 @dataclasses.dataclass
 class Lost:
-    """Lines of user code, as ``model.py:12``, where NumPy cast a number to a dtype that can't hold it."""
+    """Lines of user code, as ``model.py:12``, where NumPy cast a number to a dtype that can't hold
+    it.
+    """
 
     overflowed: set[str] = dataclasses.field(default_factory=set)
     vanished: set[str] = dataclasses.field(default_factory=set)
@@ -25,7 +27,9 @@ class Lost:
 
 @contextlib.contextmanager
 def noticing() -> Iterator[Lost]:
-    """Notes what NumPy says of casts while a function is traced in this thread: JAX casts constants by it."""
+    """Notes what NumPy says of casts while a function is traced in this thread: JAX casts constants
+    by it.
+    """
     lost = Lost()
 
     def note(kind: str, _: int) -> None:

@@ -1,4 +1,6 @@
-"""State that goes into a call and comes out of it: arguments and outputs that belong together, by their key paths."""
+"""State that goes into a call and comes out of it: arguments and outputs that belong together, by
+their key paths.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,10 @@ class _Leaf(NamedTuple):
 def states_of(traced: Traced) -> tuple[State, ...]:
     """Returns the arguments and outputs of a call that share a key path, shape and dtype.
 
-    The path of an argument is the one below the argument, or with its name before it; that of an output the one in all
-    that is returned, or below its outermost key. So ``step(params, state, batch)`` may return ``params, state, loss``,
-    a dictionary of them, or one of them alone. Arrays without keys are no state. Keys that are indices alone match in
-    trees of one layout only.
+    The path of an argument is the one below the argument, or with its name before it; that of an
+    output the one in all that is returned, or below its outermost key. So ``step(params, state,
+    batch)`` may return ``params, state, loss``, a dictionary of them, or one of them alone. Arrays
+    without keys are no state. Keys that are indices alone match in trees of one layout only.
     """
     outputs: dict[Keys, list[_Leaf]] = defaultdict(list)
     for leaf in _outputs(traced):

@@ -27,10 +27,12 @@ def is_summed(value: Value) -> bool:
 
 
 def matters(node: Node) -> bool:
-    """Returns whether a result is more than an activation: summed, divided by, returned, or a logarithm taken of it.
+    """Returns whether a result is more than an activation: summed, divided by, returned, or a
+    logarithm taken of it.
 
-    An exponential is followed as long as it is scaled and selected from; a logarithm where it is added to, too.
-    Softplus is an activation: a sum of it counts only where no matmul follows, as in a loss.
+    An exponential is followed as long as it is scaled and selected from; a logarithm where it is
+    added to, too. Softplus is an activation: a sum of it counts only where no matmul follows, as in
+    a loss.
     """
     if node.name == "expm1" and _is_guarded(node.inputs[0]):
         return False
@@ -47,7 +49,8 @@ def matters(node: Node) -> bool:
 
 
 def _is_sensitive(reader: Node, value: Value) -> bool:
-    """Returns whether a node sums a value, divides by it, or takes an exponential or a logarithm of it.
+    """Returns whether a node sums a value, divides by it, or takes an exponential or a logarithm of
+    it.
 
     The logarithm of a softplus is none where that is an activation.
     """
@@ -63,7 +66,9 @@ def _is_steep(node: Node) -> bool:
 
 
 def _is_softplus(node: Node) -> bool:
-    """Returns whether a node is the logarithm of the stable form ``max(x, 0) + log1p(exp(-abs(x)))``."""
+    """Returns whether a node is the logarithm of the stable form ``max(x, 0) +
+    log1p(exp(-abs(x)))``.
+    """
     maker = made_of(node.inputs[0]).maker if node.name == "log1p" else None
     return maker is not None and maker.name == "exp" and _is_never_positive(maker.inputs[0])
 
@@ -77,9 +82,11 @@ def _is_never_positive(value: Value) -> bool:
 
 
 def _is_judged(node: Node) -> bool:
-    """Returns whether an activation is more than that: it, or a sum of it, is returned, or nothing follows it forward.
+    """Returns whether an activation is more than that: it, or a sum of it, is returned, or nothing
+    follows it forward.
 
-    A matmul or a bounded function may follow. A loss whose gradient alone is asked for has nothing behind it.
+    A matmul or a bounded function may follow. A loss whose gradient alone is asked for has nothing
+    behind it.
     """
 
     def passes(reader: Node) -> bool:
@@ -101,7 +108,9 @@ def _is_beside(node: Node) -> bool:
 
 
 def _is_kept_only(node: Node) -> bool:
-    """Returns whether the backward pass alone reads what a node makes: a derivative that the forward pass saves."""
+    """Returns whether the backward pass alone reads what a node makes: a derivative that the
+    forward pass saves.
+    """
     passes = lambda reader: reader.name in _MOVES or is_joint(reader)  # noqa: E731
     values = list(reached(node.outputs, lambda reader: not is_cotangent(reader) and passes(reader)))
     readers = [reader for value in values for reader in value.readers]
@@ -114,14 +123,18 @@ def _sums(node: Node) -> bool:
 
 
 def _passes(reader: Node, adds: bool) -> bool:
-    """Returns whether what a node makes of a value is that value still, moved, scaled or selected from."""
+    """Returns whether what a node makes of a value is that value still, moved, scaled or selected
+    from.
+    """
     return reader.name in _MOVES or (
         reader.name in ADDITIONS and (adds or any(value.is_literal for value in reader.inputs))
     )
 
 
 def _is_guarded(value: Value) -> bool:
-    """Returns whether a value was kept from being large by a `where` or a `minimum`, as elu does it."""
+    """Returns whether a value was kept from being large by a `where` or a `minimum`, as elu does
+    it.
+    """
     while value.maker is not None and (
         value.maker.name in MOVES_DATA or value.maker.name in SCALINGS
     ):

@@ -122,7 +122,8 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
         given = [primal.value for primal in primals]
         if any(primal.perturbed for primal in primals[:closed_over]):
             raise TypeError(
-                "A function with a custom_vjp rule is differentiated by what it closes over: hand that in."
+                "A function with a custom_vjp rule is differentiated by what it closes over: hand "
+                "that in."
             )
         try:
             outputs, saved = rewritten(*given)

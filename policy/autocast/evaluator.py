@@ -109,7 +109,8 @@ class Evaluator(Interpreter[Value]):
     def merge(
         self, equation: Any, values: Sequence[Value], branches: Sequence[Traced[Value]] = ()
     ) -> Sequence[Value | None]:
-        """Returns the dtypes that the outputs of a loop, of branches, or of a jit with shardings settle on.
+        """Returns the dtypes that the outputs of a loop, of branches, or of a jit with shardings
+        settle on.
 
         They keep their traced dtypes, but for scanned layers, whose carry is half where a rule has
         a half output_dtype, and for what every branch of a conditional makes half.
@@ -195,7 +196,8 @@ class Evaluator(Interpreter[Value]):
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)
 
     def _category(self, equation: Any) -> str:
-        """Returns the category of an equation; a sum or difference that only float32 operations read runs in float32.
+        """Returns the category of an equation; a sum or difference that only float32 operations
+        read runs in float32.
 
         Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x`
         itself. It has no residual, so that float32 costs no memory there.
@@ -279,7 +281,9 @@ class Evaluator(Interpreter[Value]):
     def _accumulated(
         self, equation: Any, values: list[Value], place: Place
     ) -> tuple[str, list[Value]]:
-        """The sum of two cotangents: in float32 as long as more are added, and half where an operation reads it."""
+        """The sum of two cotangents: in float32 as long as more are added, and half where an
+        operation reads it.
+        """
         is_half = place.region == "applies" or all(
             value.narrows or value.dtype == place.compute != F32 for value in values
         )
@@ -356,7 +360,9 @@ class Evaluator(Interpreter[Value]):
 
 
 def _extent(equation: Any) -> tuple[Any, ...] | None:
-    """Returns the shape of an equation's result, or None where it has as many numbers as the operand."""
+    """Returns the shape of an equation's result, or None where it has as many numbers as the
+    operand.
+    """
     operand, result = equation.invars[0].aval, equation.outvars[0].aval
     return None if operand.size == result.size else result.shape
 
@@ -367,7 +373,9 @@ def traced_kind(variable: Any) -> Value:
 
 
 def _merged(variable: Any, outputs: Sequence[Value]) -> Value:
-    """Returns a value like an output of a conditional: half where every branch makes it half, else as traced."""
+    """Returns a value like an output of a conditional: half where every branch makes it half, else
+    as traced.
+    """
     dtype, found = float_dtype(variable.aval), {output.dtype for output in outputs}
     narrows = any(output.narrows for output in outputs)
     if dtype is None:
@@ -385,7 +393,9 @@ def _only_float(values: Sequence[Value]) -> Value:
 
 
 def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
-    """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in float32."""
+    """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in
+    float32.
+    """
     array = value.array
     if (
         is_floating(array.dtype)
@@ -415,7 +425,9 @@ def _as_traced(equation: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def _is_complex(equation: Any) -> bool:
-    """Returns whether an operand or a result is complex, as in a matmul of a real number with a complex one."""
+    """Returns whether an operand or a result is complex, as in a matmul of a real number with a
+    complex one.
+    """
     return any(
         jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.complexfloating)
         for v in (*equation.invars, *equation.outvars)
@@ -458,12 +470,16 @@ def _has_matmul(program: Any) -> bool:
 
 
 def _holds_program(equation: Any) -> bool:
-    """Returns whether a parameter is a program, as in the scatter of `x.at[i].apply`: of fixed dtypes."""
+    """Returns whether a parameter is a program, as in the scatter of `x.at[i].apply`: of fixed
+    dtypes.
+    """
     return any(True for _ in programs_of(equation))
 
 
 def _follows(equation: Any, place: Place) -> bool:
-    """Returns whether half precision can bear a power: x**3 in gelu is two products, x**2 is a variance's."""
+    """Returns whether half precision can bear a power: x**3 in gelu is two products, x**2 is a
+    variance's.
+    """
     power = equation.params.get("y") if equation.primitive.name == "integer_pow" else None
     return power is not None and power > 2 and has_range_of_float32(place.compute)
 

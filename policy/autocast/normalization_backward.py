@@ -1,4 +1,6 @@
-"""The derivatives of normalisations, where the program holds its own backward pass: ``autocast(jax.grad(f))``."""
+"""The derivatives of normalisations, where the program holds its own backward pass:
+``autocast(jax.grad(f))``.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ def backward_of(
 ) -> None:
     """Adds the backward passes of normalisations to their operations.
 
-    These are the products of cotangents with statistics and with the centred input, the sums of those, and what goes
-    back to the input's shape: they run in float32 and hand on half, as the forward pass does. Cotangents of activations
-    around them are ordinary.
+    These are the products of cotangents with statistics and with the centred input, the sums of
+    those, and what goes back to the input's shape: they run in float32 and hand on half, as the
+    forward pass does. Cotangents of activations around them are ordinary.
     """
     cotangents = _Cotangents(_inside(measures, applies))
     for operation in operations:
@@ -70,7 +72,9 @@ class _Cotangents:
         self.spread: set[Data] = set()
 
     def region_of(self, operation: FrameOperation, floats: Sequence[Data]) -> str | None:
-        """Returns the region that an operation of the backward pass belongs to, or None; notes what it returns."""
+        """Returns the region that an operation of the backward pass belongs to, or None; notes what
+        it returns.
+        """
         kind = self._kind_of(operation, floats)
         if kind is None:
             return None
@@ -89,7 +93,9 @@ class _Cotangents:
         return self.products if is_product or is_linear else None
 
     def _of_sums(self, floats: Sequence[Data]) -> set[Data] | None:
-        """Returns `sums` where all operands are cotangents of statistics, or statistics that those are scaled by."""
+        """Returns `sums` where all operands are cotangents of statistics, or statistics that those
+        are scaled by.
+        """
         has_sum = not self.sums.isdisjoint(floats)
         return (
             self.sums

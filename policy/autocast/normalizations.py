@@ -1,14 +1,16 @@
-"""Finds the normalisations of a program by what they compute; no name of a module or scope plays a part.
+"""Finds the normalisations of a program by what they compute; no name of a module or scope plays a
+part.
 
-A normalisation divides x, or x minus its mean, by a root of the second moment of x over some axes, or of a variance
-that is stored, and may scale and shift the quotient by parameters:
+A normalisation divides x, or x minus its mean, by a root of the second moment of x over some axes,
+or of a variance that is stored, and may scale and shift the quotient by parameters:
 
     (x - mean(x)) * rsqrt(var(x) + epsilon) * scale + bias
 
-The second moment is a mean of squares, in one pass or two, with a mask or over devices, in any program inside of the
-program. A sum of squares in the place of the mean, or one over all axes, counts where a parameter scales or shifts the
-quotient: without one it is a norm, or a standardised batch of data. Arguments that are divided so, and are neither
-scaled nor read by a matmul, are standardised data too: a loss' targets, say.
+The second moment is a mean of squares, in one pass or two, with a mask or over devices, in any
+program inside of the program. A sum of squares in the place of the mean, or one over all axes,
+counts where a parameter scales or shifts the quotient: without one it is a norm, or a standardised
+batch of data. Arguments that are divided so, and are neither scaled nor read by a matmul, are
+standardised data too: a loss' targets, say.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ _ROOTS = SQUARE_ROOTS | {"pow"}
 class Regions:
     """The equations of one program that belong to normalisations.
 
-    Equal and hashed by content, so that programs whose normalisations are alike can share what is made of them.
+    Equal and hashed by content, so that programs whose normalisations are alike can share what is
+    made of them.
 
     Attributes:
       measures: the identities of equations of statistics, which run in float32.
-      applies: those of equations whose results are as large as x: they run in float32 and hand on half.
+      applies: those of equations whose results are as large as x: they run in float32 and hand on
+        half.
       programs: the regions of the programs that equations hold, by the identities of both.
       is_whole: whether every equation here belongs to one.
     """
@@ -72,7 +76,8 @@ def normalizations(jaxpr: Any, is_param: Sequence[bool]) -> Regions:
 
     Args:
       jaxpr: an open jaxpr.
-      is_param: whether each of its arguments is a parameter. What is made of parameters alone is never normalised.
+      is_param: whether each of its arguments is a parameter. What is made of parameters alone is
+        never normalised.
     """
     if not holds(jaxpr, _ROOTS):
         return NOWHERE
@@ -145,7 +150,9 @@ def _look_at(root: FrameOperation, found: _Found) -> None:
 
 
 def _is_inverse(root: FrameOperation) -> bool | None:
-    """Returns whether an operation is one divided by a square root, or a square root; None for neither."""
+    """Returns whether an operation is one divided by a square root, or a square root; None for
+    neither.
+    """
     if root.name != "pow":
         return root.name == "rsqrt"
     exponent = root.inputs[1]
@@ -160,7 +167,9 @@ def _is_inverse(root: FrameOperation) -> bool | None:
 def _is_centred(
     numerator: Chain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]
 ) -> bool:
-    """Returns whether a stored mean is subtracted: before the division, or after it, divided by the root itself."""
+    """Returns whether a stored mean is subtracted: before the division, or after it, divided by the
+    root itself.
+    """
     if numerator.data[0].yields:
         return False
     before = (
@@ -188,7 +197,9 @@ def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[FrameOperatio
 
 
 def _is_mean(subtraction: FrameOperation, of: set[Data]) -> bool:
-    """Returns whether what is subtracted is a sum of what it is subtracted from, divided; or is stored."""
+    """Returns whether what is subtracted is a sum of what it is subtracted from, divided; or is
+    stored.
+    """
     mean, shape = subtraction.inputs[1], subtraction.outputs[0].shape
     if mean.given and mean.number is None and repeats(mean, shape):
         return True
@@ -196,9 +207,9 @@ def _is_mean(subtraction: FrameOperation, of: set[Data]) -> bool:
     return any(not of.isdisjoint(chain_of(operation.inputs[0]).data) for operation in sums)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The quotient, its scale and its bias
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -240,7 +251,9 @@ def _quotients(root: FrameOperation, is_inverse: bool) -> _Quotients:
 def _read(
     operation: FrameOperation, data: Data, is_inverse: bool, is_scaled: bool
 ) -> tuple[_Quotient | None, tuple[bool, bool] | None]:
-    """Returns the quotient that an operation on a root is; or whether its result is inverse and scaled; or neither."""
+    """Returns the quotient that an operation on a root is; or whether its result is inverse and
+    scaled; or neither.
+    """
     name, others = operation.name, [other for other in operation.inputs if other is not data]
     if name in MOVES:
         return None, (is_inverse, is_scaled)
@@ -267,7 +280,9 @@ def _read(
 def _affine(
     data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOperation]
 ) -> list[FrameOperation]:
-    """Returns the operations that scale a quotient by stored values and then shift it, and what stands between."""
+    """Returns the operations that scale a quotient by stored values and then shift it, and what
+    stands between.
+    """
     found: list[FrameOperation] = []
     readers = [operation for operation in data.readers if not operation.is_backward]
     for operation in readers:
@@ -300,7 +315,9 @@ def _feeds_a_matmul(data: Data) -> bool:
 def _affects(
     operation: FrameOperation, data: Data, other: Data, of_root: set[FrameOperation]
 ) -> bool:
-    """Returns whether an operation scales or shifts `data` by what is stored, or was made of that and of the root."""
+    """Returns whether an operation scales or shifts `data` by what is stored, or was made of that
+    and of the root.
+    """
     if operation.name == "div" and operation.inputs[0] is not data:
         return False
     return is_stored(other, operation.outputs[0].shape) or other.made_by in of_root

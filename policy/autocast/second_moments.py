@@ -1,4 +1,6 @@
-"""The second moments that a value is made of, and what a value was made of by moving, shifting and scaling it."""
+"""The second moments that a value is made of, and what a value was made of by moving, shifting and
+scaling it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def statistics_of(data: Data) -> Statistics:
 
 
 def _divides(operation: FrameOperation, i: int) -> bool:
-    """Returns whether an operation divides its operand `i`, or multiplies it by a number, as a mean does its sum."""
+    """Returns whether an operation divides its operand `i`, or multiplies it by a number, as a mean
+    does its sum.
+    """
     others = [data for j, data in enumerate(operation.inputs) if j != i]
     if operation.name == "div":
         return i == 0
@@ -138,7 +142,9 @@ def chain_of(data: Data) -> Chain:
 
 
 def _through(operation: FrameOperation) -> Data | None:
-    """Returns the operand whose numbers an operation moves, scales, shifts or masks; None where it does more."""
+    """Returns the operand whose numbers an operation moves, scales, shifts or masks; None where it
+    does more.
+    """
     name, inputs = operation.name, operation.inputs
     if name in MOVES and inputs:
         return inputs[0]
@@ -158,7 +164,9 @@ def _through(operation: FrameOperation) -> Data | None:
 
 
 def is_stored(data: Data, shape: tuple[Any, ...]) -> bool:
-    """Returns whether a value is a parameter, a number, or an argument that is broadcast to `shape`."""
+    """Returns whether a value is a parameter, a number, or an argument that is broadcast to
+    `shape`.
+    """
     return data.yields or (data.given and repeats(data, shape))
 
 
@@ -180,6 +188,8 @@ def repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
 
 
 def meeting(chain: Chain, other: Chain) -> Data | None:
-    """Returns the first value of a chain that the other has too, or None; parameters alone are no such value."""
+    """Returns the first value of a chain that the other has too, or None; parameters alone are no
+    such value.
+    """
     of_other = set(other.data)
     return next((data for data in chain.data if data in of_other and not data.yields), None)

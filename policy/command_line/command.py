@@ -213,7 +213,8 @@ def parse_argument(text: str) -> Any:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         # every error of a malformed literal
         raise CommandError(
-            f"--arg {_shortened(text)!r} is no argument: give a shape such as bf16[8,128] or f32[], 'key', a "
+            f"--arg {_shortened(text)!r} is no argument: give a shape such as bf16[8,128] or "
+            "f32[], 'key', a "
             "Python number or string, or a list, tuple or dict of these."
         ) from None
     return _filled(value, found)
@@ -242,7 +243,8 @@ def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
     name, dims = match[1], [dim.strip() for dim in match[2].split(",") if dim.strip()]
     if not all(dim.isascii() and dim.isdigit() and int(dim) <= _LARGEST for dim in dims):
         raise CommandError(
-            f"--arg {text!r}: the dimensions in {match[0]!r} should be whole numbers, as in bf16[8,128]."
+            f"--arg {text!r}: the dimensions in {match[0]!r} should be whole numbers, as in "
+            "bf16[8,128]."
         )
     short = re.fullmatch(r"([fisuc])(\d+)", name)
     full = _PREFIXES[short[1]] + short[2] if short else _SHORT.get(name, name)
@@ -251,12 +253,14 @@ def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
         held = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))).dtype
     except (TypeError, ValueError):
         raise CommandError(
-            f"--arg {text!r}: {name!r} is no dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 to u64, bool, c64, "
+            f"--arg {text!r}: {name!r} is no dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 "
+            "to u64, bool, c64, "
             "and the full names."
         ) from None
     if held != dtype:
         raise CommandError(
-            f"--arg {text!r}: JAX has {held.name} in place of {dtype.name} here. Set JAX_ENABLE_X64=1, or ask for "
+            f"--arg {text!r}: JAX has {held.name} in place of {dtype.name} here. Set "
+            "JAX_ENABLE_X64=1, or ask for "
             f"{held.name}."
         )
     return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)

@@ -67,12 +67,14 @@ def target_of(text: str) -> Any:
             near = [] if found else [n for n in dir(value) if callable(getattr(value, n, None))]
         if not found:
             raise CommandError(
-                f"{module_name!r} has no {name!r}.{did_you_mean(difflib.get_close_matches(part, near, 1))}"
+                f"{module_name!r} has no "
+                f"{name!r}.{did_you_mean(difflib.get_close_matches(part, near, 1))}"
             )
         value = getattr(value, part)
     if not callable(value):
         raise CommandError(
-            f"{text!r} is {reprlib.repr(value)}, of type {type(value).__name__}: it can't be called."
+            f"{text!r} is {reprlib.repr(value)}, of type {type(value).__name__}: it can't be "
+            "called."
         )
     return value
 
@@ -163,7 +165,8 @@ def call_of(
         return fn, args, {}
     if required:
         raise CommandError(
-            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg bf16[8,128]; or name a "
+            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg "
+            "bf16[8,128]; or name a "
             "function without arguments that returns it and a tuple of its arguments."
         )
     with running_users_code(f"{target}() failed"):
@@ -175,7 +178,8 @@ def call_of(
         if callable(function) and isinstance(given, (tuple, list)) and isinstance(keywords, dict):
             return function, given, keywords
     raise CommandError(
-        f"{target}() should return (function, args) or (function, args, kwargs), args a tuple and kwargs a dict, "
+        f"{target}() should return (function, args) or (function, args, kwargs), args a tuple and "
+        "kwargs a dict, "
         f"but returned {_told(made)}."
     )
 

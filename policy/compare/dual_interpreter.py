@@ -74,8 +74,9 @@ class Origin:
 
 @dataclasses.dataclass
 class Log:
-    """A record of a program's run: its places in order, the values that were measured, and the paths whose reference is
-    the program widened, as float32 has no counterpart."""
+    """A record of a program's run: its places in order, the values that were measured, and the
+    paths whose reference is the program widened, as float32 has no counterpart.
+    """
 
     places: dict[Place, None] = dataclasses.field(default_factory=dict)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
@@ -83,7 +84,9 @@ class Log:
 
 
 class Paired(PlacedInterpreter):
-    """Each value is one array where half precision has no part in it, else two: the program's own, and float32's."""
+    """Each value is one array where half precision has no part in it, else two: the program's own,
+    and float32's.
+    """
 
     def __init__(self, log: Log, has_gradients: bool = False, apart: Collection[int] = ()):
         super().__init__()
@@ -315,7 +318,9 @@ class Paired(PlacedInterpreter):
 
 
 def _is_cheap(equation: Any) -> bool:
-    """Returns whether an equation may be computed again: it takes no time to speak of, and nothing notices."""
+    """Returns whether an equation may be computed again: it takes no time to speak of, and nothing
+    notices.
+    """
     name = equation.primitive.name
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
     category = category_of(name)

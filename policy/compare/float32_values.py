@@ -40,7 +40,8 @@ def first_array(value: Value) -> Any:
 
 
 class ReferenceLane:
-    """The values of the float32 trace that are known in one body of the program, and in those around it.
+    """The values of the float32 trace that are known in one body of the program, and in those
+    around it.
 
     Attributes:
       reference: how the program is paired with the trace.
@@ -65,7 +66,8 @@ class ReferenceLane:
         around = None if body == "closed" else self
         return ReferenceLane(self.reference, self.wide, self.missed, around, body == "checkpoint")
 
-    # What the run tells ----------------------------------------------------------------------------------------------
+    # What the run tells
+    # ----------------------------------------------------------------------------------------------
 
     def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None:
         """Takes the arguments of a body."""
@@ -90,7 +92,8 @@ class ReferenceLane:
         if found is not None:
             self.values[found] = value
 
-    # What float32 computes --------------------------------------------------------------------------------------------
+    # What float32 computes
+    # --------------------------------------------------------------------------------------------
 
     def given(self, chain: Chain, equation: Any) -> Iterator[tuple[int, Any]]:
         """The operands that float32 reads instead of an equation's own."""

@@ -307,12 +307,14 @@ def _notes(
 ) -> Iterable[str]:
     if program.refused:
         yield (
-            f"The function can't be traced in float32 ({program.refused}). It is compared with the same program, "
+            f"The function can't be traced in float32 ({program.refused}). It is compared with the "
+            "same program, "
             "widened: its constants are as half precision rounded them."
         )
     elif unpaired:
         yield (
-            f"What float32 computes could not be paired at {', '.join(map(repr, unpaired))}: compared there with the "
+            f"What float32 computes could not be paired at {', '.join(map(repr, unpaired))}: "
+            "compared there with the "
             "same program, widened, whose constants are as half precision rounded them."
         )
     names = [name for name, nan in zip(program.arguments.names(), has_nan, strict=True) if nan]

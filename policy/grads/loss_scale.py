@@ -168,7 +168,8 @@ class DynamicLossScale:
         if not 0 <= self.min_loss_scale <= self.max_loss_scale:
             raise ValueError(
                 "min_loss_scale should lie between 0 and max_loss_scale, "
-                f"but got min_loss_scale={self.min_loss_scale} and max_loss_scale={self.max_loss_scale}."
+                f"but got min_loss_scale={self.min_loss_scale} and "
+                f"max_loss_scale={self.max_loss_scale}."
             )
         if not isinstance(self.loss_scale, Tracer):
             require_positive(self.loss_scale)
@@ -282,7 +283,8 @@ def get_loss_scale(loss_scale: LossScale | str | ArrayLike | None) -> LossScale:
     if isinstance(loss_scale, str):
         if loss_scale != "dynamic":
             raise ValueError(
-                f"loss_scale should be None, 'dynamic', a number or a loss scale, but got {loss_scale!r}."
+                "loss_scale should be None, 'dynamic', a number or a loss scale, but got "
+                f"{loss_scale!r}."
             )
         return DynamicLossScale()
     if isinstance(loss_scale, (bool, type)):
@@ -305,7 +307,8 @@ def get_loss_scale(loss_scale: LossScale | str | ArrayLike | None) -> LossScale:
             ) from None
     if not isinstance(loss_scale, (NoOpLossScale, StaticLossScale, DynamicLossScale)):
         raise TypeError(
-            f"loss_scale should be one of policy's loss scales, but got {type(loss_scale).__module__}."
+            "loss_scale should be one of policy's loss scales, but got "
+            f"{type(loss_scale).__module__}."
             f"{type(loss_scale).__name__}: make the class of the same name from policy."
         )
     require_positive(loss_scale.loss_scale)
@@ -367,7 +370,8 @@ def unscale_tree(tree: T, scale: ArrayLike) -> T:
 def _refuse_scaled(tree: Any, what: str) -> None:
     if getattr(type(tree), "carries_its_scale", False):
         raise TypeError(
-            f"loss_scale.{what} of {type(tree).__name__} is refused: they carry their scale, and a step divides by it "
+            f"loss_scale.{what} of {type(tree).__name__} is refused: they carry their scale, and a "
+            "step divides by it "
             "once. Hand them to apply_gradients(tx, params, opt_state, grads) as they are."
         )
 
@@ -532,11 +536,13 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
     """
     if isinstance(pred, (dict, list, tuple)):
         raise AssertionError(
-            f"expected boolean scalar for pred, but got {type(pred).__name__}: call select_tree(finite, new, old)."
+            f"expected boolean scalar for pred, but got {type(pred).__name__}: call "
+            "select_tree(finite, new, old)."
         )
     if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
         raise AssertionError(
-            f"expected boolean scalar for pred, but got {jnp.result_type(pred)} of shape {jnp.shape(pred)}."
+            f"expected boolean scalar for pred, but got {jnp.result_type(pred)} of shape "
+            f"{jnp.shape(pred)}."
         )
     pred = fusion_barrier(jnp.asarray(pred))
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
@@ -568,11 +574,13 @@ def _strong_scalar(x: Any, dtype: Any) -> Any:
 def _python_float(name: str, x: Any) -> float:
     if isinstance(x, str):
         raise ValueError(
-            f"{name} should be a number, but got {x!r}: mixed_precision(..., loss_scale={x!r}) takes texts."
+            f"{name} should be a number, but got {x!r}: mixed_precision(..., loss_scale={x!r}) "
+            "takes texts."
         )
     if isinstance(x, Tracer):
         raise TypeError(
-            f"{name} should be a concrete number, but got the traced {x.aval}: make it outside of jit."
+            f"{name} should be a concrete number, but got the traced {x.aval}: make it outside of "
+            "jit."
         )
     return (
         x
@@ -587,7 +595,8 @@ def _require_between(scale: Any, smallest: float, largest: float) -> None:
         (np.float32(smallest) <= values) & (values <= np.float32(min(largest, _LARGEST)))
     ):
         raise ValueError(
-            f"loss_scale should lie between min_loss_scale={smallest} and max_loss_scale={largest}, but got {scale}."
+            f"loss_scale should lie between min_loss_scale={smallest} and "
+            f"max_loss_scale={largest}, but got {scale}."
         )
 
 

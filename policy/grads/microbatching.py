@@ -37,14 +37,16 @@ def split_batch(batch: T, count: int) -> T:
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(
-            f"count should be a whole number of microbatches of at least 1, but got {shown(count)}: call "
+            "count should be a whole number of microbatches of at least 1, but got "
+            f"{shown(count)}: call "
             "split_batch(batch, count)."
         )
 
     def split(path: Any, leaf: Any) -> Any:
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % count:
             raise ValueError(
-                f"The first axis of each leaf should be a multiple of {count}, but {path_name(path)} has shape "
+                f"The first axis of each leaf should be a multiple of {count}, but "
+                f"{path_name(path)} has shape "
                 f"{tuple(jnp.shape(leaf))}."
             )
         return jnp.swapaxes(jnp.reshape(leaf, (-1, count, *jnp.shape(leaf)[1:])), 0, 1)
@@ -113,7 +115,8 @@ def accumulate_gradients(
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     if weights is not None and weights.shape != (count,):
         raise ValueError(
-            f"weights should have shape ({count},), one for each microbatch, but got {weights.shape}."
+            f"weights should have shape ({count},), one for each microbatch, but got "
+            f"{weights.shape}."
         )
     one = lambda params, microbatch: _Turn(value_and_grad_fn(params, microbatch))  # noqa: E731
     like = jax.eval_shape(
@@ -152,7 +155,8 @@ class _Turn:
     def __init__(self, returned: Any):
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise TypeError(
-                "value_and_grad_fn should return (value, gradients), as of value_and_grad(loss_fn), but got "
+                "value_and_grad_fn should return (value, gradients), as of "
+                "value_and_grad(loss_fn), but got "
                 f"{type(returned).__name__}."
             )
         value, gradients = returned
@@ -204,7 +208,8 @@ def _count(microbatches: Any) -> int:
     if len(counts) != 1 or counts <= {(), (0,)}:
         shapes = [f"{path_name(path)} {tuple(jnp.shape(leaf))}" for path, leaf in leaves]
         raise ValueError(
-            "microbatches should be arrays that share a first axis, one entry for each microbatch, but got "
+            "microbatches should be arrays that share a first axis, one entry for each microbatch, "
+            "but got "
             f"{shortened(shapes) or 'no array'}. split_batch(batch, count) makes them of a batch."
         )
     return counts.pop()[0]

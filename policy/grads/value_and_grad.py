@@ -44,8 +44,10 @@ from policy.trees import (
 GradientKind = Literal["float32", "compute"]
 
 _WAY_OUT = (
-    "ScaledGradients are still scaled: hand them whole to apply_gradients(tx, params, opt_state, grads), or to the "
-    "update of a tx that mixed_precision made. For a plain tree of true gradients leave out grads='compute'."
+    "ScaledGradients are still scaled: hand them whole to apply_gradients(tx, params, opt_state, "
+    "grads), or to the "
+    "update of a tx that mixed_precision made. For a plain tree of true gradients leave out "
+    "grads='compute'."
 )
 
 
@@ -369,7 +371,8 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     if not (isinstance(returned, tuple) and len(returned) == 2):
         length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
         raise TypeError(
-            f"With has_aux=True loss_fn should return a pair (loss, aux), but got {type(returned).__name__}{length}."
+            "With has_aux=True loss_fn should return a pair (loss, aux), but got "
+            f"{type(returned).__name__}{length}."
         )
     return _require_floating_scalar(returned[0]), returned[1]
 
@@ -384,7 +387,8 @@ def _require_floating_scalar(loss: Any) -> jax.Array:
         ) from None
     if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
-            f"loss_fn should return a floating scalar, but got {loss.dtype}{list(loss.shape)}: {hint}."
+            f"loss_fn should return a floating scalar, but got {loss.dtype}{list(loss.shape)}: "
+            f"{hint}."
         )
     return loss
 
@@ -392,7 +396,8 @@ def _require_floating_scalar(loss: Any) -> jax.Array:
 def _require_loss(loss_fn: Any, argnums: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(
-            f"loss_fn should be a function, but got {type(loss_fn).__name__}: pass the function itself, and the "
+            f"loss_fn should be a function, but got {type(loss_fn).__name__}: pass the function "
+            "itself, and the "
             "arguments to what comes back, value_and_grad(loss_fn)(params, batch)."
         )
     positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
@@ -400,7 +405,8 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
         isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in positions
     ):
         raise TypeError(
-            f"argnums should be the position of an argument, or several, but got {_shortened(argnums)}: arguments go "
+            "argnums should be the position of an argument, or several, but got "
+            f"{_shortened(argnums)}: arguments go "
             "to what comes back, value_and_grad(loss_fn)(params, batch), and a policy in policy=."
         )
 
@@ -421,7 +427,8 @@ def _scale_value(loss_scale: Any) -> ArrayLike:
         scale = loss_scale.loss_scale
         if hasattr(scale, "adjust"):  # a whole state, or a mixed_precision
             raise TypeError(
-                f"loss_scale should be a loss scale, but got a {type(loss_scale).__name__}, which holds one: pass "
+                f"loss_scale should be a loss scale, but got a {type(loss_scale).__name__}, which "
+                "holds one: pass "
                 "loss_scale=loss_scale_of(opt_state)."
             )
     else:
@@ -445,7 +452,8 @@ def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     for position in asked:
         if not -count <= position < count:
             raise TypeError(
-                f"argnums={argnums} differentiates by positional argument {position}, but the call has {count}: "
+                f"argnums={argnums} differentiates by positional argument {position}, but the call "
+                f"has {count}: "
                 "pass it by position, not by keyword."
             )
     return tuple(position % count for position in asked)
@@ -465,8 +473,10 @@ def _require_differentiable(argument: Any, position: int) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=is_leaf)
     if references:
         raise TypeError(
-            f"Argument {position} holds nnx references ({references[0]}), and what loss_fn writes to them (BatchNorm "
-            "statistics, RNG counts) would be lost. Use mpmodules.nnx.value_and_grad, or split the model and pass its "
+            f"Argument {position} holds nnx references ({references[0]}), and what loss_fn writes "
+            "to them (BatchNorm "
+            "statistics, RNG counts) would be lost. Use mpmodules.nnx.value_and_grad, or split the "
+            "model and pass its "
             "state."
         )
     wrong = [
@@ -476,7 +486,8 @@ def _require_differentiable(argument: Any, position: int) -> None:
     ]
     if wrong:
         raise TypeError(
-            f"Argument {position} holds what has no gradient: {', '.join(wrong)}. Pass integers, booleans and PRNG "
+            f"Argument {position} holds what has no gradient: {', '.join(wrong)}. Pass integers, "
+            "booleans and PRNG "
             "keys as another argument, outside of argnums."
         )
 

@@ -157,8 +157,10 @@ def _partitioned_text(lowered: Any) -> tuple[str, Any]:
             return files[-1].read_text(), mesh
     if mesh is not None or any(s.num_devices > 1 for s in shardings):
         raise RuntimeError(
-            "The partitioned program can't be read: this backend wrote none, or took the program from JAX's "
-            "compilation cache (jax_enable_compilation_cache=False turns that off). stage='traced' reads what "
+            "The partitioned program can't be read: this backend wrote none, or took the program "
+            "from JAX's "
+            "compilation cache (jax_enable_compilation_cache=False turns that off). stage='traced' "
+            "reads what "
             "shard_map was told."
         )
     return "", None

@@ -12,7 +12,8 @@ Pattern = tuple[str, bool]  # and whether what it matches runs in float32
 
 
 def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[Pattern]:
-    """Pairs of a pattern and whether it means float32, which leave exactly `wide` of the candidates in float32.
+    """Pairs of a pattern and whether it means float32, which leave exactly `wide` of the candidates
+    in float32.
 
     A rule holds for everything below the path that it matches, until another matches there.
 

@@ -48,7 +48,9 @@ class Emulated(Upcast):
         return self._half(equation, values)
 
     def _half(self, equation: Any, values: list[Value]) -> list[Value]:
-        """As JAX promotes, what is mixed with float32 is float32, but matmuls and casts go where the rules say."""
+        """As JAX promotes, what is mixed with float32 is float32, but matmuls and casts go where
+        the rules say.
+        """
         name, is_wide = equation.primitive.name, self.flag(self.place_of(equation))
         promotes = self.flags[-1]
         decides = _decides(equation)
@@ -116,7 +118,9 @@ class Emulated(Upcast):
 
 
 def rounded(array: Any, dtype: Any, unless: Any) -> Any:
-    """A float32 array rounded to a half dtype, unless a flag is set; any other dtype leaves it as it is."""
+    """A float32 array rounded to a half dtype, unless a flag is set; any other dtype leaves it as
+    it is.
+    """
     if dtype is None or not is_half(dtype) or array.dtype != wide_dtype(dtype):
         return array
     half = lax.convert_element_type(array, dtype)
@@ -140,7 +144,9 @@ def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:
 
 
 class Ruled(PlacedInterpreter):
-    """The program with some paths in float32, and all others in the dtypes they were written in. One array a value."""
+    """The program with some paths in float32, and all others in the dtypes they were written in.
+    One array a value.
+    """
 
     def __init__(self, wide: frozenset[Path], candidates: Mapping[Path, int]):
         super().__init__()

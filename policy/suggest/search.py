@@ -1,4 +1,6 @@
-"""Searches the paths to keep in float32: the cheapest set that meets a budget, as far as measuring tells."""
+"""Searches the paths to keep in float32: the cheapest set that meets a budget, as far as measuring
+tells.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 
 Wide = frozenset[int]
 FEW = 8  # candidates, of which all sets can be measured
-NEAR = 1.25  # how many times its budget the error may be that emulation foresees of a set that meets it
+# How many times its budget the error may be that emulation foresees of a set that meets it.
+NEAR = 1.25
 DEARER = 1.05  # by how much a set may cost more than the cheapest
 CANCELLATION = (
     2.0  # how many times smaller the error of several may be than the error of one of them
@@ -60,8 +63,9 @@ class Search:
         self.runs -= len(self.alone)
 
     def order(self) -> list[int]:
-        """The candidates by how much of the error each unit of cost buys, the best first. Independent errors add up in
-        squares."""
+        """The candidates by how much of the error each unit of cost buys, the best first.
+        Independent errors add up in squares.
+        """
         gain = lambda i: self.alone[i] ** 2 / max(self.costs[i], 1e-12)  # noqa: E731
         return sorted(
             self.every, key=lambda i: (not math.isinf(self.alone[i]), -gain(i), self.costs[i])
@@ -70,8 +74,8 @@ class Search:
     def least(self, budget: float) -> Wide | None:
         """A set that meets the budget, without what turned out superfluous in it.
 
-        Of few candidates it is the cheapest of all sets. Of many it does not meet the budget without any one of its
-        candidates.
+        Of few candidates it is the cheapest of all sets. Of many it does not meet the budget
+        without any one of its candidates.
         """
         wide = self._sufficient(budget)
         if wide is None or not wide:
@@ -130,7 +134,9 @@ class Search:
         return sum(self.alone[i] ** 2 for i in order)
 
     def _pruned(self, wide: Wide, budget: float) -> Wide:
-        """Without what is not needed, the dearest first. It has runs of its own: one for each candidate at most."""
+        """Without what is not needed, the dearest first. It has runs of its own: one for each
+        candidate at most.
+        """
         self.runs = max(self.runs, len(wide))
         for i in sorted(wide, key=lambda i: (-self.costs[i], self.alone[i])):
             if self.meets(wide - {i}, budget):
@@ -144,7 +150,8 @@ class Search:
     def _cheapest(self, wide: Wide, budget: float) -> Wide:
         """The cheapest set of all: each that costs less is measured.
 
-        But not those without a candidate that, alone in half precision, leaves the others no way to meet the budget.
+        But not those without a candidate that, alone in half precision, leaves the others no way to
+        meet the budget.
         """
         self.runs = max(self.runs, 2 ** len(self.costs))
         needed = {i for i in wide if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget}
@@ -159,7 +166,8 @@ class Search:
         return next((s for s in cheaper if self.meets(s, budget)), wide)
 
     def nearly(self, wide: Wide | None, budget: float) -> list[Wide]:
-        """The sets, two at most, that cost less than one that meets the budget, and were measured to miss it by little.
+        """The sets, two at most, that cost less than one that meets the budget, and were measured
+        to miss it by little.
 
         The cheapest comes first. Of many candidates there are none.
         """

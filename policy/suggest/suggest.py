@@ -112,7 +112,8 @@ class Suggestion:
             f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}",
         ]
         lines += [
-            f"# {e.path:<50} {e.alone:>20.3g} {e.cost / 2:>8.2%}{'  kept in float32' if e.keeps else ''}"
+            f"# {e.path:<50} {e.alone:>20.3g} "
+            f"{e.cost / 2:>8.2%}{'  kept in float32' if e.keeps else ''}"
             for e in self.evidence
         ]
         return "\n".join(lines)

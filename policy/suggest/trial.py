@@ -78,7 +78,9 @@ class Trial:
         )
 
     def error(self, outputs: Sequence[Any]) -> float:
-        """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for rounding."""
+        """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for
+        rounding.
+        """
         sides = [list(map(_exact, side)) for side in (outputs, self.reference)]
         pairs = list(zip(*sides, strict=True))
         if self.program.gradients:
@@ -100,12 +102,16 @@ def _relative(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def compiled(program: Program, run: Any, *before: Any) -> Any:
-    """A function of the program's arrays, and of what stands before them, that rounds where it says so."""
+    """A function of the program's arrays, and of what stands before them, that rounds where it says
+    so.
+    """
     return jax.jit(run).lower(*before, *program.arguments.arrays).compile(compiler_options=EXACT)
 
 
 def floats_of(program: Program, outputs: Sequence[Value]) -> list[Any]:
-    """Returns the measured arrays in float32: the gradients, or else the floating and complex outputs."""
+    """Returns the measured arrays in float32: the gradients, or else the floating and complex
+    outputs.
+    """
     kept = outputs[len(program.outputs) :] if program.gradients else outputs
     arrays = [output.arrays[0] for output in kept]
     return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
@@ -126,19 +132,23 @@ def _require_finite(program: Program, reference: Sequence[np.ndarray]) -> None:
     ]
     why = f"There is NaN in {', '.join(bad)}" if bad else "Its inputs hold no NaN"
     raise ValueError(
-        f"float32 itself gives infinities or NaN for these inputs, and nothing can be measured against them. {why}: "
-        "give inputs for which the function is finite; policy.compare shows where it stops being so."
+        "float32 itself gives infinities or NaN for these inputs, and nothing can be measured "
+        f"against them. {why}: "
+        "give inputs for which the function is finite; policy.compare shows where it stops being "
+        "so."
     )
 
 
 def _no_paths(program: Program, outside: bool) -> str:
     if not outside:
         return (
-            "Nothing of this call runs in half precision, so there is nothing to keep in float32: give a policy, as "
+            "Nothing of this call runs in half precision, so there is nothing to keep in float32: "
+            "give a policy, as "
             "policy='mixed_bfloat16'."
         )
     return (
-        "Nothing of this call stands at a module path, and rules are about paths: name parts of the function with "
+        "Nothing of this call stands at a module path, and rules are about paths: name parts of "
+        "the function with "
         "jax.named_scope, or call a module."
     )
 
@@ -146,8 +156,9 @@ def _no_paths(program: Program, outside: bool) -> str:
 def _shares(
     program: Program, modules: set[str] | None
 ) -> tuple[dict[Path, float], dict[Path, Path]]:
-    """The candidates in the order of the program, and their part in the FLOPs and the bytes of half precision; and what
-    else they are called."""
+    """The candidates in the order of the program, and their part in the FLOPs and the bytes of half
+    precision; and what else they are called.
+    """
     sites = [(module_path(site.path, site.is_backward), site) for site in walk(program.jaxpr)]
     lost = lost_prefixes(path for path, _ in sites) if program.gradients else {}
     flops: dict[Path, float] = {}
@@ -171,7 +182,9 @@ def _is_in_half(equation: Any) -> bool:
 
 
 def _reached(path: Path, modules: set[str] | None) -> Path:
-    """The innermost path that a rule can name: where layers obey them, those are modules, not scopes within."""
+    """The innermost path that a rule can name: where layers obey them, those are modules, not
+    scopes within.
+    """
     while modules is not None and path:
         model = divided(path)
         if model is not None and "/".join(once(model[1])) in modules:

@@ -94,12 +94,14 @@ class Call:
         arguments = Arguments.of(args, kwargs)
         if not arguments.arrays:
             raise TypeError(
-                f"{what} measures what a function does to arrays, but was given none to call it with."
+                f"{what} measures what a function does to arrays, but was given none to call it "
+                "with."
             )
         for name, array in zip(arguments.names(), arguments.arrays, strict=True):
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise TypeError(
-                    f"{what} runs the function, but {name} is a shape, {array.dtype.name}{list(array.shape)}: give an "
+                    f"{what} runs the function, but {name} is a shape, "
+                    f"{array.dtype.name}{list(array.shape)}: give an "
                     "array. policy.audit does with shapes."
                 )
         return cls(fn, arguments, params, call is not None, loss_scale)
@@ -166,7 +168,8 @@ def _loss(out: Any) -> Any:
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         found = type(loss).__name__ if dtype is None else f"{dtype.name}{list(shape or ())}"
         raise TypeError(
-            f"Gradients are those of a loss, one floating number, or (loss, aux), but the function returned {found}. "
+            "Gradients are those of a loss, one floating number, or (loss, aux), but the function "
+            f"returned {found}. "
             "Return the loss, or leave out backward=True."
         )
     return loss
@@ -223,7 +226,8 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
         return None
     if policy is None:
         raise ValueError(
-            "rules= says what differs from a policy: give policy= with it, as policy='mixed_bfloat16'."
+            "rules= says what differs from a policy: give policy= with it, as "
+            "policy='mixed_bfloat16'."
         )
     return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
 

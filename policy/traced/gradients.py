@@ -26,8 +26,10 @@ def require_differentiable_by(params: Params) -> None:
         require_params(params)
     except TypeError:
         raise TypeError(
-            "params should say which arguments are parameters: positions, names, or a predicate on leaves, but got a "
-            f"{type(params).__name__}. If the function has an argument of that name, hand it in by position, or call "
+            "params should say which arguments are parameters: positions, names, or a predicate on "
+            "leaves, but got a "
+            f"{type(params).__name__}. If the function has an argument of that name, hand it in by "
+            "position, or call "
             "the function in a lambda."
         ) from None
 
@@ -79,7 +81,8 @@ def explicit_or_lowered(params: Params, call: Lowered | None) -> Params:
         return params
     if params is not None:
         raise ValueError(
-            f"params={params!r} names arguments, but the parameters are those that the function or its modules hold. "
+            f"params={params!r} names arguments, but the parameters are those that the function or "
+            "its modules hold. "
             "Leave params out, or give a predicate on leaves."
         )
     return 0
@@ -131,7 +134,8 @@ def _with_gradients(
     chosen = places_of_parameters(fn, params, args, kwargs, arguments)
     if not chosen:
         raise ValueError(
-            "backward=True differentiates by floating arguments, but the function is called with none."
+            "backward=True differentiates by floating arguments, but the function is called with "
+            "none."
         )
     # it returns its new state beside its result
     has_state = call is not None and call.finish is not Lowered.finish

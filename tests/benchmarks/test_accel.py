@@ -1,4 +1,6 @@
-"""The command `python -m benchmarks accel`, its targets, its rows and its recorded baselines; nothing is compiled."""
+"""The command `python -m benchmarks accel`, its targets, its rows and its recorded baselines;
+nothing is compiled.
+"""
 
 import dataclasses
 import json
@@ -176,9 +178,9 @@ def test_where_temporary_memory_is_tables_of_pointers_one_more_is_allowed(monkey
     assert not missed(2.0**15, "v6e") and missed(2.0**16, "v6e") and missed(2.0**15, "h100")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Baselines
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def of(cycles: float, target: str = "v5e:1x1") -> dict:
@@ -225,9 +227,9 @@ def test_the_recorded_baselines_can_be_read():
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The command
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -236,7 +238,8 @@ def fake_table(tmp_path, monkeypatch):
     (tmp_path / "fake_accel.py").write_text(
         "import sys\nfrom benchmarks.table import Row, run\n"
         "def rows(small, on=()):\n"
-        "    yield Row('cycles', 'x', 3.0, 2.0, None if small else 1.0, target=(on or ['v5e:1x1'])[0])\n"
+        "    yield Row('cycles', 'x', 3.0, 2.0, None if small else 1.0, target=(on or "
+        "['v5e:1x1'])[0])\n"
         "sys.exit(run('a table', rows, 'hand')) if __name__ == '__main__' else None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,6 @@
-"""Programs compiled for a TPU v5e and an H100: skipped where their compilers are not installed, but in CI."""
+"""Programs compiled for a TPU v5e and an H100: skipped where their compilers are not installed, but
+in CI.
+"""
 
 import re
 

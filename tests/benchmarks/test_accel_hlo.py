@@ -1,4 +1,6 @@
-"""Costs read from texts of programs that XLA compiled for a TPU v5e and an H100 (tests/benchmarks/hlo)."""
+"""Costs read from texts of programs that XLA compiled for a TPU v5e and an H100
+(tests/benchmarks/hlo).
+"""
 
 import re
 from pathlib import Path

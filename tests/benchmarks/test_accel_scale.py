@@ -1,4 +1,6 @@
-"""The step of the model at scale: as a program for four chips where TPU's compiler is installed, and on the CPU."""
+"""The step of the model at scale: as a program for four chips where TPU's compiler is installed,
+and on the CPU.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -17,7 +17,8 @@ from benchmarks.accuracy import cases, report, torch_peer
 from benchmarks.accuracy.cases import BFLOAT16, FLOAT16, FLOAT32, Case, Row, measure
 from benchmarks.accuracy.ulps import max_ulps
 
-# Left to the command, which is slower: the like of what is here, and what half the compilations would go into.
+# Left to the command, which is slower: the like of what is here, and what half the compilations
+# would go into.
 SKIPPED = re.compile(
     r"General|Einsum|ConvLocal|Transpose|LoRA|RNN|MultiHead|(attention|ctc_loss) \(large|(ctc_loss|with_log).* from"
     r"|Norm(, training)? \(normal|Norm.*(gradient of bias|float32\), bfloat16| from bfloat16)"

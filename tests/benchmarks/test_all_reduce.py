@@ -1,4 +1,6 @@
-"""What data parallel training exchanges: compiled for eight devices, in a process that has them; nothing is run."""
+"""What data parallel training exchanges: compiled for eight devices, in a process that has them;
+nothing is run.
+"""
 
 import re
 

@@ -1,4 +1,6 @@
-"""What autocast costs beside a model threaded by hand: what is saved for the backward pass, traced and not compiled."""
+"""What autocast costs beside a model threaded by hand: what is saved for the backward pass, traced
+and not compiled.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""The GPU's table: each measurement in the smallest size on the CPU, and what the run does when time or luck is out."""
+"""The GPU's table: each measurement in the smallest size on the CPU, and what the run does when
+time or luck is out.
+"""
 
 import json
 import math

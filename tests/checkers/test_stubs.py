@@ -53,7 +53,9 @@ def test_a_stub_names_all_that_the_wing_exports(wing):
 
 
 def parameters_of(node: ast.ClassDef) -> list[tuple[str, str, bool]]:
-    """Returns name, kind and whether there is a default, for each parameter of a class's constructor."""
+    """Returns name, kind and whether there is a default, for each parameter of a class's
+    constructor.
+    """
     (init,) = (
         item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"
     )

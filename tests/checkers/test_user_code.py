@@ -1,4 +1,6 @@
-"""mypy and pyright over user code: what they accept, what they refuse, what they reveal, in both wings."""
+"""mypy and pyright over user code: what they accept, what they refuse, what they reveal, in both
+wings.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def differences(text: str, place: int, reports: list[Report], file: str) -> list
 
 
 def marks(text: str, place: int) -> set[Mark]:
-    """Returns what user code wants of the checker at that place among the marks: mypy's comes first."""
+    """Returns what user code wants of the checker at that place among the marks: mypy's comes
+    first.
+    """
     found = set()
     for number, line in enumerate(text.splitlines(), 1):
         mark = re.search(r"  # (error|reveal): (.*)$", line)
@@ -106,7 +110,9 @@ def test_an_error_that_is_missing_and_one_that_nobody_wants_are_differences():
 
 
 def constructors() -> list[str]:
-    """Returns calls of all layers, with their marks: the arguments that `inspect.signature` shows, and another."""
+    """Returns calls of all layers, with their marks: the arguments that `inspect.signature` shows,
+    and another.
+    """
     lines = [
         "from typing import Any",
         "from mpmodules import linen, nnx",

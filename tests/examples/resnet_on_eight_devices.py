@@ -1,4 +1,6 @@
-"""The ResNet example on eight devices. `test_resnet_fashion_mnist.py` runs this file in a process that has eight."""
+"""The ResNet example on eight devices. `test_resnet_fashion_mnist.py` runs this file in a process
+that has eight.
+"""
 
 import functools
 from typing import Any

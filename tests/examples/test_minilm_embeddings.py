@@ -1,4 +1,6 @@
-"""all-MiniLM-L6-v2 in our layers: the published similarities, and a BERT in float64 numpy as the truth."""
+"""all-MiniLM-L6-v2 in our layers: the published similarities, and a BERT in float64 numpy as the
+truth.
+"""
 
 import dataclasses
 import importlib.util
@@ -72,7 +74,9 @@ def random_weights(config):
 
 
 def embeddings_in_float64(weights, config, tokens, mask):
-    """Embeddings (n, d) float64, by the formulas of Devlin et al., with torch's (outputs, inputs) matrices."""
+    """Embeddings (n, d) float64, by the formulas of Devlin et al., with torch's (outputs, inputs)
+    matrices.
+    """
     weights = {n: w if "word_embeddings" in n else w.astype(np.float64) for n, w in weights.items()}
     heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
@@ -303,7 +307,8 @@ def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --------------------------------------------------------------------------------------------- with the real weights
+# --------------------------------------------------------------------------------------------- with
+# the real weights
 
 
 @pytest.fixture(scope="module")

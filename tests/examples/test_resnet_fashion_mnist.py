@@ -41,7 +41,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-# ----------------------------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------------------
+# the data
 
 
 def test_the_files_are_read_as_they_are(folder):
@@ -143,7 +144,8 @@ def test_without_the_system_package_the_digits_stand_in_and_a_line_says_so(
     data = job.load(None)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
-        f"No Fashion-MNIST in {tmp_path}/absent, so this trains on scikit-learn's digits. For the real images: "
+        f"No Fashion-MNIST in {tmp_path}/absent, so this trains on scikit-learn's digits. For the "
+        "real images: "
         "apt-get install dataset-fashion-mnist, or --data DIR"
     )
     assert data.train_images.shape == (1438, 8, 8, 1) and data.test_images.shape == (359, 8, 8, 1)
@@ -167,7 +169,8 @@ def test_the_system_package_holds_70000_images_of_ten_even_classes():
     )  # the figure that its users normalise by
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 class TwinBlock(flax.linen.Module):
@@ -274,7 +277,8 @@ def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluat
     check("float32", 1e-6)  # whose variance takes no difference of squares
 
 
-# ----------------------------------------------------------------------------------------------------------- the step
+# --------------------------------------------------------------------------------------------------
+# the step
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +290,9 @@ def variables():
 
 @pytest.fixture(scope="module")
 def half_step(variables):
-    """`run(loss_scale, steps)`: the state before and after float16 steps, as numpy, their losses and the last scale."""
+    """`run(loss_scale, steps)`: the state before and after float16 steps, as numpy, their losses
+    and the last scale.
+    """
     tx = job.optimizer(
         mp.get_policy("mixed_float16"), job.Config(epochs=1, warmup_epochs=0.0), 1000
     )
@@ -385,7 +391,8 @@ def test_eight_devices_train_the_model_that_one_trains():
     run_tests_on_eight_devices(Path(__file__).with_name("resnet_on_eight_devices.py"))
 
 
-# ------------------------------------------------------------------------------------------------- the report, and main
+# -------------------------------------------------------------------------------------------------
+# the report, and main
 
 
 @pytest.fixture

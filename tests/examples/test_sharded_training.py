@@ -1,8 +1,8 @@
-"""The language model on meshes: the same losses on each, exchanges in the dtype that was asked for, checkpoints that
-go on on another mesh, and processes that end together.
+"""The language model on meshes: the same losses on each, exchanges in the dtype that was asked for,
+checkpoints that go on on another mesh, and processes that end together.
 
-Most of it runs in processes of their own, as the number of devices is fixed when JAX starts: one of eight devices
-(`sharded_runs.py`), and twice two of four.
+Most of it runs in processes of their own, as the number of devices is fixed when JAX starts: one of
+eight devices (`sharded_runs.py`), and twice two of four.
 """
 
 import importlib.util
@@ -163,7 +163,8 @@ def runs(folder, tiny, killed):
     return json.loads((folder / "results.json").read_text())
 
 
-# ---------------------------------------------------------------------------------------------------------- the losses
+# --------------------------------------------------------------------------------------------------
+# the losses
 
 
 def test_one_device_learns(runs):
@@ -214,7 +215,8 @@ def test_bfloat16_matmuls_and_sums_agree_with_float32_within_their_own_rounding(
     )  # it was asked, and done
 
 
-# ---------------------------------------------------------------------------------------------------- the exchanges
+# --------------------------------------------------------------------------------------------------
+# the exchanges
 
 
 def exchanged(result):
@@ -230,7 +232,8 @@ def test_gradients_cross_in_the_dtype_that_was_asked_for_on_a_mesh_of_all_three(
     assert sums.pop(("all-reduce", "float32", "data,fsdp")) == 4  # the loss
     (((operation, dtype, _), size),) = sums.items()
     assert (operation, dtype) == ("all-reduce", "bfloat16")
-    # every gradient once, split over tensor like its param; params themselves are gathered in float32
+    # every gradient once, split over tensor like its param; params themselves are gathered in
+    # float32
     assert runs["bf16 mix"]["parameter_bytes"] / 2 <= size < runs["f32 on 1"]["parameter_bytes"] / 2
     assert {key[1:] for key in found if key[0] == "all-gather"} == {("float32", "fsdp")}
 
@@ -251,7 +254,8 @@ def test_what_is_split_takes_its_part_of_the_bytes(runs):
     assert whole["optimizer_bytes"] >= 2 * whole["parameter_bytes"]
 
 
-# ---------------------------------------------------------------------------------------------------- the processes
+# --------------------------------------------------------------------------------------------------
+# the processes
 
 
 def test_the_process_that_died_is_named_and_the_other_was_stopped(killed):
@@ -342,7 +346,8 @@ def test_a_signal_to_the_first_process_ends_all(tmp_path, number):
     assert ends(int((tmp_path / "id").read_text()))
 
 
-# ------------------------------------------------------------------------------------------------------------ the mesh
+# --------------------------------------------------------------------------------------------------
+# the mesh
 
 
 @pytest.mark.parametrize(
@@ -380,7 +385,8 @@ def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape
     )
 
 
-# -------------------------------------------------------------------------------------------------------- the refusals
+# --------------------------------------------------------------------------------------------------
+# the refusals
 
 
 @pytest.mark.parametrize(

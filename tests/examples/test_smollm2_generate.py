@@ -1,4 +1,6 @@
-"""SmolLM2: what is read from GGUF is right, cached generation is the uncached one, and the real model knows Paris."""
+"""SmolLM2: what is read from GGUF is right, cached generation is the uncached one, and the real
+model knows Paris.
+"""
 
 import importlib
 import importlib.util
@@ -130,7 +132,9 @@ def generate(model, prompts=PROMPTS, steps=7, forced=None):
 
 
 def llama(reader, tokens):
-    """Llama in float64 on GGUF's own matrices, which want neighbours rotated together: logits (T, vocabulary)."""
+    """Llama in float64 on GGUF's own matrices, which want neighbours rotated together: logits (T,
+    vocabulary).
+    """
     w = {
         t.name.removesuffix(".weight"): gguf.quants.dequantize(t.data, t.tensor_type).astype(
             np.float64
@@ -172,9 +176,9 @@ def llama(reader, tokens):
     return norm(x, w["output_norm"]) @ w["token_embd"].T
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loading
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_read_from_a_file_computes_what_llama_computes(reader, forward):
@@ -226,9 +230,9 @@ def test_weights_that_do_not_fit_the_model_are_refused(weights):
         built(weights | {"norm/scale": np.ones(31, np.float32)})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Generation
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
@@ -314,9 +318,9 @@ def test_neighbouring_positions_that_bfloat16_confuses_are_told_apart():
     np.testing.assert_allclose(cosine[0, :, 0], np.cos(angles), atol=3e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The report
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_first_difference_comes_with_its_margin_and_error():
@@ -412,9 +416,9 @@ def test_missing_packages_are_one_line(monkeypatch):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The real weights
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -424,8 +428,9 @@ def real():
     return gguf.GGUFReader(job.find_weights())
 
 
-# The five largest logits after each prompt, by torch 2.15 in float32 with transformers 5.23's LlamaForCausalLM:
-# AutoModelForCausalLM.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32).
+# The five largest logits after each prompt, by torch 2.15 in float32 with transformers 5.23's
+# LlamaForCausalLM: AutoModelForCausalLM.from_pretrained(folder,
+# gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32).
 REFERENCE = {
     "The capital of France is": {
         7042: 17.3713,

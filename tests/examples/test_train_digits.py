@@ -1,4 +1,6 @@
-"""The main job, on a handful of images: it trains in both wings, reports and plots; bad arguments are one line."""
+"""The main job, on a handful of images: it trains in both wings, reports and plots; bad arguments
+are one line.
+"""
 
 import importlib.util
 import sys

@@ -1,4 +1,6 @@
-"""Mistakes with whole functions: autocast, audit, compare, suggest, the assertions, losses, and the command line."""
+"""Mistakes with whole functions: autocast, audit, compare, suggest, the assertions, losses, and the
+command line.
+"""
 
 # Wrong calls are the point.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false

@@ -1,4 +1,6 @@
-"""The table of mistakes: none is silent, and each message names the argument, the value and the way out."""
+"""The table of mistakes: none is silent, and each message names the argument, the value and the way
+out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Classes that do not say where they were defined, and other ways to declare a module, behave as all do."""
+"""Classes that do not say where they were defined, and other ways to declare a module, behave as
+all do.
+"""
 
 # Classes made by exec have no type.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -60,7 +62,9 @@ class Norm(nnx.LayerNorm):
 
 
 def executed(source: str, **names: Any) -> dict[str, Any]:
-    """The classes of a source that runs without `__name__` among its globals, as in a notebook's or a test's exec."""
+    """The classes of a source that runs without `__name__` among its globals, as in a notebook's or
+    a test's exec.
+    """
     exec(source, names)
     assert names["Net"].__call__.__module__ is None
     return names

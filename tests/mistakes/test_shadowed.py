@@ -1,4 +1,6 @@
-"""Others called `policy` are told apart: a file beside the script, one on PYTHONPATH, another distribution."""
+"""Others called `policy` are told apart: a file beside the script, one on PYTHONPATH, another
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ def test_a_file_beside_the_script_is_to_be_renamed_or_passed_over(tmp_path):
         "ImportError: mpmodules needs its own package 'policy', but 'import policy' finds "
     )
     assert (
-        f"{tmp_path.resolve() / 'policy.py'}: policy.py beside your script shadows it. Rename policy.py, or"
-        in last
+        f"{tmp_path.resolve() / 'policy.py'}: policy.py beside your script shadows it. Rename "
+        "policy.py, or" in last
     )
     assert last.endswith("or run `python -P`, which does not look there.")
     assert run(script, "-P") == "p=bf16,c=bf16,o=bf16"  # the advice works
@@ -85,8 +87,8 @@ def test_a_file_elsewhere_on_the_path_is_to_be_renamed_or_taken_off_it(tmp_path)
     (other / "policy.py").write_text(RUN_ANYWAY)
     last = run(script_in(tmp_path / "work"), path=(other, ROOT))
     assert (
-        f"policy.py in a folder of sys.path shadows it. Rename policy.py, or take {other.resolve()} out of "
-        in last
+        "policy.py in a folder of sys.path shadows it. Rename policy.py, or take "
+        f"{other.resolve()} out of " in last
     )
 
 
@@ -94,12 +96,12 @@ def test_another_distribution_is_told_by_its_name_with_both_ways_out(tmp_path):
     other = distribution_in(tmp_path / "site")
     last = run(script_in(tmp_path / "work"), path=(other, ROOT))
     assert (
-        "policies installs a top-level 'policy' too and shadows it. pip uninstall policies, then reinstall ours"
-        in last
+        "policies installs a top-level 'policy' too and shadows it. pip uninstall policies, then "
+        "reinstall ours" in last
     )
     assert (
-        "pip install --force-reinstall --no-deps mpmodules. To keep both, give mpmodules a virtual env"
-        in last
+        "pip install --force-reinstall --no-deps mpmodules. To keep both, give mpmodules a virtual "
+        "env" in last
     )
 
 

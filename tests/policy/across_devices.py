@@ -1,4 +1,6 @@
-"""Data parallel steps on eight devices, for the tests that run there, and the small model that they train."""
+"""Data parallel steps on eight devices, for the tests that run there, and the small model that they
+train.
+"""
 
 import functools
 
@@ -47,7 +49,9 @@ def placed(tree, spec):
 
 
 def replicated_step(tx, loss, dtype, policy="mixed_bfloat16", check_vma=True, microbatches=1):
-    """Data parallel under shard_map: each device's own gradients, one all-reduce, the same step on each."""
+    """Data parallel under shard_map: each device's own gradients, one all-reduce, the same step on
+    each.
+    """
 
     @jax.jit
     @functools.partial(
@@ -100,7 +104,9 @@ def fully_sharded(dtype):
 
 
 def sharded_step(tx, loss, param_specs, state_specs, check_vma=True):
-    """Each device keeps a part of each param, gathers the whole inside the loss, and gets its part's gradient back."""
+    """Each device keeps a part of each param, gathers the whole inside the loss, and gets its
+    part's gradient back.
+    """
 
     def gathered(params, batch):
         axes = {"hidden": 1, "head": 0}

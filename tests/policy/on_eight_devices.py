@@ -1,4 +1,6 @@
-"""Gradients across eight devices. `test_eight_devices.py` runs this file in a process that has eight."""
+"""Gradients across eight devices. `test_eight_devices.py` runs this file in a process that has
+eight.
+"""
 
 import functools
 import os

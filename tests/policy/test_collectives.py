@@ -1,4 +1,6 @@
-"""`collectives_of`: what a program exchanges. The eight devices of `test_eight_devices.py` compare it with XLA."""
+"""`collectives_of`: what a program exchanges. The eight devices of `test_eight_devices.py` compare
+it with XLA.
+"""
 
 from typing import Any
 

@@ -12,7 +12,8 @@ import pytest
 import policy
 from policy import losses, reductions, testing
 
-# Names without a docstring of their own to hold an example, and the warning, which is caught, not called.
+# Names without a docstring of their own to hold an example, and the warning, which is caught, not
+# called.
 WITHOUT = frozenset(("DtypePolicyWarning", "LossScale", "dtype_to_names"))
 PENDING = "policy.optim"  # whose docstrings are still being rewritten
 
@@ -24,7 +25,9 @@ MODULES = sorted(
 
 
 def public() -> dict[str, Any]:
-    """Returns the public objects by name: those of `policy` itself, and the functions of its public modules."""
+    """Returns the public objects by name: those of `policy` itself, and the functions of its public
+    modules.
+    """
     flat = {
         name: value
         for name, value in vars(policy).items()

@@ -153,7 +153,8 @@ def test_the_overwritten_collection_is_not_scaled_cast_or_rounded():
             )
 
 
-# Each is a way to use one weight many times; the contributions are unequal and need more than 8 bits to add up.
+# Each is a way to use one weight many times; the contributions are unequal and need more than 8
+# bits to add up.
 USES = 256
 XS = jnp.asarray(RNG.normal(size=(USES, 4)), jnp.bfloat16)
 

@@ -49,9 +49,9 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 yield inner if inner in modules() else str(node.module), alias.asname or alias.name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One room knows jaxprs
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
@@ -128,9 +128,9 @@ def test_one_file_decides_which_parameters_hold_programs():
     assert found == {f"{ROOM}.subprograms"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Packages
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def node_of(module: str) -> str:
@@ -183,7 +183,9 @@ def test_policy_imports_neither_flax_nor_its_modules():
 
 
 def test_no_module_is_imported_for_its_side_effects():
-    """Every module that another imports is read there by its name, unless that is a package, which exports it."""
+    """Every module that another imports is read there by its name, unless that is a package, which
+    exports it.
+    """
     unread = set()
     for name, tree in modules().items():
         read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -1,4 +1,6 @@
-"""The table of primitives: against JAX's, against its own sets, and as the only place that lists them."""
+"""The table of primitives: against JAX's, against its own sets, and as the only place that lists
+them.
+"""
 
 from __future__ import annotations
 
@@ -126,9 +128,9 @@ def test_a_category_is(name, category):
     assert category_of(name) == category
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Nothing else lists primitives
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def texts(nodes: list[ast.expr]) -> list[str]:
@@ -147,9 +149,11 @@ def texts(nodes: list[ast.expr]) -> list[str]:
 
 
 def words_of(node: ast.AST) -> list[str]:
-    """Returns the strings that a display, the arguments of a call, or a text that is split consist of.
+    """Returns the strings that a display, the arguments of a call, or a text that is split consist
+    of.
 
-    A mapping of names to functions is none: it is how a program is dispatched on, and says nothing of the primitives.
+    A mapping of names to functions is none: it is how a program is dispatched on, and says nothing
+    of the primitives.
     """
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return texts(node.elts)
@@ -167,9 +171,11 @@ def words_of(node: ast.AST) -> list[str]:
 
 
 def collections_in(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
-    """Yields the line of each collection of strings of which two or more, and most, are names of primitives.
+    """Yields the line of each collection of strings of which two or more, and most, are names of
+    primitives.
 
-    Names of JAX's functions, and of the wrappers in name stacks, are other things: a few are called as primitives are.
+    Names of JAX's functions, and of the wrappers in name stacks, are other things: a few are called
+    as primitives are.
     """
     for node in ast.walk(tree):
         words = words_of(node)

@@ -13,7 +13,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def findings(name: str) -> list[int]:
-    """How many findings an audit of the loss has, forward and backward: by hand, and after the port."""
+    """How many findings an audit of the loss has, forward and backward: by hand, and after the
+    port.
+    """
     args = shapes(name), models.batch(name)
     losses = (lambda *args, model=model: models.loss_of(model)(*args)[0] for model in pair(name))
     return [len(policy.audit(loss, *args, backward=True).findings) for loss in losses]

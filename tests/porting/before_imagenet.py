@@ -1,6 +1,8 @@
-"""The shape of Flax's imagenet example, small: a ResNet and its train step with a dynamic loss scale.
+"""The shape of Flax's imagenet example, small: a ResNet and its train step with a dynamic loss
+scale.
 
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it writes.
+What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
+writes.
 """
 
 from __future__ import annotations
@@ -147,6 +149,6 @@ def train_step(state, images, labels):
             params=jax.tree.map(select, new_state.params, state.params),  # goes
             dynamic_scale=dynamic_scale,  # goes
         )  # goes
-    # + finite = finite_of(new_state.opt_state)
-    # + new_state = new_state.replace(batch_stats=select_tree(finite, new_state.batch_stats, state.batch_stats))
+    # + finite = finite_of(new_state.opt_state) + new_state =
+    # new_state.replace(batch_stats=select_tree(finite, new_state.batch_stats, state.batch_stats))
     return new_state, loss

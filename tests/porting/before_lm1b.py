@@ -1,6 +1,8 @@
-"""The shape of Flax's lm1b example, small: a decoder of one token after the other, with a cache for sampling.
+"""The shape of Flax's lm1b example, small: a decoder of one token after the other, with a cache for
+sampling.
 
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it writes.
+What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
+writes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The shape of Flax's wmt example, small: an encoder and a decoder that share their embedding, and its cached decoding.
+"""The shape of Flax's wmt example, small: an encoder and a decoder that share their embedding, and
+its cached decoding.
 
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it writes.
+What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
+writes.
 """
 
 from __future__ import annotations

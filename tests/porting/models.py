@@ -34,7 +34,8 @@ def after(name: str) -> types.ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of either kind. Variables are one tree of the collections of linen, or of the parameters of nnx.
+    """A model of either kind. Variables are one tree of the collections of linen, or of the
+    parameters of nnx.
 
     Attributes:
       init: no arguments -> variables; nothing is to be compiled, where it is only asked for shapes.
@@ -98,7 +99,8 @@ def causal(model: Any, tokens: Any, cache: Any = None) -> Any:
     mask = there[:, None, :] & jnp.tril(jnp.ones((length, length), bool))[None]
     mask = mask | jnp.eye(length, dtype=bool)[None]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    # Upstream's rotary angles divide integers by float32, and its scales are vectors beside (n, T, D).
+    # Upstream's rotary angles divide integers by float32, and its scales are vectors beside (n, T,
+    # D).
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return model(jnp.asarray(tokens), positions, cache, mask)
 
@@ -134,7 +136,9 @@ def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
 
 
 def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
-    """Random numbers for a tree of variables: matrices keep the size of what they multiply, scales are about 1."""
+    """Random numbers for a tree of variables: matrices keep the size of what they multiply, scales
+    are about 1.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: Any) -> Any:
@@ -152,7 +156,9 @@ def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
 
 
 def loss_of(model: Model) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """(variables, batch) -> the mean cross-entropy as the examples compute it, in the logits' dtype, and the logits."""
+    """(variables, batch) -> the mean cross-entropy as the examples compute it, in the logits'
+    dtype, and the logits.
+    """
 
     def loss(variables: Any, inputs: Any) -> tuple[Any, Any]:
         logits = model.logits(variables, inputs)

@@ -1,4 +1,6 @@
-"""Cached decoding after the port: a token at a time gives what the whole sequence gives, in the policy's dtypes."""
+"""Cached decoding after the port: a token at a time gives what the whole sequence gives, in the
+policy's dtypes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ULP = float(jnp.finfo(jnp.bfloat16).eps)
 
 
 def decoded(name: str, variables: Any, inputs: Any) -> tuple[Any, Any]:
-    """The logits of each position from one call a token, and the cache as it is when all are through."""
+    """The logits of each position from one call a token, and the cache as it is when all are
+    through.
+    """
     module = models.after(name)
     config = module.TransformerConfig(num_layers=1, decode=True)
     model = (module.TransformerLM if name == "lm1b" else module.Transformer)(config)

@@ -1,4 +1,6 @@
-"""The four ported models beside those whose dtypes Flax's examples thread by hand, on the same random weights."""
+"""The four ported models beside those whose dtypes Flax's examples thread by hand, on the same
+random weights.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from tests.porting import models, recipe
 
 TREES = 4
 HALVES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-# Upstream looks a token up, and adds its position, in float32, and rounds once; wmt multiplies the table by its last
-# hidden values in float32 too. Under a policy that is three roundings, and half; two rules give float32 back.
+# Upstream looks a token up, and adds its position, in float32, and rounds once; wmt multiplies the
+# table by its last hidden values in float32 too. Under a policy that is three roundings, and half;
+# two rules give float32 back.
 AS_UPSTREAM = {"embed": "float32", ".*posembed": "p=f32,c=f32,o={half}"}
 # What is differentiated too: compiling a gradient takes long.
 DIFFERENTIATED = {"float32": ("imagenet", "lm1b", "gemma"), "bfloat16": ("gemma",), "float16": ()}
@@ -68,7 +71,9 @@ def results(name: str, made_by: str, dtype: str) -> list[Result]:
 
 
 def error(name: str, made_by: str, dtype: str, what: str = "logits") -> float:
-    """The relative error of the logits, or of the losses, of all trees, beside the ported model's in float32."""
+    """The relative error of the logits, or of the losses, of all trees, beside the ported model's
+    in float32.
+    """
     got, right = (
         [getattr(x, what) for x in results(name, *kind)]
         for kind in ((made_by, dtype), ("policy", "float32"))
@@ -77,7 +82,9 @@ def error(name: str, made_by: str, dtype: str, what: str = "logits") -> float:
 
 
 def gradients_error(name: str, made_by: str, dtype: str) -> float:
-    """The median over the trees: near 0 a rounding turns a relu off, and then one tree is off by far more."""
+    """The median over the trees: near 0 a rounding turns a relu off, and then one tree is off by
+    far more.
+    """
     got, right = (results(name, *kind) for kind in ((made_by, dtype), ("policy", "float32")))
     return float(
         np.median(

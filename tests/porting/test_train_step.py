@@ -22,7 +22,9 @@ def tree() -> Any:
 
 @pytest.fixture(scope="module")
 def stepped(tree):
-    """By who made the model: its state before a step, after a good one, and after one whose gradients overflow."""
+    """By who made the model: its state before a step, after a good one, and after one whose
+    gradients overflow.
+    """
     images, labels = models.batch("imagenet").values()
     found = {}
     for by, module, half in (

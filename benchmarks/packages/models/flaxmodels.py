@@ -1,4 +1,6 @@
-"""flaxmodels: StyleGAN2's generator and discriminator, which hold their parameters themselves, and a ResNet."""
+"""flaxmodels: StyleGAN2's generator and discriminator, which hold their parameters themselves, and
+a ResNet.
+"""
 
 from __future__ import annotations
 

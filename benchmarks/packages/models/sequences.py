@@ -1,4 +1,6 @@
-"""State-space scans: mamba2-jax, recurrentgemma's Griffin, memorax's memories. dantinox's decoder, with caches."""
+"""State-space scans: mamba2-jax, recurrentgemma's Griffin, memorax's memories. dantinox's decoder,
+with caches.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,11 @@ _MIXES = ADDITIONS | SCALINGS | {"select_n", "branch"}  # a sum or an average is
 
 
 def narrowed_carries(flow: Flow) -> Iterator[Finding]:
-    """Running sums and averages in half precision, and float32 that is rounded to half between two turns of a loop.
+    """Running sums and averages in half precision, and float32 that is rounded to half between two
+    turns of a loop.
 
-    What a stack of layers hands on is neither: what each adds depends on it. Nor is what a gate scales.
+    What a stack of layers hands on is neither: what each adds depends on it. Nor is what a gate
+    scales.
     """
     loops: dict[int, list[Node]] = {}
     for node in flow.graph.nodes:
@@ -30,7 +32,9 @@ def narrowed_carries(flow: Flow) -> Iterator[Finding]:
 
 
 class _Loop:
-    """The values that one loop carries; each node makes one, of its first value and of what the body returns for it."""
+    """The values that one loop carries; each node makes one, of its first value and of what the
+    body returns for it.
+    """
 
     def __init__(self, carries: list[Node]):
         self.carries = carries
@@ -60,10 +64,11 @@ class _Loop:
         return share is not None and (share.added or share.scaled)
 
     def _share(self, node: Node, of: Node) -> Share | None:
-        """Returns the share of a carry in the next value of another one; None of what compensates for its losses.
+        """Returns the share of a carry in the next value of another one; None of what compensates
+        for its losses.
 
-        What gradients by the carry add to it counts as independent: a step of an optimizer. In the backward pass only
-        sums count: what is scaled there is a cotangent.
+        What gradients by the carry add to it counts as independent: a step of an optimizer. In the
+        backward pass only sums count: what is scaled there is a cotangent.
         """
         is_forward = not node.site.is_backward
         shares = Shares(of.out, self.gates, scales=is_forward, gradients=is_forward)
@@ -71,7 +76,9 @@ class _Loop:
         return None if share is None or not share.factor or shares.is_compensated() else share
 
     def _is_added_to_elsewhere(self, node: Node) -> bool:
-        """Returns whether a carry is added to in some turns of a cycle: where carries swap their places."""
+        """Returns whether a carry is added to in some turns of a cycle: where carries swap their
+        places.
+        """
         waiting: list[tuple[Node, tuple[Node, ...], bool]] = [(node, (), False)]
         while waiting:
             here, passed, is_added_to = waiting.pop()
@@ -102,7 +109,8 @@ class _Loop:
 def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
     """The ids of carries that gate what depends on them, of pairs of a carry and its next value.
 
-    Counters don't: they may scale. Nor do running maxima: an online softmax scales its sums by what they grew.
+    Counters don't: they may scale. Nor do running maxima: an online softmax scales its sums by what
+    they grew.
     """
     return {
         id(carry)

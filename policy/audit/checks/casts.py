@@ -20,7 +20,8 @@ _SHAPES = REARRANGES | ANNOTATES
 def round_trips(flow: Flow) -> Iterator[Finding]:
     """A cast, and nothing but the cast back to read it, in one module and one function.
 
-    What one module narrows and the next one widens is no round trip: between them it is stored in half, as it should.
+    What one module narrows and the next one widens is no round trip: between them it is stored in
+    half, as it should.
     """
     functions = _Functions(flow)
     for node in flow.graph.nodes:
@@ -49,7 +50,9 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
 
 
 def roundings_twice(flow: Flow) -> Iterator[Finding]:
-    """A wide value that is cast to one half dtype and from there to the other one, in one module and one function."""
+    """A wide value that is cast to one half dtype and from there to the other one, in one module
+    and one function.
+    """
     functions = _Functions(flow)
     for node in flow.graph.nodes:
         if (
@@ -66,7 +69,8 @@ def roundings_twice(flow: Flow) -> Iterator[Finding]:
             continue
         first, middle, last = node.inputs[0].dtype, node.out.dtype, on[0].out.dtype
         message = (
-            f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is rounded twice, and what "
+            f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is "
+            "rounded twice, and what "
             f"either can't hold is lost. Cast it to {last} at once."
         )
         yield finding(ROUND_TRIP, node, message, (first, middle, last))
@@ -82,7 +86,9 @@ def _is_lossy(dtype: str, through: str) -> bool:
 
 
 class _Functions:
-    """In which function of the author's each cast stands, helpers that do nothing but cast left out."""
+    """In which function of the author's each cast stands, helpers that do nothing but cast left
+    out.
+    """
 
     def __init__(self, flow: Flow):
         self.flow = flow
@@ -108,8 +114,8 @@ class _Functions:
 def repeated_casts(flow: Flow) -> Iterator[Finding]:
     """Arguments and constants that their author narrows to the same dtype twice.
 
-    Layers that narrow a weight at each of its uses do so on purpose, as autocast does: XLA makes one cast of them, and
-    the gradients of the uses are added up in float32.
+    Layers that narrow a weight at each of its uses do so on purpose, as autocast does: XLA makes
+    one cast of them, and the gradients of the uses are added up in float32.
     """
     casts: dict[tuple[int, str], list[Node]] = defaultdict(list)
     for node in flow.graph.nodes:
@@ -127,14 +133,17 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
         again = next((n for n in nodes[1:] if _may_both_run(nodes[0].branch, n.branch)), None)
         if again is not None:
             message = (
-                f"{shape_of(again.inputs[0])} is cast to {again.out.dtype} {len(nodes)} times. Cast it once, where its "
+                f"{shape_of(again.inputs[0])} is cast to {again.out.dtype} {len(nodes)} times. "
+                "Cast it once, where its "
                 "gradient may be summed in half precision; or leave the casts to the layers."
             )
             yield finding(REPEATED, again, message)
 
 
 def _stored(value: Value) -> Value | None:
-    """The argument, constant, or row of one, that a value is all of, in whatever shape; None where computed."""
+    """The argument, constant, or row of one, that a value is all of, in whatever shape; None where
+    computed.
+    """
     while value.maker is not None and value.maker.name in _SHAPES:
         value = value.maker.inputs[0]
     is_row = value.maker is not None and value.maker.name == "row"
@@ -142,6 +151,8 @@ def _stored(value: Value) -> Value | None:
 
 
 def _may_both_run(one: Branch, other: Branch) -> bool:
-    """Returns whether one run may execute two nodes: they are not in different branches of one conditional."""
+    """Returns whether one run may execute two nodes: they are not in different branches of one
+    conditional.
+    """
     chosen = dict(one)
     return all(chosen.get(conditional, branch) == branch for conditional, branch in other)

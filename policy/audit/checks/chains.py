@@ -1,4 +1,6 @@
-"""Sums of many terms that are written as additions: chains, trees, scans of pairs, and rings of devices."""
+"""Sums of many terms that are written as additions: chains, trees, scans of pairs, and rings of
+devices.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ class _Terms(NamedTuple):
 
 
 def sums_by_hand(flow: Flow) -> Iterator[Finding]:
-    """Additions in half of four or more parts of one array, of eight or more terms, or along a ring of devices.
+    """Additions in half of four or more parts of one array, of eight or more terms, or along a ring
+    of devices.
 
-    A partial sum that anything but an addition reads is a value of its own, as those of a residual stream are.
+    A partial sum that anything but an addition reads is a value of its own, as those of a residual
+    stream are.
     """
     sums = _Sums()
     for node in flow.graph.nodes:
@@ -58,7 +62,8 @@ def sums_by_hand(flow: Flow) -> Iterator[Finding]:
             )
             message = (
                 f"Additions sum {terms} in {node.out.dtype}, one after another: each {limit}. "
-                "Widen the terms to float32 before, or stack them and use jnp.sum, which does; narrow the sum after."
+                "Widen the terms to float32 before, or stack them and use jnp.sum, which does; "
+                "narrow the sum after."
             )
             yield finding(REDUCTION, node, message)
 
@@ -134,7 +139,9 @@ def _whole(value: Value) -> Value:
 
 
 def _is_spread(value: Value) -> bool:
-    """Returns whether a value is another one with zeros between: two of them are put together by an addition."""
+    """Returns whether a value is another one with zeros between: two of them are put together by an
+    addition.
+    """
     return value.maker is not None and value.maker.name == "pad"
 
 

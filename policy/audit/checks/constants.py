@@ -35,8 +35,9 @@ _JUST_BEYOND = 1.07  # a number that is less beyond the largest one of 8 bits ma
 def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
     """Numbers that a program is written with, and that overflow or vanish where they are cast.
 
-    They are followed through arithmetic with other constants, `where` and broadcasts. One that JAX cast while it traced
-    is infinite or zero already: it is found where that can't have been meant, as a factor or beside a divisor.
+    They are followed through arithmetic with other constants, `where` and broadcasts. One that JAX
+    cast while it traced is infinite or zero already: it is found where that can't have been meant,
+    as a factor or beside a divisor.
     """
     known: dict[int, Numbers] = {}
     for node in flow.graph.nodes:
@@ -75,7 +76,9 @@ def _as(number: float, dtype: str) -> float:
 
 
 def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
-    """A literal of a half dtype that is infinite, NaN or zero, where NumPy said so or no author writes one."""
+    """A literal of a half dtype that is infinite, NaN or zero, where NumPy said so or no author
+    writes one.
+    """
     for value in node.inputs:
         if not (value.is_literal and is_narrow(value.dtype)):
             continue
@@ -100,9 +103,11 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
 
 
 def _is_beyond_8_bits(node: Node, value: Value) -> bool:
-    """Returns whether a literal of 8 bits is what a larger number becomes there: NumPy does not say so of these dtypes.
+    """Returns whether a literal of 8 bits is what a larger number becomes there: NumPy does not say
+    so of these dtypes.
 
-    That is NaN where a dtype has no infinity, and infinity where it has; -inf is what a mask is written with.
+    That is NaN where a dtype has no infinity, and infinity where it has; -inf is what a mask is
+    written with.
     """
     number = float(value.array)
     if bits(value.dtype) > 8 or node.name in COMPARISONS:

@@ -1,4 +1,6 @@
-"""Exponentials, logarithms, roots and squares of half numbers, where their error or their range matters."""
+"""Exponentials, logarithms, roots and squares of half numbers, where their error or their range
+matters.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def _reason(node: Node) -> str:
 
 
 def _divides_by_dot(node: Node) -> bool:
-    """Returns whether a node takes a root, a reciprocal or a logarithm of what a dot sums squares to in float16."""
+    """Returns whether a node takes a root, a reciprocal or a logarithm of what a dot sums squares
+    to in float16.
+    """
     if node.inputs[0].dtype != "float16":
         return False
     if node.name == "div":
@@ -76,7 +80,9 @@ def _divides_by_dot(node: Node) -> bool:
 
 
 def _is_dot_of_squares(node: Node) -> bool:
-    """Returns whether a node is a matmul of half values with themselves, or of squares with anything."""
+    """Returns whether a node is a matmul of half values with themselves, or of squares with
+    anything.
+    """
     if not is_matmul(node) or not all(is_narrow(value.dtype) for value in node.inputs[:2]):
         return False
     makers = [made_of(value).maker for value in node.inputs[:2]]

@@ -1,4 +1,6 @@
-"""Half and float32 that meet: promotions, float32 that leaks on, and matmuls that run in float32 for it."""
+"""Half and float32 that meet: promotions, float32 that leaks on, and matmuls that run in float32
+for it.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,11 @@ _FAR = 64  # values that are looked at behind a matmul
 
 
 def silent_promotions(flow: Flow) -> Iterator[Finding]:
-    """Half values that met float32 where nobody cast, if the float32 is not narrowed before it goes on.
+    """Half values that met float32 where nobody cast, if the float32 is not narrowed before it goes
+    on.
 
-    A normalisation of Flax's, whose half input meets float32 statistics and whose result is narrowed, is none, and
-    neither is what a layer widens that was asked for float32.
+    A normalisation of Flax's, whose half input meets float32 statistics and whose result is
+    narrowed, is none, and neither is what a layer widens that was asked for float32.
     """
     for node in flow.graph.nodes:
         is_wider = widens(node) or _makes_complex(node)
@@ -44,7 +47,8 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
             continue
         reader, other = met
         message = (
-            f"{shape_of(node.inputs[0])} met {shape_of(other)} in {reader.name}: the result is {node.out.dtype}, and "
+            f"{shape_of(node.inputs[0])} met {shape_of(other)} in {reader.name}: the result is "
+            f"{node.out.dtype}, and "
             "goes on so. Cast the one or the other where they meet."
         )
         dtypes = (node.inputs[0].dtype, other.dtype, node.out.dtype)
@@ -77,7 +81,8 @@ def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
         is_mixed = any(is_wide(dtype) or is_complex(dtype) for dtype in dtypes)
         if len(set(dtypes)) == 2 and any(map(is_narrow, dtypes)) and is_mixed:
             message = (
-                f"{node.name} multiplies {dtypes[0]} by {dtypes[1]}, as slowly as float32. Cast both to one dtype; "
+                f"{node.name} multiplies {dtypes[0]} by {dtypes[1]}, as slowly as float32. Cast "
+                "both to one dtype; "
                 "preferred_element_type gives a float32 result without."
             )
             if node.site.is_backward:
@@ -86,8 +91,10 @@ def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
 
 
 def float32_matmuls(flow: Flow) -> Iterator[Finding]:
-    """Matmuls in float32 where the rest multiplies in half, with their share of the FLOPs; and where the float32 of
-    their operands leaked from. Those that a rule, a policy or an argument puts in float32 are none."""
+    """Matmuls in float32 where the rest multiplies in half, with their share of the FLOPs; and
+    where the float32 of their operands leaked from. Those that a rule, a policy or an argument puts
+    in float32 are none.
+    """
     total = sum(_flops(node) for node in flow.matmuls)
     for node in flow.matmuls:
         wide = [value for value in operands(node)[:2] if is_wide(value.dtype)]
@@ -112,7 +119,9 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
 
 
 def _is_normalised(value: Value) -> bool:
-    """Returns whether a wide value was made by arithmetic with an inverse root, as a normalisation's result is."""
+    """Returns whether a wide value was made by arithmetic with an inverse root, as a
+    normalisation's result is.
+    """
     waiting, seen = [value], {id(value)}
     while waiting and len(seen) < _FAR:
         maker = waiting.pop().maker
@@ -128,7 +137,8 @@ def _is_normalised(value: Value) -> bool:
 
 def _leak(node: Node, origin: Node) -> Finding:
     message = (
-        f"What was widened to {origin.out.dtype} here went on into a {node.name} in float32 at {at(node)}. "
+        f"What was widened to {origin.out.dtype} here went on into a {node.name} in float32 at "
+        f"{at(node)}. "
         f"Narrow the result to {origin.inputs[0].dtype} before it is handed on."
     )
     dtypes = (origin.inputs[0].dtype, origin.out.dtype)
@@ -140,7 +150,8 @@ def _flops(node: Node) -> int:
 
 
 def _is_no_work(node: Node, is_of_half: bool) -> bool:
-    """Returns whether a float32 product is no work for matrix units: outer, or of a stored array and a vector.
+    """Returns whether a float32 product is no work for matrix units: outer, or of a stored array
+    and a vector.
 
     The power iteration of a spectral norm is the second, positions times frequencies is the first.
 
@@ -160,7 +171,9 @@ def _is_no_work(node: Node, is_of_half: bool) -> bool:
 
 
 def _has_leaked(node: Node, origin: Node) -> bool:
-    """Returns whether a value was widened in another module than its matmul, or computed with on the way."""
+    """Returns whether a value was widened in another module than its matmul, or computed with on
+    the way.
+    """
     if is_cotangent(origin) or is_matmul(origin):
         return False
     if origin.site.path != node.site.path:
@@ -177,6 +190,8 @@ def _views(value: Value) -> Iterator[Value]:
 
 
 def _was_computed(origin: Node) -> bool:
-    """Returns whether what was widened was the result of arithmetic in half, and no argument of the program."""
+    """Returns whether what was widened was the result of arithmetic in half, and no argument of the
+    program.
+    """
     maker = made_of(origin.inputs[0]).maker
     return maker is not None and not is_joint(maker)

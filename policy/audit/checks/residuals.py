@@ -18,8 +18,9 @@ from policy.audit.report import Finding
 def float32_residuals(flow: Flow) -> Iterator[Finding]:
     """Widened values, and what elementwise arithmetic made of them, that the backward pass reads.
 
-    What is computed in float32 for a reason is left alone: a normalisation, a softmax, a loss, anything with a sum or
-    an exponential in it, and a residual stream that adds one value to another.
+    What is computed in float32 for a reason is left alone: a normalisation, a softmax, a loss,
+    anything with a sum or an exponential in it, and a residual stream that adds one value to
+    another.
     """
     if not flow.multiplies_in_half:
         return
@@ -59,9 +60,11 @@ _Key = tuple[int, Path]
 
 
 class _Regions:
-    """Float32 arithmetic that hangs together within one module, and whether there is a reason for it.
+    """Float32 arithmetic that hangs together within one module, and whether there is a reason for
+    it.
 
-    A loss that nobody reads is not computed, and is a reason for what its gradient keeps all the same.
+    A loss that nobody reads is not computed, and is a reason for what its gradient keeps all the
+    same.
     """
 
     def __init__(self, flow: Flow):
@@ -83,7 +86,9 @@ class _Regions:
                 self.reasons.add(self._root((id(node), ())))
 
     def has_reason(self, node: Node) -> bool:
-        """Returns whether a node's residual has a reason, of a conditional's result in one of its branches."""
+        """Returns whether a node's residual has a reason, of a conditional's result in one of its
+        branches.
+        """
         makers = (
             [value.maker for value in node.inputs if value.maker is not None]
             if node.name == "branch"

@@ -19,10 +19,12 @@ _MOST = 0.5  # a known share below that is no average that anybody keeps
 
 
 def narrowed_states(flow: Flow) -> Iterator[Finding]:
-    """Params, averages and statistics in half precision that a call adds to, and returns for the next call.
+    """Params, averages and statistics in half precision that a call adds to, and returns for the
+    next call.
 
-    What a residual block adds depends on what it adds to, and is no state; what a gradient adds is. Params whose master
-    weights, or whose rounding errors, are kept beside them are not added to in half.
+    What a residual block adds depends on what it adds to, and is no state; what a gradient adds is.
+    Params whose master weights, or whose rounding errors, are kept beside them are not added to in
+    half.
     """
     states: dict[int, list[State]] = defaultdict(list)
     for state in flow.states:
@@ -101,7 +103,8 @@ def _is_kept(share: Share) -> bool:
 def _is_new(value: Value, state: Value) -> bool:
     """Returns whether a term depends on anything that the call is given beside the state itself.
 
-    Numbers in the program don't, nor does noise: an image is shifted and perturbed, a state is added to.
+    Numbers in the program don't, nor does noise: an image is shifted and perturbed, a state is
+    added to.
     """
     waiting, seen = [value], {id(value)}
     while waiting:
@@ -125,7 +128,9 @@ def _message(flow: Flow, states: list[State]) -> str:
     before, _ = _values(flow, states[0])
     others = f" and {len(states) - 1} more" if states[1:] else ""
     return (
-        f"{states[0].name}, {shape_of(before)}{others}: the call returns it with something added to it, for the next "
-        "call. What is below its last digit is lost each time. Keep it in float32; policy.mixed_precision keeps what "
+        f"{states[0].name}, {shape_of(before)}{others}: the call returns it with something added "
+        "to it, for the next "
+        "call. What is below its last digit is lost each time. Keep it in float32; "
+        "policy.mixed_precision keeps what "
         "rounding parameters loses."
     )

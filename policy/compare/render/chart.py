@@ -122,7 +122,8 @@ def _figure(comparison: Comparison) -> Any:
         from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
     except ImportError:
         raise ImportError(
-            "Comparison.plot draws with matplotlib, which is not installed: pip install matplotlib. "
+            "Comparison.plot draws with matplotlib, which is not installed: pip install "
+            "matplotlib. "
             "Comparison.to_svg() needs nothing."
         ) from None
     paths = list(

@@ -63,8 +63,8 @@ def _line(row: Row, width: int, first_jump: str | None) -> str:
     mark = "  <- jumps" if row.is_jump else ""
     if is_discrete(np.dtype(row.dtype)):
         return (
-            f"{_name(row):<{width}}{_number(row.error):>11}  {_share(row.error)} of the {row.dtype} differ"
-            + mark
+            f"{_name(row):<{width}}{_number(row.error):>11}  {_share(row.error)} of the "
+            f"{row.dtype} differ" + mark
         )
     cells: Sequence[str] = (
         _number(row.error),

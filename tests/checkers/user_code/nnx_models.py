@@ -1,4 +1,6 @@
-"""User code with nnx: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``) and to reveal."""
+"""User code with nnx: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``)
+and to reveal.
+"""
 
 import abc
 from typing import Any
@@ -61,7 +63,8 @@ MLP(8, rngs=rngs, dtype_polciy="bf16")  # error: call-arg; reportCallIssue
 with use_policy("mixed_bfloat16"):
     reveal_type(MLP(8, rngs=rngs))  # reveal: nnx_models.MLP; MLP
 
-# `__init__` doesn't declare dtype_policy. pyright, which obeys metaclasses, checks no other argument beside it.
+# `__init__` doesn't declare dtype_policy. pyright, which obeys metaclasses, checks no other
+# argument beside it.
 ours = MLP(8, rngs=rngs, dtype_policy="mixed_bfloat16")
 reveal_type(ours)  # reveal: nnx_models.MLP; MLP | Any
 reveal_type(ours.dtype_policy)  # reveal: policy.policy.Policy | None; Policy | Any | None

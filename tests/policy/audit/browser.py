@@ -25,7 +25,8 @@ _FLAGS = (
         "--disable-sync",
     ),
     *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # the browser itself asks for updates and time: it finds nobody
+    # The browser itself asks for updates and time: it finds nobody.
+    "--host-resolver-rules=MAP * ~NOTFOUND",
 )
 # What a probe returns is written where `--dump-dom` shows it.
 _PROBE = """
@@ -53,8 +54,8 @@ def look(
       width: of the window.
 
     Returns:
-      What the probe returned, with the addresses that the page fetched as "fetched"; and what the page, or the
-      browser about it, wrote to the console.
+      What the probe returned, with the addresses that the page fetched as "fetched"; and what the
+      page, or the browser about it, wrote to the console.
     """
     assert BROWSER is not None
     with tempfile.TemporaryDirectory() as folder:

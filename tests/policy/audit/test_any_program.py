@@ -220,7 +220,9 @@ def test_methods_partials_and_static_arguments():
 
 
 def test_large_programs_are_read_once():
-    """A scan of many reads of one value, long chains and wide sums: nothing grows with the square of the program."""
+    """A scan of many reads of one value, long chains and wide sums: nothing grows with the square
+    of the program.
+    """
 
     def fn(x):
         for _ in range(1500):
@@ -233,7 +235,9 @@ def test_large_programs_are_read_once():
 
 
 def test_a_model_of_seven_billion_parameters_is_read_from_its_shapes():
-    """Two of its 32 layers; 4096 wide, 11008 in the middle, a vocabulary of 32000, at batch 8 of 2048 tokens."""
+    """Two of its 32 layers; 4096 wide, 11008 in the middle, a vocabulary of 32000, at batch 8 of
+    2048 tokens.
+    """
     d, hidden, vocabulary = 4096, 11008, 32000
     layer = {
         "q": (d, d),

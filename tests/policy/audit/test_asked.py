@@ -1,4 +1,6 @@
-"""Float32 by a rule, a policy or an argument is no finding; a report says where no policy was in force."""
+"""Float32 by a rule, a policy or an argument is no finding; a report says where no policy was in
+force.
+"""
 
 from __future__ import annotations
 

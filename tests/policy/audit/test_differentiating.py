@@ -1,4 +1,6 @@
-"""The leaves that gradients are taken by: the same in audit, compare, suggest and the assertions, and no statistics."""
+"""The leaves that gradients are taken by: the same in audit, compare, suggest and the assertions,
+and no statistics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Matmuls that are left in float32, and float32 that leaks into them: these depend on the rest of the program."""
+"""Matmuls that are left in float32, and float32 that leaks into them: these depend on the rest of
+the program.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Modules whose names are no identifiers have rows of their own in every tool, and rules can name them."""
+"""Modules whose names are no identifiers have rows of their own in every tool, and rules can name
+them.
+"""
 
 from __future__ import annotations
 

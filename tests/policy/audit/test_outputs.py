@@ -1,4 +1,6 @@
-"""Outputs that are no floats: integers and booleans that differ, complex numbers, and what can't be measured."""
+"""Outputs that are no floats: integers and booleans that differ, complex numbers, and what can't be
+measured.
+"""
 
 from __future__ import annotations
 

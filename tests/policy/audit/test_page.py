@@ -72,7 +72,9 @@ AUDIT = Audit(
 
 
 class Elements(HTMLParser):
-    """The elements of a page, each with its attributes, and the text of those that are no scripts or styles."""
+    """The elements of a page, each with its attributes, and the text of those that are no scripts
+    or styles.
+    """
 
     def __init__(self, text):
         super().__init__()
@@ -96,7 +98,8 @@ def all_of(elements, tag):
     return [attributes for name, attributes in elements.elements if name == tag]
 
 
-# --- what is in it --------------------------------------------------------------------------------------------------
+# --- what is in it
+# --------------------------------------------------------------------------------------------------
 
 
 def test_markup_is_escaped_unless_it_is_markup_already():
@@ -261,7 +264,8 @@ def test_the_example_of_the_docs_writes_a_page(example, tmp_path, monkeypatch, c
         example.photograph(tmp_path / "audit.html", tmp_path / "audit.png")
 
 
-# --- in a browser ---------------------------------------------------------------------------------------------------
+# --- in a browser
+# --------------------------------------------------------------------------------------------------
 
 needs_browser = pytest.mark.skipif(
     BROWSER is None,
@@ -365,7 +369,8 @@ def test_the_page_of_a_real_model_is_alive_in_a_browser(example):
     assert set(audit.paths) <= set(seen["nodes"])
 
 
-# What a reader sees: words that are broken in two, bars, and whether the page is wider than its window.
+# What a reader sees: words that are broken in two, bars, and whether the page is wider than its
+# window.
 LOOK = """
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 const broken = (element) => {

@@ -149,7 +149,9 @@ def modules_of(rules: PolicyRules, modules: Iterable[str], model: str = "Net") -
 
 
 def assert_pasted(printed: Iterable[str], modules: Iterable[str]) -> None:
-    """Each printed path is a rule that matches exactly the module of that path; "" is outside of all."""
+    """Each printed path is a rule that matches exactly the module of that path; "" is outside of
+    all.
+    """
     pasted = {path: modules_of(PolicyRules({path: "f32"}), modules) for path in printed if path}
     assert pasted and pasted == {path: {path.removeprefix("Net:")} for path in pasted}
 
@@ -263,9 +265,9 @@ def test_rules_with_the_class_are_told_how_paths_begin(mod):
         nnx.apply_policy(nnx_model(flax_nnx), HALF, {"Net/head": "f32"})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Several models, none, and scopes
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def two_models(nn: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

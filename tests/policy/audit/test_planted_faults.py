@@ -1,4 +1,6 @@
-"""Every fault is found by its kind, its path and its operation, wherever it is planted. Nothing runs."""
+"""Every fault is found by its kind, its path and its operation, wherever it is planted. Nothing
+runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How programs are read: places, indices that may repeat, and constants that are lost while a function is traced."""
+"""How programs are read: places, indices that may repeat, and constants that are lost while a
+function is traced.
+"""
 
 from __future__ import annotations
 

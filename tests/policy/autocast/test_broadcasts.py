@@ -1,4 +1,6 @@
-"""Activations that are broadcast: the sums of their cotangents are float32s, and nothing more is saved for them."""
+"""Activations that are broadcast: the sums of their cotangents are float32s, and nothing more is
+saved for them.
+"""
 
 from __future__ import annotations
 

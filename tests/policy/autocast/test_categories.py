@@ -1,4 +1,6 @@
-"""The primitives that autocast rewrites the programs of, and the parameters of theirs that it reads."""
+"""The primitives that autocast rewrites the programs of, and the parameters of theirs that it
+reads.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ def test_what_holds_programs_has_a_handler():
     assert control - set(HANDLERS) <= {"custom_jvp_call_jaxpr"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The parameters that `policy._jaxpr.control_flow` and `policy.autocast` read
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp

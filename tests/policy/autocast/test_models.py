@@ -1,4 +1,6 @@
-"""Every model, forward, jitted, differentiated and mapped: matmuls in half, sums in float32, results near float32's."""
+"""Every model, forward, jitted, differentiated and mapped: matmuls in half, sums in float32,
+results near float32's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Values that half precision must not touch: accumulators, masks, statistics, positions, sums of gradients."""
+"""Values that half precision must not touch: accumulators, masks, statistics, positions, sums of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ def error(found: Any, truth: Any) -> float:
     return float(np.max(np.abs(found - truth)) / np.max(np.abs(truth)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # States
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @POLICIES
@@ -111,9 +113,9 @@ def test_batch_statistics_are_float32s(policy):
         assert error(found, truth) < 1e-5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Masks and small numbers
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
 CONSTANT = jnp.where(MASK, 0.0, LOWEST)
@@ -231,9 +233,9 @@ def test_the_gradient_of_relu_at_zero_stays_zero():
     np.testing.assert_array_equal(jax.grad(autocast(jax.nn.relu, "mixed_bfloat16"))(0.0), 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Statistics, positions and sums
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_variance_in_one_pass_is_accurate_to_the_rounding_of_its_input():
@@ -362,9 +364,9 @@ def test_the_gradients_of_tied_weights_meet_in_float32():
     assert error(fn(table), jax.grad(loss)(table)) < 2e-2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The transformation itself
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def casts(fn: Any, *args: Any) -> list[tuple[str, ...]]:
@@ -398,7 +400,9 @@ def test_results_and_gradients_do_not_depend_on_argnums():
 
 
 def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
-    """Rounded shifts would cost up to half a unit of the largest logit; a rounded p - 1 cancels where p is almost 1."""
+    """Rounded shifts would cost up to half a unit of the largest logit; a rounded p - 1 cancels
+    where p is almost 1.
+    """
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)) * 8, jnp.bfloat16).astype(
         jnp.float32
     )
@@ -422,8 +426,10 @@ def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
 
 
 def test_a_transposed_param_is_cast_and_then_transposed():
-    """As `x @ w.T.astype(half)` is not, but `x @ w.astype(half).T`: XLA folds that transposition into the matmul, and
-    the one of its gradient. XLA:CPU of jax 0.12 multiplies in another order past a cast, 5 times less accurately."""
+    """As `x @ w.T.astype(half)` is not, but `x @ w.astype(half).T`: XLA folds that transposition
+    into the matmul, and the one of its gradient. XLA:CPU of jax 0.12 multiplies in another order
+    past a cast, 5 times less accurately.
+    """
 
     def loss(w, x):
         return jnp.sum(jnp.square(x @ w.T))

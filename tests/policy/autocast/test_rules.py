@@ -48,7 +48,9 @@ class Net(nn.Module):
 
 
 def matmuls(fn: Any, *args: Any) -> Counter[tuple[str, str]]:
-    """Counts the matmuls of each layer, by layer and dtype: told by shapes, not by the names under test."""
+    """Counts the matmuls of each layer, by layer and dtype: told by shapes, not by the names under
+    test.
+    """
     found: Counter[tuple[str, str]] = Counter()
 
     for site in walk(jax.make_jaxpr(fn)(*args)):
@@ -213,9 +215,9 @@ def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
     assert path_of(name_stack, above) == path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a scan over layers carries
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def carried(fn: Any, *args: Any) -> set[str]:

@@ -1,4 +1,6 @@
-"""Programs that several equations share are rewritten once; each keeps its own numbers, dtypes and names."""
+"""Programs that several equations share are rewritten once; each keeps its own numbers, dtypes and
+names.
+"""
 
 import flax.linen
 import jax

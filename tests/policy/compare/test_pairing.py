@@ -1,4 +1,6 @@
-"""Every model of the suite pairs with itself in float32, forward and backward: nothing is compared with less."""
+"""Every model of the suite pairs with itself in float32, forward and backward: nothing is compared
+with less.
+"""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,6 @@
-"""The reference of half precision: the function traced in float32, with its constants before rounding."""
+"""The reference of half precision: the function traced in float32, with its constants before
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,9 @@ def relative(value: Any, truth: Any) -> float:
     return float(np.linalg.norm(value - truth) / np.linalg.norm(truth))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The error of constants, against float64
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def gelu(x: Any) -> Any:
@@ -123,13 +125,15 @@ def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) 
     assert comparison.unpaired == ()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is NaN in half precision alone
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):
-    """Divides by the largest of its activations, which are all zero: the epsilon is none in float16."""
+    """Divides by the largest of its activations, which are all zero: the epsilon is none in
+    float16.
+    """
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -196,13 +200,15 @@ def test_a_constant_between_layers_leaves_rules_to_be_found() -> None:
     np.testing.assert_array_equal(wide, jax.jit(lambda v, x: apply(model, v, x))(variables, x))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Layers that compute in another way in half precision
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Operations that half precision computes in other ways: normalisations, attention, gradients of biases."""
+    """Operations that half precision computes in other ways: normalisations, attention, gradients
+    of biases.
+    """
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -309,9 +315,9 @@ def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What can't be paired
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_code_that_has_no_float32_trace_is_compared_with_itself_widened_and_that_is_said() -> None:

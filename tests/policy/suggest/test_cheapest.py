@@ -1,4 +1,6 @@
-"""suggest against brute force: its rules cost at most 1.05 of the cheapest set of all that meets the budget."""
+"""suggest against brute force: its rules cost at most 1.05 of the cheapest set of all that meets
+the budget.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ DEARER = 1.05
 
 
 def network(seed: int, modules: int) -> tuple[Any, Any, Any]:
-    """Modules of several widths, of which some lose digits in an offset, scale, or are skipped by a residual."""
+    """Modules of several widths, of which some lose digits in an offset, scale, or are skipped by a
+    residual.
+    """
     generator = np.random.default_rng(seed)
     kinds = [generator.choice(["dense", "offset", "scaled", "exp", "gate"]) for _ in range(modules)]
     offsets, skips = 10 ** generator.uniform(0, 3, modules), generator.integers(2, size=modules)
