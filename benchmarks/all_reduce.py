@@ -29,16 +29,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import optimizer
 from benchmarks.optimizer import BF16, F32
-from policy import (
-    Collective,
-    all_reduce,
-    apply_gradients,
-    collectives_of,
-    loss_scale_of,
-    mixed_precision,
-    value_and_grad,
-    vary,
-)
+from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
+from policy.sharding import Collective, all_reduce, collectives_of, vary
 
 DEVICES = 8
 WIDTH, HIDDEN, BATCH = 512, 2048, 64

@@ -100,7 +100,7 @@ def quadratic(storage: Storage, weights: int = 4096, steps: int = 4000) -> tuple
         return (params, state), errors
 
     _, errors = jax.lax.scan(
-        step, mp.init_from_master(tx, start), jax.random.split(jax.random.key(SEED), steps)
+        step, mp.optim.init_from_master(tx, start), jax.random.split(jax.random.key(SEED), steps)
     )
     used, master = (
         float(np.sqrt(np.asarray(e, np.float64)[-(steps // 10) :].mean())) for e in errors
@@ -196,7 +196,7 @@ def table(rows: list[Row]) -> str:
     lines = [HEADER, tuple("-" * width for width in widths), *cells]
     pad = lambda line: " | ".join(
         cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-    )  # noqa: E731
+    )
     return "\n".join(f"| {pad(line)} |" for line in lines)
 
 

@@ -385,10 +385,10 @@ def make_step(
     ) -> tuple[TrainState, jax.Array, jax.Array]:
         scale = mp.loss_scale_of(state.opt_state)
         gradients_of = mp.value_and_grad(loss_fn, has_aux=True, loss_scale=scale, grads="compute")
-        params = mp.vary(state.params, "batch") if all_reduce_dtype else state.params
+        params = mp.sharding.vary(state.params, "batch") if all_reduce_dtype else state.params
         (loss, batch_stats), grads = gradients_of(params, state.batch_stats, images, labels)
         if all_reduce_dtype:
-            grads = mp.all_reduce(grads, "batch", all_reduce_dtype)
+            grads = mp.sharding.all_reduce(grads, "batch", all_reduce_dtype)
             loss, batch_stats = lax.pmean((loss, batch_stats), "batch")
         params, opt_state, finite = mp.apply_gradients(tx, state.params, state.opt_state, grads)
         batch_stats = mp.select_tree(

@@ -18,13 +18,13 @@ Data and model: those of `language_model.py` beside this file, or any text with 
 The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its
 optimizer state, which are gathered where they are used; `tensor` splits attention by heads and the
 MLP by its hidden width. Nothing in the model knows of it: params lie as `param_spec` says,
-optimizer state lies beside its params (`policy.state_shardings`), and XLA's partitioner does the
+optimizer state lies beside its params (`policy.optim.state_shardings`), and XLA's partitioner does the
 rest. It sums gradients in what each weight gradient's dot returns: under mixed_bfloat16 bfloat16
 for kernels, float32 for biases, norms and the embedding. With --all-reduce-dtype each device takes
-its own gradients under `jax.shard_map`, and `policy.all_reduce` sums all of them in that dtype,
+its own gradients under `jax.shard_map`, and `policy.sharding.all_reduce` sums all of them in that dtype,
 whatever the mesh. Params are gathered as they are stored, and what the tensor axis sums are
 activations, in compute dtype. The table printed at the start is read from the program as it was
-partitioned (`policy.collectives_of`).
+partitioned (`policy.sharding.collectives_of`).
 
 Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far.
 Batches are drawn from the seed and the step, initial params from the seed, neither from the mesh,
@@ -229,7 +229,7 @@ def abstract_state(init: Callable[[], Any], tx: optax.GradientTransformation, me
 
     params, opt_state = jax.eval_shape(init)
     params = jax.tree_util.tree_map_with_path(split, params)
-    return params, jax.tree.map(on_mesh, opt_state, mp.state_shardings(tx, params))
+    return params, jax.tree.map(on_mesh, opt_state, mp.optim.state_shardings(tx, params))
 
 
 def on_mesh(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -248,7 +248,7 @@ def reduced_gradients(
     """
 
     def own(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
-        loss, grads = gradients_of(mp.vary(params, BATCH), tokens, loss_scale)
+        loss, grads = gradients_of(mp.sharding.vary(params, BATCH), tokens, loss_scale)
         return jax.tree.map(
             lambda x: x[None], (loss, grads.tree)
         )  # an axis of one, to be split over the batch's axes
@@ -256,7 +256,7 @@ def reduced_gradients(
     def mean(own: Any, loss_scale: Any) -> Any:
         loss, tree = jax.tree.map(lambda x: x[0], own)
         grads = mp.ScaledGradients(tree, loss_scale.loss_scale)
-        return lax.pmean(loss, BATCH), mp.all_reduce(grads, BATCH, dtype).tree
+        return lax.pmean(loss, BATCH), mp.sharding.all_reduce(grads, BATCH, dtype).tree
 
     given, stacked = (
         (EVERYWHERE, ROWS, EVERYWHERE),
@@ -524,7 +524,7 @@ def kib(count: int) -> str:
     return f"{count / 1024:.1f}"
 
 
-def exchanges_of(found: Sequence[mp.Collective]) -> list[Exchange]:
+def exchanges_of(found: Sequence[mp.sharding.Collective]) -> list[Exchange]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for collective in found:
         group = groups.setdefault(
@@ -708,7 +708,7 @@ def train(job: Job, options: argparse.Namespace) -> Result:
             (job.config.batch_size, job.config.length), jnp.int32, sharding=run.rows
         )
         exchanges = (
-            exchanges_of(mp.collectives_of(run.step, *run.abstract, tokens))
+            exchanges_of(mp.sharding.collectives_of(run.step, *run.abstract, tokens))
             if options.exchanges
             else None
         )

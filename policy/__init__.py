@@ -1,53 +1,90 @@
-"""Dtype policies for JAX: where numbers are stored, multiplied, summed and returned."""
+"""Dtype policies for JAX: where numbers are stored, multiplied, summed and returned.
 
-from policy import losses as losses
-from policy import reductions as reductions
-from policy.grads.microbatching import accumulate_gradients as accumulate_gradients
-from policy.grads.microbatching import split_batch as split_batch
-from policy.accumulators import einsum as einsum
-from policy.autocast.transform import autocast as autocast
-from policy.casting import cast_floating as cast_floating
-from policy.sharding.collectives import Collective as Collective
-from policy.sharding.collectives import collectives_of as collectives_of
-from policy.sharding.all_reduce import all_reduce as all_reduce
-from policy.sharding.all_reduce import vary as vary
-from policy.dtypes_in_force import compute_dtype as compute_dtype
-from policy.dtypes_in_force import output_dtype as output_dtype
-from policy.dtypes_in_force import param_dtype as param_dtype
-from policy.dtypes_in_force import reduction_dtype as reduction_dtype
-from policy.grads.value_and_grad import ScaledGradients as ScaledGradients
-from policy.grads.value_and_grad import grad as grad
-from policy.grads.value_and_grad import value_and_grad as value_and_grad
-from policy.audit.audit import audit as audit
-from policy.compare.compare import compare as compare
-from policy.suggest.suggest import suggest as suggest
-from policy.islands import full_precision as full_precision
-from policy.grads.loss_scale import DynamicLossScale as DynamicLossScale
-from policy.grads.loss_scale import LossScale as LossScale
-from policy.grads.loss_scale import NoOpLossScale as NoOpLossScale
-from policy.grads.loss_scale import StaticLossScale as StaticLossScale
-from policy.grads.loss_scale import all_finite as all_finite
-from policy.grads.loss_scale import select_tree as select_tree
-from policy.optim import MixedPrecision as MixedPrecision
-from policy.optim import MixedPrecisionState as MixedPrecisionState
-from policy.optim import apply_gradients as apply_gradients
-from policy.optim import convert as convert
-from policy.optim import finite_of as finite_of
-from policy.optim import init_from_master as init_from_master
-from policy.optim import loss_scale_of as loss_scale_of
-from policy.optim import master_params as master_params
-from policy.optim import match_updates as match_updates
-from policy.optim import mixed_precision as mixed_precision
-from policy.optim import resync as resync
-from policy.optim import state_shardings as state_shardings
-from policy.policy import Policy as Policy
-from policy.policy import cast_to_full as cast_to_full
-from policy.policy import cast_to_half as cast_to_half
-from policy.policy import dtype_to_names as dtype_to_names
-from policy.policy import get_policy as get_policy
-from policy.policy import half_dtype as half_dtype
-from policy.precedence import DtypePolicyWarning as DtypePolicyWarning
-from policy.rules import PolicyRules as PolicyRules
-from policy.scope import current_policy as current_policy
-from policy.scope import set_policy as set_policy
-from policy.scope import use_policy as use_policy
+The names of a training script are here, and so are jmp's: ``import policy as jmp`` ports a script.
+Others are in `policy.optim`, `policy.grads`, `policy.sharding`, `policy.losses`,
+`policy.reductions` and `policy.testing`.
+"""
+
+from policy import grads, losses, optim, reductions, sharding, testing
+from policy.audit.audit import audit
+from policy.audit.report import Audit, Finding
+from policy.autocast.transform import autocast
+from policy.casting import cast_floating
+from policy.compare.compare import compare
+from policy.compare.comparison import Comparison
+from policy.dtypes_in_force import compute_dtype, output_dtype, param_dtype, reduction_dtype
+from policy.grads.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    all_finite,
+    select_tree,
+)
+from policy.grads.value_and_grad import ScaledGradients, grad, value_and_grad
+from policy.islands import full_precision
+from policy.optim import (
+    MixedPrecision,
+    MixedPrecisionState,
+    apply_gradients,
+    loss_scale_of,
+    master_params,
+    mixed_precision,
+)
+from policy.policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from policy.precedence import DtypePolicyWarning
+from policy.rules import PolicyRules
+from policy.scope import current_policy, set_policy, use_policy
+from policy.suggest.suggest import Suggestion, suggest
+
+__all__ = [
+    "Audit",
+    "Comparison",
+    "DtypePolicyWarning",
+    "DynamicLossScale",
+    "Finding",
+    "LossScale",
+    "MixedPrecision",
+    "MixedPrecisionState",
+    "NoOpLossScale",
+    "Policy",
+    "PolicyRules",
+    "ScaledGradients",
+    "StaticLossScale",
+    "Suggestion",
+    "all_finite",
+    "apply_gradients",
+    "audit",
+    "autocast",
+    "cast_floating",
+    "cast_to_full",
+    "cast_to_half",
+    "compare",
+    "compute_dtype",
+    "current_policy",
+    "full_precision",
+    "get_policy",
+    "grad",
+    "grads",
+    "half_dtype",
+    "loss_scale_of",
+    "losses",
+    "master_params",
+    "mixed_precision",
+    "optim",
+    "output_dtype",
+    "param_dtype",
+    "reduction_dtype",
+    "reductions",
+    "select_tree",
+    "set_policy",
+    "sharding",
+    "suggest",
+    "testing",
+    "use_policy",
+    "value_and_grad",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.reductions import reduction_dtype
+from policy.reduction_dtype import reduction_dtype
 
 Array = jax.Array
 
@@ -27,7 +27,7 @@ def einsum(subscripts: str, lhs: ArrayLike, rhs: ArrayLike, *, precision: Any = 
     >>> import jax.numpy as jnp
     >>> import policy
     >>> q, k = jnp.ones((2, 64), jnp.bfloat16), jnp.ones((3, 64), jnp.bfloat16)
-    >>> policy.einsum("qd,kd->qk", q, k).dtype
+    >>> policy.reductions.einsum("qd,kd->qk", q, k).dtype
     dtype('float32')
 
     Args:

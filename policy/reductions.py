@@ -9,7 +9,6 @@ In float32 and wider each function is JAX's own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,35 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.casting import is_floating, require_available
+from policy.accumulators import einsum as einsum
+from policy.casting import is_floating
 from policy.checkpointing import keeping_inputs
-from policy.scope import current_policy
+from policy.reduction_dtype import reduction_dtype as reduction_dtype
+from policy.reduction_dtype import widest
 
 Axis = int | Sequence[int] | None
-
-
-def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
-    """Returns the dtype for a reduction of `arrays`, never narrower than they are.
-
-    It is the policy's reduction_dtype, or float32 without a policy.
-
-    >>> import jax.numpy as jnp
-    >>> from policy import reductions
-    >>> reductions.reduction_dtype(jnp.ones(2, jnp.bfloat16))
-    dtype('float32')
-    """
-    policy = current_policy()
-    dtype = jnp.dtype(jnp.float32) if policy is None else require_available(policy.reduction_dtype)
-    return _widest(
-        [
-            dtype,
-            *(
-                jnp.result_type(x)
-                for x in arrays
-                if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            ),
-        ]
-    )
 
 
 def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None = None) -> Any:
@@ -70,7 +47,7 @@ def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None =
     floating = [
         jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     ]
-    out = jnp.dtype(dtype) if dtype is not None else _widest(floating) if floating else wide
+    out = jnp.dtype(dtype) if dtype is not None else widest(floating) if floating else wide
 
     def run(*arrays: Any) -> Any:
         results = function(*(None if x is None else _as(x, wide) for x in arrays))
@@ -81,12 +58,6 @@ def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None =
     if all(dtype == wide for dtype in floating):
         return run(*arrays)  # nothing was widened: nothing to keep small
     return keeping_inputs(run)(*arrays)
-
-
-def _widest(dtypes: Sequence[Any]) -> np.dtype:
-    # a question about dtypes, not a promotion of anyone's arrays
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 def _as(x: Any, dtype: DTypeLike) -> jax.Array:

@@ -48,16 +48,9 @@ from benchmarks.accel.report import rows_of
 from benchmarks.accel.scale_model import Size, decoder_of, nnx_decoder_of
 from benchmarks.accel.targets import Target
 from benchmarks.table import Row, run
-from policy import (
-    all_reduce,
-    apply_gradients,
-    loss_scale_of,
-    mixed_precision,
-    state_shardings,
-    use_policy,
-    value_and_grad,
-    vary,
-)
+from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
+from policy.optim import state_shardings
+from policy.sharding import all_reduce, vary
 
 AXES = ("data", "fsdp")
 SUMS = ("all-reduce", "reduce-scatter")

@@ -231,7 +231,7 @@ def _attention_functions(small: bool) -> Iterator[Case]:
     for inputs, scale in {"normal": 1.0, "large logits": 3.0}.items():
         data: Data = lambda rng, s=scale: tuple(
             s * rng.normal(size=(2, length, 4, 16)) for _ in range(3)
-        )  # noqa: E731
+        )
         name = "dot_product_attention"
         yield Case(
             name, inputs, "matmuls", data, columns, columns["flax linen"], floor=1.0, torch=name

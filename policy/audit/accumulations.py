@@ -299,7 +299,7 @@ def _goes_on(value: Value) -> bool:
     """Returns whether a value is handed on or returned, be it through sums, casts or selections."""
     passes = lambda node: (
         node.name in ADDITIONS or node.name in ("select_n", "branch") or _is_view(node)
-    )  # noqa: E731
+    )
     return any(
         each.is_output or any(node.name == "carry" for node in each.readers)
         for each in reached([value], passes)

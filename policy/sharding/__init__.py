@@ -1,1 +1,10 @@
 """Gradients across devices: varying values, reductions, collectives."""
+
+from policy.sharding.all_reduce import all_reduce, vary
+from policy.sharding.collectives import Collective, collectives_of
+
+__all__ = ["Collective", "all_reduce", "collectives_of", "vary"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

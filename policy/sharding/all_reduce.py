@@ -48,8 +48,8 @@ def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
     >>> import jax.numpy as jnp
     >>> import policy
     >>> def gradient(w, x):  # one device's, of its part of the batch
-    ...     grads = policy.grad(lambda w: jnp.sum(w * x))(policy.vary(w, "data"))
-    ...     return policy.all_reduce(grads, "data", "bfloat16")
+    ...     grads = policy.grad(lambda w: jnp.sum(w * x))(policy.sharding.vary(w, "data"))
+    ...     return policy.sharding.all_reduce(grads, "data", "bfloat16")
     >>> step = jax.vmap(gradient, in_axes=(None, 0), axis_name="data")
     >>> step(jnp.float32(1), jnp.array([1.0, 3.0]))
     Array([2., 2.], dtype=float32)
@@ -131,7 +131,7 @@ def all_reduce(grads: T, axis: Axis, dtype: DTypeLike) -> T:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import policy
-    >>> mean = lambda g: policy.all_reduce(g, "data", "float16")
+    >>> mean = lambda g: policy.sharding.all_reduce(g, "data", "float16")
     >>> jax.vmap(mean, axis_name="data")(jnp.array([20000.0, 60000.0]))
     Array([40000., 40000.], dtype=float32)
 

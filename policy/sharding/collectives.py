@@ -33,7 +33,7 @@ class Collective:
     """One exchange between devices.
 
     >>> import policy
-    >>> print(policy.Collective("all-reduce", "bfloat16", (8,), ("data",), "jit(step)/psum"))
+    >>> print(policy.sharding.Collective("all-reduce", "bfloat16", (8,), ("data",), "jit(step)/psum"))
     all-reduce bfloat16[8] over data: jit(step)/psum
 
     Attributes:
@@ -78,7 +78,7 @@ def collectives_of(
     >>> mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=auto)
     >>> total = lambda x: jax.lax.psum(x.astype(jnp.bfloat16), "data")
     >>> fn = jax.shard_map(total, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
-    >>> policy.collectives_of(fn, jnp.ones(4), stage="traced")[0].dtype
+    >>> policy.sharding.collectives_of(fn, jnp.ones(4), stage="traced")[0].dtype
     'bfloat16'
 
     Args:

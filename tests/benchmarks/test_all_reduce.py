@@ -5,7 +5,7 @@ nothing is run.
 import re
 
 from benchmarks import all_reduce
-from policy import Collective
+from policy.sharding import Collective
 from tests.eight_devices import run_python
 
 

@@ -55,7 +55,7 @@ def test_matmuls_of_complex_numbers_are_left_out():
     both = lambda x: (
         x.astype(BF16) @ w.astype(BF16),
         x.astype(jnp.complex64) @ w.astype(jnp.complex64),
-    )  # noqa: E731
+    )
     assert float32_share(both, w) == 0.0
 
 

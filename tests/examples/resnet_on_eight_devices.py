@@ -99,7 +99,7 @@ def test_gradients_cross_devices_in_the_dtype_that_was_asked_for():
     with mp.use_policy("mixed_bfloat16"):
         state = created()
         step = job.make_step(LOSS, optimizer(), mesh, "bf16")
-        sent = mp.collectives_of(step, state, IMAGES, LABELS, stage="traced")
+        sent = mp.sharding.collectives_of(step, state, IMAGES, LABELS, stage="traced")
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.params) if leaf.ndim > 1}
     kernels = [exchange for exchange in sent if exchange.shape in shapes]
     assert len(kernels) >= len(shapes) and {exchange.dtype for exchange in kernels} == {"bfloat16"}

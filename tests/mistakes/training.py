@@ -20,22 +20,16 @@ from mpmodules import nnx
 from policy import (
     DynamicLossScale,
     StaticLossScale,
-    accumulate_gradients,
-    all_reduce,
     apply_gradients,
-    collectives_of,
-    convert,
     loss_scale_of,
     master_params,
-    match_updates,
     mixed_precision,
-    resync,
     select_tree,
-    split_batch,
-    state_shardings,
     value_and_grad,
-    vary,
 )
+from policy.grads import accumulate_gradients, split_batch
+from policy.optim import convert, match_updates, resync, state_shardings
+from policy.sharding import all_reduce, collectives_of, vary
 from tests.mistakes.layers import XNet, rngs
 from tests.mistakes.table import KEY, Mistake, X
 

@@ -15,18 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpmodules import linen as nn
 from mpmodules import nnx, use_policy
-from policy import (
-    accumulate_gradients,
-    all_reduce,
-    apply_gradients,
-    collectives_of,
-    loss_scale_of,
-    mixed_precision,
-    split_batch,
-    state_shardings,
-    value_and_grad,
-    vary,
-)
+from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
+from policy.grads import accumulate_gradients, split_batch
+from policy.optim import state_shardings
+from policy.sharding import all_reduce, collectives_of, vary
 
 DEVICES = 8
 POLICY = "mixed_bfloat16"

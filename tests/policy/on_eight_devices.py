@@ -13,13 +13,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy import (
-    all_reduce,
-    collectives_of,
-    mixed_precision,
-    value_and_grad,
-    vary,
-)
+from policy import mixed_precision, value_and_grad
+from policy.sharding import all_reduce, collectives_of, vary
 from tests.policy.across_devices import (
     BATCH,
     DEVICES,

@@ -9,12 +9,11 @@ import pytest
 from policy import (
     DynamicLossScale,
     ScaledGradients,
-    accumulate_gradients,
     apply_gradients,
     mixed_precision,
-    split_batch,
     value_and_grad,
 )
+from policy.grads import accumulate_gradients, split_batch
 from policy.trees import OVERWRITE_WITH_GRADIENT
 
 RNG = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""`policy.einsum` hands on its accumulator, and multiplies half numbers backward too."""
+"""`policy.reductions.einsum` hands on its accumulator, and multiplies half numbers backward too."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def operands(dtype):
 
 
 def logits(query, key):
-    return policy.einsum("btnh,bsnh->btns", query, key)
+    return policy.reductions.einsum("btnh,bsnh->btns", query, key)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from policy import Collective, collectives_of
+from policy.sharding import Collective, collectives_of
 from policy.sharding.collectives import (
     _partitioned,  # the text of XLA versions that aren't installed
 )

@@ -12,15 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from policy import (
-    ScaledGradients,
-    all_reduce,
-    apply_gradients,
-    collectives_of,
-    mixed_precision,
-    value_and_grad,
-    vary,
-)
+from policy import ScaledGradients, apply_gradients, mixed_precision, value_and_grad
+from policy.sharding import all_reduce, collectives_of, vary
 from policy.trees import OVERWRITE_WITH_GRADIENT
 
 DEVICES = 8

@@ -12,10 +12,9 @@ import pytest
 import policy
 from policy import losses, reductions, testing
 
-# Names without a docstring of their own to hold an example, and the warning, which is caught, not
-# called.
-WITHOUT = frozenset(("DtypePolicyWarning", "LossScale", "dtype_to_names"))
-PENDING = "policy.optim"  # whose docstrings are still being rewritten
+# `LossScale` is a union, and the warning is caught, not called.
+WITHOUT = frozenset(("DtypePolicyWarning", "LossScale"))
+NAMESPACES = (policy.grads, losses, policy.optim, reductions, policy.sharding, testing)
 
 MODULES = sorted(
     info.name
@@ -28,20 +27,17 @@ def public() -> dict[str, Any]:
     """Returns the public objects by name: those of `policy` itself, and the functions of its public
     modules.
     """
-    flat = {
-        name: value
-        for name, value in vars(policy).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in WITHOUT
-    }
-    flat = {name: value for name, value in flat.items() if not value.__module__.startswith(PENDING)}
-    for module in (losses, reductions, testing):
-        for name, value in vars(module).items():
-            if (
-                inspect.isfunction(value)
-                and value.__module__ == module.__name__
-                and not name.startswith("_")
-            ):
-                flat[f"{module.__name__}.{name}"] = value
+    flat = {name: getattr(policy, name) for name in policy.__all__ if name not in WITHOUT}
+    flat = {name: value for name, value in flat.items() if not isinstance(value, ModuleType)}
+    for module in NAMESPACES:
+        own = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        for name in getattr(module, "__all__", own):
+            if not name.startswith("_"):
+                flat[f"{module.__name__}.{name}"] = getattr(module, name)
     return flat
 
 

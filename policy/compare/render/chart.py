@@ -30,7 +30,7 @@ def svg(comparison: Comparison) -> str:
     finite = width - _LEFT - _RIGHT - _BEYOND
     x = lambda error: (
         _LEFT + (finite + _BEYOND if math.isinf(error) else finite * _along(error, low, high))
-    )  # noqa: E731
+    )
     parts = [_frame(comparison, width, height)]
     for decade in range(low, high + 1):
         place = x(10.0**decade)

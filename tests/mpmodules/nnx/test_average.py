@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from mpmodules import nnx
-from policy import cast_floating, finite_of, master_params, mixed_precision
+from policy import cast_floating, master_params, mixed_precision
+from policy.optim import finite_of
 
 if not hasattr(flax.nnx, "EMA"):
     pytest.skip("this Flax has no nnx.EMA", allow_module_level=True)

@@ -16,14 +16,12 @@ from policy import (
     DtypePolicyWarning,
     DynamicLossScale,
     apply_gradients,
-    finite_of,
-    init_from_master,
     loss_scale_of,
     master_params,
     mixed_precision,
-    resync,
     select_tree,
 )
+from policy.optim import finite_of, init_from_master, resync
 from policy.optim.rounding import round_to
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 
 from mpmodules import linen as nn
 from mpmodules import nnx
-from policy import audit, autocast, use_policy, vary
+from policy import audit, autocast, use_policy
+from policy.sharding import vary
 from tests.policy.audit import near_misses_carried
 from tests.policy.audit.near_misses import FORWARD_ONLY, NEAR_MISSES
 

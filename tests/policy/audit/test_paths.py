@@ -15,8 +15,9 @@ from flax import nnx as flax_nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from mpmodules import linen, nnx
-from policy import PolicyRules, audit, autocast, collectives_of, compare, suggest, use_policy
+from policy import PolicyRules, audit, autocast, compare, suggest, use_policy
 from policy._jaxpr.paths import spelled
+from policy.sharding import collectives_of
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
 HALF = "mixed_bfloat16"

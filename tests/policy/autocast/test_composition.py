@@ -403,12 +403,12 @@ def test_a_scan_in_which(name):
     found, truth = cast(W, X), jax.jit(fn)(W, X)
     bare = lambda tree: jax.tree.map(
         lambda a: jax.random.key_data(a) if a.dtype == KEY.dtype else a, tree
-    )  # noqa: E731
+    )
     near(bare(found), bare(truth), 5e-2)
     assert set(dots(cast, W, X)) == {HALVES}
     summed = lambda f: (
         lambda w: sum(jnp.sum(a) for a in jax.tree.leaves(f(w, X)) if a.dtype == jnp.float32)
-    )  # noqa: E731
+    )
     assert set(dots(jax.grad(summed(cast)), W)) == {HALVES}
 
 

@@ -394,7 +394,7 @@ def test_host_callbacks_fire_once_and_their_results_are_the_same_for_both() -> N
             step = lambda y, _: (
                 jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y),
                 None,
-            )  # noqa: E731
+            )
             y = lax.cond(
                 jnp.sum(x) > 0, lambda y: lax.scan(step, y, None, length=2)[0], lambda y: y, y
             )

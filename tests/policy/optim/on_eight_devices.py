@@ -13,15 +13,14 @@ from jax.sharding import AxisType
 
 from policy import (
     DynamicLossScale,
-    accumulate_gradients,
     apply_gradients,
     loss_scale_of,
     master_params,
     mixed_precision,
-    split_batch,
-    state_shardings,
     value_and_grad,
 )
+from policy.grads import accumulate_gradients, split_batch
+from policy.optim import state_shardings
 from tests.policy.across_devices import (
     BATCH,
     DEVICES,

@@ -7,7 +7,8 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from policy import mixed_precision, state_shardings
+from policy import mixed_precision
+from policy.optim import state_shardings
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 SPECS = {

@@ -13,11 +13,11 @@ from policy import (
     DynamicLossScale,
     NoOpLossScale,
     apply_gradients,
-    init_from_master,
     loss_scale_of,
     mixed_precision,
     value_and_grad,
 )
+from policy.optim import init_from_master
 
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
 SCALES: list[Any] = ["dynamic", 1024.0]

@@ -16,14 +16,8 @@ from flax import nnx as flax_nnx
 from flax.training.train_state import TrainState
 
 from mpmodules import nnx
-from policy import (
-    ScaledGradients,
-    apply_gradients,
-    finite_of,
-    loss_scale_of,
-    master_params,
-    mixed_precision,
-)
+from policy import ScaledGradients, apply_gradients, loss_scale_of, master_params, mixed_precision
+from policy.optim import finite_of
 from tests.policy.optim.saving import FAST
 
 RNG = np.random.default_rng(0)
