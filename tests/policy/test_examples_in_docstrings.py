@@ -7,6 +7,7 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
 
 import policy
@@ -79,5 +80,6 @@ def test_an_example_runs(name):
     if name in map(place_of, PUBLIC.values()):
         example.globs = {}  # a reader copies it as it is, imports included
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    runner.run(example, out=output.append)
+    with jax.numpy_dtype_promotion("standard"):  # a reader's own setting: optax promotes
+        runner.run(example, out=output.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(output)
