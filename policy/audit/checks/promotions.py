@@ -45,8 +45,7 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
         reader, other = met
         message = (
             f"{shape_of(node.inputs[0])} met {shape_of(other)} in {reader.name}: the result is "
-            f"{node.out.dtype}, and "
-            "goes on so. Cast the one or the other where they meet."
+            f"{node.out.dtype}, and goes on so. Cast the one or the other where they meet."
         )
         dtypes = (node.inputs[0].dtype, other.dtype, node.out.dtype)
         yield finding(PROMOTION, node, message, tuple(dict.fromkeys(dtypes)), primitive=reader.name)
@@ -79,8 +78,7 @@ def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
         if len(set(dtypes)) == 2 and any(map(is_narrow, dtypes)) and is_mixed:
             message = (
                 f"{node.name} multiplies {dtypes[0]} by {dtypes[1]}, as slowly as float32. Cast "
-                "both to one dtype; "
-                "preferred_element_type gives a float32 result without."
+                "both to one dtype; preferred_element_type gives a float32 result without."
             )
             if node.site.is_backward:
                 message += (
@@ -140,8 +138,7 @@ def _is_normalised(value: Value) -> bool:
 def _leak(node: Node, origin: Node) -> Finding:
     message = (
         f"What was widened to {origin.out.dtype} here went on into a {node.name} in float32 at "
-        f"{at(node)}. "
-        f"Narrow the result to {origin.inputs[0].dtype} before it is handed on."
+        f"{at(node)}. Narrow the result to {origin.inputs[0].dtype} before it is handed on."
     )
     dtypes = (origin.inputs[0].dtype, origin.out.dtype)
     return finding(LEAK, node, message, dtypes, of=origin, primitive=node.name)

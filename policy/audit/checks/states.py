@@ -127,8 +127,6 @@ def _message(flow: Flow, states: list[State]) -> str:
     others = f" and {len(states) - 1} more" if states[1:] else ""
     return (
         f"{states[0].name}, {shape_of(before)}{others}: the call returns it with something added "
-        "to it, for the next "
-        "call. What is below its last digit is lost each time. Keep it in float32; "
-        "policy.mixed_precision keeps what "
-        "rounding parameters loses."
+        "to it, for the next call. What is below its last digit is lost each time. Keep it in "
+        "float32; policy.mixed_precision keeps what rounding parameters loses."
     )
