@@ -115,7 +115,7 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
     if not node.inputs:
         return _NONE
     axes = _counting(node.inputs[0], known)
-    if name == "rem":  # consecutive numbers, at most as many as the divisor
+    if name == "rem":  # at most as many consecutive numbers as the divisor stay distinct
         largest = max(_literals(node.inputs[1]), default=0)
         return frozenset(a for a in axes if largest >= value.shape[a])
     if name == "broadcast_in_dim":

@@ -80,9 +80,9 @@ def _is_never_positive(value: Value) -> bool:
 def _is_judged(node: Node) -> bool:
     """Returns whether a softplus is more than an activation.
 
-    It is if it or a sum of it is returned, or an exponential or logarithm of that is taken, or if
-    neither a matmul nor a bounded function follows in the forward pass. A loss of which only the
-    gradient is requested has no forward readers.
+    It is if it, or a sum of it, is returned or passed to an exponential or a logarithm. It also is
+    if neither a matmul nor a bounded function follows in the forward pass: a loss that is only
+    differentiated has no readers there.
     """
 
     def passes(reader: Node) -> bool:

@@ -89,7 +89,7 @@ def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
 
 
 def float32_matmuls(flow: Flow) -> Iterator[Finding]:
-    """Yields matmuls in float32 in programs that multiply in half precision, and their leaks.
+    """Yields float32 matmuls beside half-precision ones, and leaks of float32 into matmuls.
 
     A matmul is reported with its share of the FLOPs, a leak at the place where the operand was
     widened. Matmuls that a rule, a policy or an argument puts in float32 are exempt.
