@@ -15,7 +15,6 @@ PENDING = frozenset(
     (
         *("mpmodules", "mpmodules/linen", "mpmodules/nnx"),
         *("policy/_jaxpr", "policy/optim", "policy/autocast", "policy/compare", "policy/suggest"),
-        *("policy/audit", "policy/audit/checks"),
     )
 )
 MOST_PER_THOUSAND = 3

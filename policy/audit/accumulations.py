@@ -1,4 +1,4 @@
-"""Shares of a carried value in its next one: finds sums over the turns of a loop, or over calls."""
+"""Shares of a carry in its next value: finds sums over the iterations of a loop or over calls."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from policy._jaxpr.operations import kind_of
 from policy._jaxpr.primitives import ADDITIONS, EXTREMES, MOVES_DATA, PRODUCTS, UPDATES
 from policy.audit.flow import is_cast, is_cotangent, reached, users
 
-_ZEROS = UPDATES | {"pad"}  # values written into zeros add to few places
-_DEEP = 100  # sums of sums that are followed
+_ZEROS = UPDATES | {"pad"}  # make arrays that are mostly zero
+_DEEP = 100  # the deepest nesting of sums that is followed
 
 
 class Share(NamedTuple):
-    """The part of a value that is a carry's.
+    """The share of a carry in a value: the value is `factor` times the carry, plus other terms.
 
     Attributes:
-      factor: times the carry. Of a number that the program computes, only the sign is taken: it
-        counts as positive.
-      is_exact: whether the factor is known.
+      factor: the coefficient of the carry. Numbers that the program computes count as 1.
+      is_exact: whether the coefficient is known.
       added: whether anything was added to the carry.
-      scaled: whether it was multiplied by anything.
+      scaled: whether the carry was multiplied by anything.
     """
 
     factor: float
@@ -37,7 +36,7 @@ _NOTHING = Share(0.0)
 
 
 class _Below(enum.Enum):
-    """Operations between a value and the next carry: none, a factor, or a sum of two shares."""
+    """Operations between a value and the next carry: none, a scaling, or a sum of two shares."""
 
     NOTHING = enum.auto()
     SCALE = enum.auto()
@@ -45,20 +44,21 @@ class _Below(enum.Enum):
 
 
 class Shares:
-    """The shares of one carry in the values of one turn.
+    """Computes the shares of one carry in the values of one loop iteration.
 
     Args:
-      carry: the carry at the start of a turn.
-      gates: ids of values on which no factor of a sum depends: a factor that does is a gate.
+      carry: the carry at the start of the iteration.
+      gates: ids of the values that gate others. A carry has no share if it is multiplied by a
+        factor that depends on a gate or on the carry, or if a sum with a term that depends on a
+        gate is scaled.
       scales: whether the carry may be multiplied.
-      gradients: whether a gradient by the carry counts as independent of it.
-      statistics: whether the carry's norm or mean, as a factor of what is added, counts as
-        independent of it.
-      counts: whether the operands beside the carry in an addition count as something that is added.
+      gradients: whether gradients with respect to the carry count as independent of it.
+      statistics: whether reductions of the carry, such as its norm or mean, count as independent of
+        it in the terms added to it.
+      counts: tells whether the other operands of an addition count as added terms.
 
     Attributes:
-      sums: the additions that were found between the carry and the value in question, the last one
-        first.
+      sums: the additions found between the carry and the value in question, the last one first.
     """
 
     def __init__(
@@ -83,15 +83,16 @@ class Shares:
     def of(self, value: Value) -> Share | None:
         """Returns the share of the carry in a value, or None.
 
-        It is None where the value is no sum of the carry and of other terms. The terms of the sum
-        do not depend on the carry. Adding zeros but for a few places is no addition.
+        The share is None unless the value is the sum of a multiple of the carry and of terms
+        independent of the carry. It is also None if a term is zero in most places, as a padded one
+        is.
         """
         return self._of(value, _Below.NOTHING, depth=0)
 
     def _of(self, value: Value, below: _Below, depth: int) -> Share | None:
         key = id(value), below
         if key not in self._known:
-            self._known[key] = None  # of a value made of itself, nothing is known
+            self._known[key] = None  # a value that depends on itself has no known share
             self._known[key] = self._follow(value, below, depth)
         return self._known[key]
 
@@ -118,7 +119,7 @@ class Shares:
         return found
 
     def _step(self, node: Node, mine: list[Value], below: _Below) -> Share | None:
-        """Returns the share after one operation of which one operand has a share."""
+        """Returns the share of an operand in the result of one operation, or None."""
         others = [v for v in node.inputs if not any(v is one for one in mine)]
         if node.name in ADDITIONS:
             if any(_is_sparse(v) for v in others) or (
@@ -145,7 +146,7 @@ class Shares:
         return Share(1.0) if _is_view(node) or is_written_into else None
 
     def _chosen(self, cases: list[Value], below: _Below, depth: int) -> Share | None:
-        """Returns the share where one value or the other is taken, or a part of each."""
+        """Returns the share in a result that is selected or assembled from several values."""
         each = [
             self._of(v, below, depth + 1) if self._is_made_of_carry(v) else _NOTHING for v in cases
         ]
@@ -158,13 +159,13 @@ class Shares:
         return largest._replace(is_exact=is_exact)
 
     def _summed(self, node: Node, depth: int) -> Share | None:
-        """Returns the share in a sum of two values that both hold some."""
+        """Returns the share in a sum of two values that both hold a share."""
         first, second = (self._of(v, _Below.SUM, depth + 1) for v in node.inputs)
         if first is None or second is None:
             return None
         other = -second.factor if node.name == "sub" else second.factor
         is_exact = first.is_exact and second.is_exact
-        # a carry less some of it, as an average has, is still the carry
+        # an average subtracts a part of the carry from the carry: a share remains
         factor = (
             first.factor + other
             if is_exact or first.factor * other > 0
@@ -173,9 +174,10 @@ class Shares:
         return Share(factor, is_exact, first.added or second.added, scaled=True)
 
     def is_compensated(self) -> bool:
-        """Returns whether the rounding errors of the additions are kept, as Kahan's sum keeps them.
+        """Returns whether the additions keep their rounding errors, as Kahan summation does.
 
-        That is a difference of two of these: the carry, the sums, and casts of them.
+        They do if a difference of two of these reaches the next carry or an output: the carry, the
+        sums, and casts of them.
         """
         ends = {id(self.carry), *(id(out) for node in self.sums for out in node.outputs)}
         for value in (out for node in self.sums for out in node.outputs):
@@ -190,11 +192,11 @@ class Shares:
 
 
 class Dependence:
-    """Tells whether values are computed from some others, within one turn of every loop.
+    """Tells whether values depend on some others, within one iteration of every loop.
 
     Args:
       on: the ids of the others.
-      hides: whether a dependence through a node counts for nothing.
+      hides: tells whether the results of a node count as independent of its operands.
     """
 
     def __init__(self, on: Collection[int], hides: Callable[[Node], bool] = lambda node: False):
@@ -220,9 +222,9 @@ class Dependence:
 
 
 def _cases(node: Node, mine: list[Value]) -> list[Value]:
-    """Returns the values of which a node returns one or the other, or a part of each.
+    """Returns the operands that a node selects from or assembles its result from.
 
-    Nodes that do something else have none.
+    Returns [] for other nodes, and for updates unless both target and update are in `mine`.
     """
     if node.name in ("select_n", "branch"):
         return node.inputs[1:]
@@ -245,7 +247,7 @@ def _times(one: Share, other: Share) -> Share:
 
 
 def _counterpart(node: Node, value: Value) -> Value:
-    """Returns the operand that an operation which moves numbers returns as a value."""
+    """Returns the operand of a data movement that a result is made of."""
     if len(node.outputs) == len(node.inputs):
         return node.inputs[[out is value for out in node.outputs].index(True)]
     return node.inputs[0]
@@ -254,7 +256,8 @@ def _counterpart(node: Node, value: Value) -> Value:
 def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
     """Returns a factor, and whether it is known.
 
-    Of a computed one, the sign alone is read, as far as it is written down.
+    A computed factor counts as 1, multiplied by the literals and signs that the program applies to
+    it.
     """
     if value.is_literal:
         return float(value.array.real), True
@@ -277,7 +280,7 @@ def _is_statistic(node: Node) -> bool:
 
 
 def _applies_addition(node: Node) -> bool:
-    """Returns whether a node applies a function that adds to places, as ``x.at[i].apply`` does."""
+    """Returns whether a node adds to elements in place, as ``x.at[i].apply`` may do."""
     return node.name == "scatter" and combines_by(node.site.equation, ADDITIONS)
 
 
@@ -296,8 +299,8 @@ def _is_view(node: Node) -> bool:
 
 
 def _goes_on(value: Value) -> bool:
-    """Returns whether a value is handed on or returned, be it through sums, casts or selections."""
-    passes = lambda node: (
+    """Returns whether a value reaches a carry or an output through sums, casts or selections."""
+    passes = lambda node: (  # noqa: E731
         node.name in ADDITIONS or node.name in ("select_n", "branch") or _is_view(node)
     )
     return any(

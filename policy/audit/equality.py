@@ -1,4 +1,4 @@
-"""Equality of values, as far as the program says."""
+"""Equality of values, as far as the program shows it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from policy._jaxpr.primitives import REARRANGES
 
 
 def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
-    """Returns whether two values are one in whatever shape, or are made of one by the same
-    operations.
+    """Returns whether the program shows that two values hold the same numbers.
+
+    They do if they are rearrangements of one value, or results of the same operations on equal
+    operands.
 
     Args:
-      depth: the most operations that are compared one behind the other.
+      depth: the longest chain of operations that is compared.
     """
     one, other = _in_any_shape(one), _in_any_shape(other)
     if one is other:
@@ -33,5 +35,5 @@ def _in_any_shape(value: Value) -> Value:
 
 
 def _index(value: Value) -> int:
-    """The place of a value among the results of the operation that makes it."""
+    """Returns the position of a value among the results of its operation."""
     return 0 if value.maker is None else [out is value for out in value.maker.outputs].index(True)

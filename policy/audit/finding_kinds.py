@@ -20,17 +20,43 @@ REPEATED = "repeated-cast"
 RESIDUAL = "float32-residual"
 
 KINDS = {
-    REDUCTION: "A sum, mean, cumulative or windowed sum, scatter-add or chain of additions in less than float32.",
-    FUNCTION: "An exponential, logarithm, inverse root or square in half precision where its error or range matters.",
-    CONSTANT: "A constant that overflows to infinity or vanishes to zero in the dtype that it is cast to.",
-    CARRY: "A loop, or a call, hands a sum on in half precision: it stops growing once terms are below its last digit.",
-    MIXED: "A matmul of a half operand and a float32 one: no matrix unit runs it, so it is as slow as float32.",
-    PROMOTION: "A half value met float32 or complex numbers, nobody asked for a wider result, and it stays wide.",
-    LEAK: "A half value was widened, by a normalisation for example, and went on into a matmul in float32.",
+    REDUCTION: (
+        "A sum, mean, cumulative or windowed sum, scatter-add or chain of additions in less than "
+        "float32."
+    ),
+    FUNCTION: (
+        "An exponential, logarithm, inverse root or square in half precision where its error or "
+        "range matters."
+    ),
+    CONSTANT: (
+        "A constant that overflows to infinity or vanishes to zero in the dtype that it is cast to."
+    ),
+    CARRY: (
+        "A loop, or a call, hands a sum on in half precision: it stops growing once terms are "
+        "below its last digit."
+    ),
+    MIXED: (
+        "A matmul of a half operand and a float32 one: no matrix unit runs it, so it is as slow as "
+        "float32."
+    ),
+    PROMOTION: (
+        "A half value met float32 or complex numbers, nobody asked for a wider result, and it "
+        "stays wide."
+    ),
+    LEAK: (
+        "A half value was widened, by a normalisation for example, and went on into a matmul in "
+        "float32."
+    ),
     MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
-    ROUND_TRIP: "A value is cast there and back, or on, with nothing in between: digits or work are lost for nothing.",
+    ROUND_TRIP: (
+        "A value is cast there and back, or on, with nothing in between: digits or work are lost "
+        "for nothing."
+    ),
     REPEATED: "The same array is cast to the same dtype more than once.",
-    RESIDUAL: "float32 is kept in memory for the backward pass where the half value that it came from would do.",
+    RESIDUAL: (
+        "float32 is kept in memory for the backward pass where the half value that it came from "
+        "would do."
+    ),
 }
 
 

@@ -1,6 +1,4 @@
-"""The flow of dtypes through a program: values that are float32 only because a half one was
-widened, and their ends.
-"""
+"""Flow of dtypes through a program: values widened from half precision, and their leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _MATMULS = ("dot", "convolution")
 
 @functools.cache
 def bits(dtype: str) -> int:
-    """Returns the width of a real floating dtype in bits, by its name; 0 for any other."""
+    """Returns the width in bits of a real floating dtype, by its name; 0 for any other."""
     if not is_inexact(dtype) or dtype.startswith("complex"):
         return 0
     digits = "".join(c if c.isdigit() else " " for c in dtype.split("_")[0]).split()
@@ -27,7 +25,7 @@ def bits(dtype: str) -> int:
 
 
 def is_narrow(dtype: str) -> bool:
-    """Returns whether a dtype is floating, and narrower than float32."""
+    """Returns whether a dtype is floating and narrower than float32."""
     return 0 < bits(dtype) < 32
 
 
@@ -37,12 +35,12 @@ def is_wide(dtype: str) -> bool:
 
 
 def is_complex(dtype: str) -> bool:
-    """Returns whether a dtype is complex: two numbers of float32 or float64."""
+    """Returns whether a dtype is complex."""
     return dtype.startswith("complex")
 
 
 def is_cast(node: Node) -> bool:
-    """Returns whether a node changes the dtype of floating numbers."""
+    """Returns whether a node casts between real floating dtypes."""
     return (
         node.name == "convert_element_type"
         and bits(node.inputs[0].dtype) > 0
@@ -63,9 +61,7 @@ def is_matmul(node: Node) -> bool:
 
 
 def is_cotangent(node: Node) -> bool:
-    """Returns whether a node is of the backward pass itself, and no forward that is rematerialised
-    there.
-    """
+    """Returns whether a node is in the backward pass and is not rematerialised there."""
     return node.site.is_backward and not node.site.is_recomputed
 
 
@@ -77,14 +73,12 @@ def made_of(value: Value) -> Value:
 
 
 def is_layout(node: Node) -> bool:
-    """Returns whether a node moves numbers and changes none of them."""
+    """Returns whether a node moves numbers without changing any."""
     return node.name in MOVES_DATA
 
 
 def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout) -> Iterator[Value]:
-    """Yields values, and what nodes made of them, and of that, as far as `passes` says of each
-    node.
-    """
+    """Yields values, and all values derived from them through nodes that `passes` accepts."""
     waiting = list(values)
     seen = set(map(id, waiting))
     while waiting:
@@ -102,9 +96,7 @@ def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout)
 
 
 def users(value: Value, passes: Callable[[Node], bool] = is_layout) -> Iterator[Node]:
-    """Yields the nodes that compute with a value, or with what other nodes made of it that `passes`
-    tells.
-    """
+    """Yields the nodes that compute with a value, looking through nodes that `passes` accepts."""
     return (node for each in reached([value], passes) for node in each.readers if not passes(node))
 
 
@@ -120,8 +112,9 @@ class Flow:
       graph: the program.
       lost: constants that overflowed or vanished while it was traced.
       states: arguments and outputs that may be one state, before and after the call.
-      asked: the dtypes that were asked for while it was traced.
-      multiplies_in_half: whether a matmul in it has half operands.
+      asked: the dtypes requested while it was traced.
+      matmuls: its matmuls and convolutions.
+      multiplies_in_half: whether a matmul in it has only half operands.
     """
 
     def __init__(
@@ -143,17 +136,17 @@ class Flow:
         self._leaking = self._find_leaks()
 
     def widening(self, value: Value) -> Node | None:
-        """Returns the cast, or the half matmul with a wide result, that widened a half value; None
-        where there is none.
+        """Returns the node that widened a half value to this one, or None.
 
-        It is the nearest one: a value that was narrowed in between is no longer wide.
+        It is the nearest cast to a wide dtype, or matmul of a half operand with a wide result. A
+        value that was narrowed in between is no longer wide.
         """
         return self._widenings.get(id(value))
 
     def leaks(self, value: Value) -> bool:
         """Returns whether a wide or complex value leaks.
 
-        It leaks where it reaches a matmul, a loop's carry, the program's result, or another
+        It leaks if it reaches a matmul, a loop's carry, an output of the program, or another
         module's arithmetic before it is narrowed.
         """
         return id(value) in self._leaking
@@ -184,16 +177,14 @@ class Flow:
 
 
 def operands(node: Node) -> list[Value]:
-    """The floating operands of a matmul."""
+    """Returns the floating operands of a matmul."""
     return [value for value in node.inputs if bits(value.dtype)]
 
 
 def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
-    """Returns whether a value leaks through one of its readers; `leaking` are the later values that
-    do.
-    """
+    """Returns whether a value leaks through a reader; `leaking` holds later values that leak."""
     if is_cotangent(reader) and not (value.maker is not None and is_cotangent(value.maker)):
-        return False  # what is kept for the backward pass is another matter
+        return False  # residuals have a check of their own
     if is_matmul(reader) or reader.name == "carry":
         return True
     if narrows(reader):
@@ -201,7 +192,7 @@ def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
     if reader.name in MOVES_DATA or is_cast(reader) or is_joint(reader):
         return any(id(out) in leaking for out in reader.outputs)
     results = [out for out in reader.outputs if is_wide(out.dtype) or is_complex(out.dtype)]
-    if not results:  # a comparison, a place, an effect
+    if not results:  # a comparison, an index or an effect
         return False
     maker = made_of(value).maker
     home, there = () if maker is None else maker.site.path, reader.site.path

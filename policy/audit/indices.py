@@ -1,4 +1,4 @@
-"""Whether the indices of a scatter may name one place twice, as far as the program says."""
+"""Repeated indices in a scatter, as far as the program shows them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NONE: Axes = frozenset()
 
 
 def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
-    """Whether two rows of `indices` (..., k) may be equal.
+    """Returns whether two rows of `indices` (..., k) may be equal.
 
-    They are taken to differ along an axis that an `iota` counts along, moved, permuted or wrapped
-    around; that is what is left in a program of a reversal, a permutation or an `arange`. Constants
-    are looked at.
+    Rows are taken to differ along an axis that an `iota` counts along, even if it was moved,
+    permuted or wrapped around: reversals, permutations and `arange` have this form. Small arrays
+    that are computed from constants are compared by value, if there are no batching axes.
 
     Args:
-      indices: an integer array whose last axis holds the coordinates of one place.
-      batching: axes of which each is for other places.
+      indices: an integer array whose last axis holds the coordinates of one element.
+      batching: batching axes; rows along them address different elements.
     """
     known = _known(indices)
     if known is not None and not batching:
@@ -36,9 +36,7 @@ def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
 
 
 def _known(value: Value) -> np.ndarray | None:
-    """The numbers of an integer array that is computed from constants alone; None where they are
-    not known.
-    """
+    """Returns the numbers of a small integer array computed from constants alone, or None."""
     if value.array is not None:
         is_small = not isinstance(value.array, Tracer) and np.size(value.array) <= _LARGEST
         return (
@@ -93,9 +91,9 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
 
 
 def _counting(value: Value, known: dict[int, Axes]) -> Axes:
-    """The axes along which the numbers of a value differ."""
+    """Returns the axes along which the numbers of a value differ."""
     if id(value) not in known:
-        known[id(value)] = _NONE  # of what is made of itself, nothing is known
+        known[id(value)] = _NONE  # a value that depends on itself has no known axes
         known[id(value)] = _NONE if value.maker is None else _of_node(value, value.maker, known)
     return known[id(value)]
 
@@ -104,9 +102,9 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
     name, params = node.name, node.params
     if name == "iota":
         return frozenset((params["dimension"],))
-    if name == "select_n":  # an index that may be negative, and the same one from the other end
+    if name == "select_n":  # a negative index, and the same one counted from the end
         return frozenset.intersection(*(_counting(v, known) for v in node.inputs[1:]))
-    if name == "sort":  # a permutation, as argsort makes it
+    if name == "sort":  # permutes numbers, as argsort does
         return _counting(node.inputs[[out is value for out in node.outputs].index(True)], known)
     if name == "concatenate":
         return frozenset.union(*(_counting(v, known) for v in node.inputs)) - {params["dimension"]}
@@ -117,7 +115,7 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
     if not node.inputs:
         return _NONE
     axes = _counting(node.inputs[0], known)
-    if name == "rem":  # wraps around once, where it is by the length
+    if name == "rem":  # at most as many consecutive numbers as the divisor stay distinct
         largest = max(_literals(node.inputs[1]), default=0)
         return frozenset(a for a in axes if largest >= value.shape[a])
     if name == "broadcast_in_dim":
@@ -131,7 +129,7 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
 
 
 def _literals(value: Value) -> list[float]:
-    """The numbers that a scalar is chosen from, where they stand in the program."""
+    """Returns the literals that a scalar is selected from; [] if it is not."""
     if value.is_literal:
         return [float(value.array)]
     maker = value.maker
@@ -145,8 +143,9 @@ def _literals(value: Value) -> list[float]:
 
 
 def _reshaped(axes: Axes, before: Sequence[int], after: Sequence[int]) -> Axes:
-    """Where axes are after a reshape that only drops, puts in or joins some; what was split is no
-    longer known.
+    """Returns the positions of axes after a reshape that drops, inserts or joins axes.
+
+    Axes that are split, and those behind them, are left out.
     """
     old = [a for a, dim in enumerate(before) if dim != 1]
     found = set()

@@ -1,4 +1,4 @@
-"""Constants that were lost while a function was traced: before there was a program that could tell."""
+"""Constants that overflow or vanish while a function is traced, before there is a jaxpr."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 
 @dataclasses.dataclass
 class Lost:
-    """Lines of user code, as ``model.py:12``, where NumPy cast a number to a dtype that can't hold
-    it.
+    """Lines of user code, as ``model.py:12``, where a constant did not fit into its dtype.
+
+    Attributes:
+      overflowed: lines where NumPy reported an overflow.
+      vanished: lines where NumPy reported an underflow.
     """
 
     overflowed: set[str] = dataclasses.field(default_factory=set)
@@ -27,8 +30,9 @@ class Lost:
 
 @contextlib.contextmanager
 def noticing() -> Iterator[Lost]:
-    """Notes what NumPy says of casts while a function is traced in this thread: JAX casts constants
-    by it.
+    """Records the overflows and underflows of NumPy while a function is traced in this thread.
+
+    JAX casts constants with NumPy.
     """
     lost = Lost()
 
@@ -41,7 +45,7 @@ def noticing() -> Iterator[Lost]:
 
 
 def _line() -> str:
-    """The innermost line of the user's code, as reports name it."""
+    """Returns the innermost line of user code, in the format of reports."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,6 +1,4 @@
-"""State that goes into a call and comes out of it: arguments and outputs that belong together, by
-their key paths.
-"""
+"""State that passes from call to call: arguments and outputs matched by their key paths."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import jax
 from policy._jaxpr.trace import Traced
 
 Keys = tuple[Any, ...]
-# What an optimizer is given under these names is no state: what it makes of it is another thing.
+# Not state: an optimizer returns its updates under the key paths of the gradients.
 _NO_STATE = frozenset(("updates", "cotangents", "gradients", "gradient", "grads", "grad", "g"))
 
 
@@ -22,7 +20,7 @@ class State(NamedTuple):
     """An argument of a program, and an output that may be its next value.
 
     Attributes:
-      argument, output: their places among the program's arrays.
+      argument, output: their positions among the program's arrays.
       name: the argument's key path, as ``state['ema']['w']``.
     """
 
@@ -32,13 +30,13 @@ class State(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """An array of a tree.
+    """An array of a pytree.
 
     Attributes:
-      place: among the program's arrays.
+      place: its position among the program's arrays.
       keys: its key path.
-      layout: the key paths, shapes and dtypes of all arrays of the tree that the path is in.
-      name: what it is called in a message.
+      layout: the key paths, shapes and dtypes of all arrays in the tree that the path starts from.
+      name: its name in messages.
     """
 
     place: int
@@ -50,10 +48,10 @@ class _Leaf(NamedTuple):
 def states_of(traced: Traced) -> tuple[State, ...]:
     """Returns the arguments and outputs of a call that share a key path, shape and dtype.
 
-    The path of an argument is the one below the argument, or with its name before it; that of an
-    output the one in all that is returned, or below its outermost key. So ``step(params, state,
+    The key path of an argument starts below the argument, or with its name. The key path of an
+    output starts at the returned tree, or below its outermost key. So ``step(params, state,
     batch)`` may return ``params, state, loss``, a dictionary of them, or one of them alone. Arrays
-    without keys are no state. Keys that are indices alone match in trees of one layout only.
+    without keys are not state. Key paths of indices alone match only in trees of the same layout.
     """
     outputs: dict[Keys, list[_Leaf]] = defaultdict(list)
     for leaf in _outputs(traced):
@@ -71,7 +69,7 @@ def states_of(traced: Traced) -> tuple[State, ...]:
 
 
 def _arguments(traced: Traced) -> Iterator[_Leaf]:
-    """The arrays among a call's arguments that have keys, under each of their paths."""
+    """Yields the arrays with keys among a call's arguments, once for each key path."""
     tree = jax.tree.unflatten(traced.arguments.treedef, traced.arguments.is_array)
     marked = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = [path for path, is_array in marked if is_array]
@@ -91,7 +89,7 @@ def _arguments(traced: Traced) -> Iterator[_Leaf]:
 
 
 def _outputs(traced: Traced) -> Iterator[_Leaf]:
-    """The arrays that a call returns, under each of their paths that is not empty."""
+    """Yields the arrays that a call returns, once for each of their nonempty key paths."""
     paths = [_keys(path) for path, _ in jax.tree_util.tree_flatten_with_path(traced.shape)[0]]
     whole = _layouts((((), keys) for keys in paths), traced.jaxpr.out_avals)
     parts = _layouts(((keys[:1], keys[1:]) for keys in paths), traced.jaxpr.out_avals)
@@ -103,11 +101,10 @@ def _outputs(traced: Traced) -> Iterator[_Leaf]:
 
 
 def _layouts(paths: Iterable[tuple[Keys, Keys]], avals: Sequence[Any]) -> dict[Keys, Any]:
-    """The layout of each tree, of the key paths of trees and of arrays in them."""
+    """Returns the layout of each tree, from pairs of a tree's and an array's key path."""
     layouts: dict[Keys, list[Any]] = defaultdict(list)
-    for aval, (tree, keys) in zip(
-        avals, paths, strict=False
-    ):  # gradients come after what a call returns
+    # Not strict: gradients come after the outputs of the call.
+    for aval, (tree, keys) in zip(avals, paths, strict=False):
         layouts[tree].append((keys, _of(aval)))
     return layouts
 
@@ -117,14 +114,14 @@ def _of(aval: Any) -> tuple[Any, Any]:
 
 
 def _keys(path: Any) -> Keys:
-    """The keys of a path, whatever containers they are of."""
+    """Returns the keys of a path, for containers of any type."""
     return tuple(
         getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path
     )
 
 
 def _parameters(fn: Any) -> dict[int, str]:
-    """The names of a function's positional parameters, by their places."""
+    """Returns the names of a function's positional parameters, by position."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Uses of what functions of half numbers return: tells activations from what has to be exact."""
+"""Uses of functions of half numbers: separates activations from results that must be exact."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ _NORMALISES = POWERS | SQUARE_ROOTS
 
 
 def is_summed(value: Value) -> bool:
-    """Returns whether a value is summed, be it cast, scaled or selected from before."""
+    """Returns whether a value is summed, possibly after it was cast, scaled or selected from."""
     passes = lambda node: not is_cotangent(node) and _passes(node, adds=False)  # noqa: E731
     return any(_sums(node) for each in reached([value], passes) for node in each.readers)
 
 
 def matters(node: Node) -> bool:
-    """Returns whether a result is more than an activation: summed, divided by, returned, or a
-    logarithm taken of it.
+    """Returns whether a result is more than an activation.
 
-    An exponential is followed as long as it is scaled and selected from; a logarithm where it is
-    added to, too. Softplus is an activation: a sum of it counts only where no matmul follows, as in
-    a loss.
+    It is if it is summed, divided by or returned, or if an exponential or logarithm of it is taken.
+    Exponentials are followed through scaling and selection, logarithms through additions too.
+    Softplus is an activation: a sum of it counts only if no matmul follows, as in a loss.
     """
     if node.name == "expm1" and _is_guarded(node.inputs[0]):
         return False
@@ -49,10 +48,9 @@ def matters(node: Node) -> bool:
 
 
 def _is_sensitive(reader: Node, value: Value) -> bool:
-    """Returns whether a node sums a value, divides by it, or takes an exponential or a logarithm of
-    it.
+    """Returns whether a node sums, divides by, or takes an exponential or logarithm of a value.
 
-    The logarithm of a softplus is none where that is an activation.
+    The logarithm of a softplus does not count if that is an activation.
     """
     if _sums(reader) or (reader.name == "div" and reader.inputs[1] is value):
         return True
@@ -66,9 +64,7 @@ def _is_steep(node: Node) -> bool:
 
 
 def _is_softplus(node: Node) -> bool:
-    """Returns whether a node is the logarithm of the stable form ``max(x, 0) +
-    log1p(exp(-abs(x)))``.
-    """
+    """Returns whether a node is the ``log1p`` of ``max(x, 0) + log1p(exp(-abs(x)))``."""
     maker = made_of(node.inputs[0]).maker if node.name == "log1p" else None
     return maker is not None and maker.name == "exp" and _is_never_positive(maker.inputs[0])
 
@@ -82,11 +78,11 @@ def _is_never_positive(value: Value) -> bool:
 
 
 def _is_judged(node: Node) -> bool:
-    """Returns whether an activation is more than that: it, or a sum of it, is returned, or nothing
-    follows it forward.
+    """Returns whether a softplus is more than an activation.
 
-    A matmul or a bounded function may follow. A loss whose gradient alone is asked for has nothing
-    behind it.
+    It is if it, or a sum of it, is returned or passed to an exponential or a logarithm. It also is
+    if neither a matmul nor a bounded function follows in the forward pass: a loss that is only
+    differentiated has no readers there.
     """
 
     def passes(reader: Node) -> bool:
@@ -103,13 +99,14 @@ def _is_judged(node: Node) -> bool:
 
 
 def _is_beside(node: Node) -> bool:
-    """Returns whether what a node computes is another matter."""
+    """Returns whether a node ends the search: a matmul, or a node of the backward pass."""
     return is_matmul(node) or is_cotangent(node)
 
 
 def _is_kept_only(node: Node) -> bool:
-    """Returns whether the backward pass alone reads what a node makes: a derivative that the
-    forward pass saves.
+    """Returns whether only the backward pass reads a result.
+
+    This is the case for derivatives that the forward pass computes and saves.
     """
     passes = lambda reader: reader.name in _MOVES or is_joint(reader)  # noqa: E731
     values = list(reached(node.outputs, lambda reader: not is_cotangent(reader) and passes(reader)))
@@ -123,8 +120,10 @@ def _sums(node: Node) -> bool:
 
 
 def _passes(reader: Node, adds: bool) -> bool:
-    """Returns whether what a node makes of a value is that value still, moved, scaled or selected
-    from.
+    """Returns whether a node only moves, scales, shifts or selects from a value.
+
+    Args:
+      adds: whether additions of arrays count too.
     """
     return reader.name in _MOVES or (
         reader.name in ADDITIONS and (adds or any(value.is_literal for value in reader.inputs))
@@ -132,9 +131,7 @@ def _passes(reader: Node, adds: bool) -> bool:
 
 
 def _is_guarded(value: Value) -> bool:
-    """Returns whether a value was kept from being large by a `where` or a `minimum`, as elu does
-    it.
-    """
+    """Returns whether a `where` or `minimum` keeps a value from being large, as in elu."""
     while value.maker is not None and (
         value.maker.name in MOVES_DATA or value.maker.name in SCALINGS
     ):

@@ -1,1 +1,1 @@
-"""What an audit looks for: one idea a file, each a function from a program's flow to findings."""
+"""The checks of an audit: each file has functions from a program's flow to findings."""

@@ -1,4 +1,4 @@
-"""Finds carries of loops that lose digits in half precision."""
+"""Loop carries that lose digits in half precision."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from policy.audit.finding_kinds import CARRY, finding, shape_of
 from policy.audit.flow import Flow, is_cast, is_narrow, narrows, users, widens
 from policy.audit.report import Finding
 
-_MIXES = ADDITIONS | SCALINGS | {"select_n", "branch"}  # a sum or an average is made by these
+_MIXES = ADDITIONS | SCALINGS | {"select_n", "branch"}  # operations of sums and averages
 
 
 def narrowed_carries(flow: Flow) -> Iterator[Finding]:
-    """Running sums and averages in half precision, and float32 that is rounded to half between two
-    turns of a loop.
+    """Yields half-precision carries that are sums, averages, or float32 rounded at each iteration.
 
-    What a stack of layers hands on is neither: what each adds depends on it. Nor is what a gate
-    scales.
+    The activations that a stack of layers hands on are exempt, because the terms added to them
+    depend on them. Carries that a gate scales are exempt too.
     """
     loops: dict[int, list[Node]] = {}
     for node in flow.graph.nodes:
@@ -32,8 +31,9 @@ def narrowed_carries(flow: Flow) -> Iterator[Finding]:
 
 
 class _Loop:
-    """The values that one loop carries; each node makes one, of its first value and of what the
-    body returns for it.
+    """The carries of one loop.
+
+    Each node makes one carry: its inputs are the first value, and the result of the body for it.
     """
 
     def __init__(self, carries: list[Node]):
@@ -50,25 +50,30 @@ class _Loop:
         carry, result = node.out, node.inputs[1]
         what = f"{shape_of(carry)} is handed from one turn of the {node.site.name} to the next"
         if self._adds(node, node) or self._is_added_to_elsewhere(node):
-            return f"{what}, and is added to or scaled in each: what is below its last digit is lost. Carry float32."
+            return (
+                f"{what}, and is added to or scaled in each: what is below its last digit is lost. "
+                "Carry float32."
+            )
         maker = result.maker
         readers = list(users(carry))
         is_wide_inside = bool(readers) and all(widens(r) for r in readers)
         if maker is not None and narrows(maker) and is_wide_inside:
-            return f"{what}, but computed with in {maker.inputs[0].dtype} only: each turn rounds it. Carry float32."
+            return (
+                f"{what}, but computed with in {maker.inputs[0].dtype} only: each turn rounds it. "
+                "Carry float32."
+            )
         return ""
 
     def _adds(self, node: Node, to: Node) -> bool:
-        """Returns whether a carry's next value is another's with something added to it, or scaled."""
+        """Returns whether a carry's next value is another carry, added to or scaled."""
         share = self._share(node, to)
         return share is not None and (share.added or share.scaled)
 
     def _share(self, node: Node, of: Node) -> Share | None:
-        """Returns the share of a carry in the next value of another one; None of what compensates
-        for its losses.
+        """Returns the share of a carry in the next value of another one; None if it is compensated.
 
-        What gradients by the carry add to it counts as independent: a step of an optimizer. In the
-        backward pass only sums count: what is scaled there is a cotangent.
+        Gradients with respect to the carry count as independent of it: adding them is an optimizer
+        step. In the backward pass only sums count, because cotangents are scaled there.
         """
         is_forward = not node.site.is_backward
         shares = Shares(of.out, self.gates, scales=is_forward, gradients=is_forward)
@@ -76,9 +81,7 @@ class _Loop:
         return None if share is None or not share.factor or shares.is_compensated() else share
 
     def _is_added_to_elsewhere(self, node: Node) -> bool:
-        """Returns whether a carry is added to in some turns of a cycle: where carries swap their
-        places.
-        """
+        """Returns whether a carry is added to in a cycle of carries that swap places."""
         waiting: list[tuple[Node, tuple[Node, ...], bool]] = [(node, (), False)]
         while waiting:
             here, passed, is_added_to = waiting.pop()
@@ -91,7 +94,7 @@ class _Loop:
         return False
 
     def _sources(self, node: Node) -> list[tuple[Node, Share]]:
-        """The other carries that a carry's next value is a sum of, and their shares in it."""
+        """Returns the other carries that a carry's next value is a sum of, and their shares."""
         if id(node) not in self._swapped:
             ends = _ends(node.inputs[1], {id(other.out) for other in self.carries})
             others = (
@@ -107,10 +110,10 @@ class _Loop:
 
 
 def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
-    """The ids of carries that gate what depends on them, of pairs of a carry and its next value.
+    """Returns the ids of carries that may be gates, of pairs of a carry and its next value.
 
-    Counters don't: they may scale. Nor do running maxima: an online softmax scales its sums by what
-    they grew.
+    Counters are no gates: sums may be scaled by them. Nor are running maxima: an online softmax
+    rescales its sums when the maximum grows.
     """
     return {
         id(carry)
@@ -120,7 +123,7 @@ def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
 
 
 def _is_extreme(carry: Value, result: Value) -> bool:
-    """Returns whether a carry is the largest or the smallest of what it has met."""
+    """Returns whether a carry is a running maximum or minimum."""
     while result.maker is not None and (result.maker.name in MOVES_DATA or is_cast(result.maker)):
         result = result.maker.inputs[0]
     maker = result.maker
@@ -140,7 +143,7 @@ def _is_view(value: Value, of: Value) -> bool:
 
 
 def _ends(value: Value, carries: set[int]) -> set[int]:
-    """The carries that a value is a sum of, so far as sums, scales and choices go."""
+    """Returns the ids of the carries that a value is made of by sums, scaling and selections."""
     found: set[int] = set()
     waiting, seen = [value], {id(value)}
     while waiting:

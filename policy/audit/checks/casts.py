@@ -1,4 +1,4 @@
-"""Casts that undo each other, and casts made twice."""
+"""Casts that undo each other, round twice or are repeated."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SHAPES = REARRANGES | ANNOTATES
 
 
 def round_trips(flow: Flow) -> Iterator[Finding]:
-    """A cast, and nothing but the cast back to read it, in one module and one function.
+    """Yields casts that are read only by the cast back, in one module and one function.
 
-    What one module narrows and the next one widens is no round trip: between them it is stored in
-    half, as it should.
+    A value that one module narrows and the next one widens is not a round trip: it is stored in
+    half precision in between, as intended.
     """
     functions = _Functions(flow)
     for node in flow.graph.nodes:
@@ -39,19 +39,22 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
             b.site.is_placed or not functions.belong_together(node, b) for b in back
         ):
             continue
-        if not any(
-            is_written(n.site.equation) for n in (node, *back)
-        ):  # two sums, each in float32 by itself
+        # JAX's own sums cast to float32 and back: two in a row are not written as casts.
+        if not any(is_written(n.site.equation) for n in (node, *back)):
             continue
         loses = _is_lossy(first, middle)
         cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
-        message = f"{shape_of(node.inputs[0])} is cast to {middle} and straight back: {cost}. Leave both casts out."
+        message = (
+            f"{shape_of(node.inputs[0])} is cast to {middle} and straight back: {cost}. Leave both "
+            "casts out."
+        )
         yield finding(ROUND_TRIP, node, message, (first, middle, first))
 
 
 def roundings_twice(flow: Flow) -> Iterator[Finding]:
-    """A wide value that is cast to one half dtype and from there to the other one, in one module
-    and one function.
+    """Yields wide values that are cast to one half dtype and then to the other one.
+
+    Both casts are in one module and one function.
     """
     functions = _Functions(flow)
     for node in flow.graph.nodes:
@@ -70,8 +73,7 @@ def roundings_twice(flow: Flow) -> Iterator[Finding]:
         first, middle, last = node.inputs[0].dtype, node.out.dtype, on[0].out.dtype
         message = (
             f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is "
-            "rounded twice, and what "
-            f"either can't hold is lost. Cast it to {last} at once."
+            f"rounded twice, and what either can't hold is lost. Cast it to {last} at once."
         )
         yield finding(ROUND_TRIP, node, message, (first, middle, last))
 
@@ -81,21 +83,19 @@ def _is_other_half(cast: Node) -> bool:
 
 
 def _is_lossy(dtype: str, through: str) -> bool:
-    """Returns whether numbers of a dtype lose digits or range in another one."""
+    """Returns whether a cast to another dtype loses digits or range."""
     return bits(through) < bits(dtype) or (bits(through) == bits(dtype) and through != dtype)
 
 
 class _Functions:
-    """In which function of the author's each cast stands, helpers that do nothing but cast left
-    out.
-    """
+    """Finds the user's function that a cast is written in, skipping helpers that only cast."""
 
     def __init__(self, flow: Flow):
         self.flow = flow
 
     @functools.cached_property
     def working(self) -> frozenset[tuple[str, str]]:
-        """The functions that do anything but cast."""
+        """Files and names of the functions that contain more than casts."""
         return frozenset(
             author_of(node.site.equation) for node in self.flow.graph.nodes if not is_cast(node)
         )
@@ -112,10 +112,10 @@ class _Functions:
 
 
 def repeated_casts(flow: Flow) -> Iterator[Finding]:
-    """Arguments and constants that their author narrows to the same dtype twice.
+    """Yields arguments and constants that user code narrows to the same dtype more than once.
 
-    Layers that narrow a weight at each of its uses do so on purpose, as autocast does: XLA makes
-    one cast of them, and the gradients of the uses are added up in float32.
+    Layers narrow a weight at each use on purpose, as autocast does: XLA merges the casts, and the
+    gradients of the uses are summed in float32.
     """
     casts: dict[tuple[int, str], list[Node]] = defaultdict(list)
     for node in flow.graph.nodes:
@@ -134,16 +134,14 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
         if again is not None:
             message = (
                 f"{shape_of(again.inputs[0])} is cast to {again.out.dtype} {len(nodes)} times. "
-                "Cast it once, where its "
-                "gradient may be summed in half precision; or leave the casts to the layers."
+                "Cast it once, where its gradient may be summed in half precision; or leave the "
+                "casts to the layers."
             )
             yield finding(REPEATED, again, message)
 
 
 def _stored(value: Value) -> Value | None:
-    """The argument, constant, or row of one, that a value is all of, in whatever shape; None where
-    computed.
-    """
+    """Returns the argument, constant or scanned row that a value is a rearrangement of, or None."""
     while value.maker is not None and value.maker.name in _SHAPES:
         value = value.maker.inputs[0]
     is_row = value.maker is not None and value.maker.name == "row"
@@ -151,8 +149,9 @@ def _stored(value: Value) -> Value | None:
 
 
 def _may_both_run(one: Branch, other: Branch) -> bool:
-    """Returns whether one run may execute two nodes: they are not in different branches of one
-    conditional.
+    """Returns whether two nodes may run in one call.
+
+    Nodes in different branches of one conditional do not.
     """
     chosen = dict(one)
     return all(chosen.get(conditional, branch) == branch for conditional, branch in other)

@@ -1,6 +1,4 @@
-"""Sums of many terms that are written as additions: chains, trees, scans of pairs, and rings of
-devices.
-"""
+"""Sums of many terms written as additions: chains, trees, scans of pairs, rings of devices."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from policy.audit.finding_kinds import REDUCTION, finding
 from policy.audit.flow import Flow, is_cotangent, is_matmul, is_narrow, users
 from policy.audit.report import Finding
 
-_MOST_ALIKE = 3  # parts of one array that are added: the corners of a square are four
-_MOST = 7  # terms of any kind: branches of a network
-_MOST_HOPS = 1  # from device to device: a stencil asks its neighbours once
+_MOST_ALIKE = 3  # parts of one array: a sum of the four corners of a square is reported
+_MOST = 7  # terms of any kind, such as branches of a network
+_MOST_HOPS = 1  # between devices: a stencil exchanges with its neighbours once
 
 
 class _Terms(NamedTuple):
-    """The terms that each number of a value is a sum of.
+    """The terms that each element of a value is a sum of.
 
     Attributes:
-      of: how often something of each value, by its id, is added to it.
-      hops: the most exchanges between devices on the way of any term.
+      of: the number of terms that come from each value, by its id.
+      hops: the largest number of exchanges between devices on the way of a term.
     """
 
     of: Counter[int]
@@ -34,11 +32,11 @@ class _Terms(NamedTuple):
 
 
 def sums_by_hand(flow: Flow) -> Iterator[Finding]:
-    """Additions in half of four or more parts of one array, of eight or more terms, or along a ring
-    of devices.
+    """Yields long sums that are written as additions in half precision.
 
-    A partial sum that anything but an addition reads is a value of its own, as those of a residual
-    stream are.
+    They have four or more parts of one array as terms, eight or more terms in all, or terms that
+    pass along a ring of devices. A partial sum with a reader other than an addition counts as one
+    term: the partial sums of a residual stream have such readers.
     """
     sums = _Sums()
     for node in flow.graph.nodes:
@@ -69,7 +67,7 @@ def sums_by_hand(flow: Flow) -> Iterator[Finding]:
 
 
 def _many(terms: _Terms) -> str:
-    """Returns the number of terms of a sum, in words; "" where they are few."""
+    """Returns the number of terms of a long sum, in words; "" for a short one."""
     total, alike = terms.of.total(), max(terms.of.values(), default=0)
     if terms.hops > _MOST_HOPS and total > 2:
         return f"{total} terms along a ring of devices"
@@ -79,14 +77,14 @@ def _many(terms: _Terms) -> str:
 
 
 class _Sums:
-    """The terms of values, as far as they are more than one."""
+    """The terms of the values of a program."""
 
     def __init__(self) -> None:
         self.known: dict[int, _Terms] = {}
         self._used: dict[int, bool] = {}
 
     def enter(self, node: Node) -> None:
-        """Notes what the result of a node is a sum of, where it adds or moves numbers."""
+        """Records the terms of a node's result, if the node adds or moves numbers."""
         if node.name in ADDITIONS and not all(_is_spread(value) for value in node.inputs):
             each = [self._of(value) for value in node.inputs]
             counts = Counter[int]()
@@ -103,7 +101,7 @@ class _Sums:
             }
 
     def ends(self, value: Value) -> bool:
-        """Returns whether a sum is no part of another one."""
+        """Returns whether a sum is no partial sum of another one."""
         return self._is_used(value) or not any(node.name in ADDITIONS for node in _readers(value))
 
     def _of(self, value: Value) -> _Terms:
@@ -115,7 +113,7 @@ class _Sums:
         return terms
 
     def _is_used(self, value: Value) -> bool:
-        """Returns whether anything reads a value that does not add it to something."""
+        """Returns whether a value has a reader other than an addition."""
         if id(value) not in self._used:
             self._used[id(value)] = any(
                 node.name not in ADDITIONS and not is_joint(node) for node in _readers(value)
@@ -124,7 +122,7 @@ class _Sums:
 
 
 def _whole(value: Value) -> Value:
-    """The array that a value is a part of, or a function of a part; the value where it is neither."""
+    """Returns the array that a value is part of, or a function of a part; otherwise the value."""
     part, is_part = value, False
     while part.maker is not None:
         operands = [operand for operand in part.maker.inputs if not operand.is_literal]
@@ -139,14 +137,15 @@ def _whole(value: Value) -> Value:
 
 
 def _is_spread(value: Value) -> bool:
-    """Returns whether a value is another one with zeros between: two of them are put together by an
-    addition.
+    """Returns whether a value was padded with zeros.
+
+    An addition of two such values joins them and sums nothing.
     """
     return value.maker is not None and value.maker.name == "pad"
 
 
 def _largest(each: Sequence[_Terms]) -> _Terms:
-    """Returns the most that any number of several values, beside each other, is a sum of."""
+    """Returns the largest numbers of terms in several values that are placed side by side."""
     counts = Counter[int]()
     for terms in each:
         counts |= terms.of
@@ -154,5 +153,5 @@ def _largest(each: Sequence[_Terms]) -> _Terms:
 
 
 def _readers(value: Value) -> Iterator[Node]:
-    """The nodes that compute with a value, wherever it was moved before."""
+    """Yields the nodes that compute with a value, looking through data movement."""
     return users(value, lambda node: node.name in MOVES_DATA or node.name in PLACES)

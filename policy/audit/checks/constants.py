@@ -1,4 +1,4 @@
-"""Constants that a dtype can't hold."""
+"""Constants that their dtype cannot hold."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from policy.audit.flow import Flow, bits, is_cotangent, is_narrow, made_of, user
 from policy.audit.lost_constants import Lost
 from policy.audit.report import Finding
 
-Numbers = frozenset[float]  # the few numbers that the elements of a value are
+Numbers = frozenset[float]  # values of an array's elements, or their nonzero extremes
 
 _MOST_NUMBERS = 8
-_LARGEST = 4096  # elements of a captured array that are looked at
+_LARGEST = 4096  # the size of the largest captured array that is read
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -29,15 +29,15 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-_JUST_BEYOND = 1.07  # a number that is less beyond the largest one of 8 bits may be rounded to it
+_JUST_BEYOND = 1.07  # 8-bit casts may round a number within this factor to the largest one
 
 
 def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
-    """Numbers that a program is written with, and that overflow or vanish where they are cast.
+    """Yields constants that overflow or vanish where they are cast.
 
-    They are followed through arithmetic with other constants, `where` and broadcasts. One that JAX
-    cast while it traced is infinite or zero already: it is found where that can't have been meant,
-    as a factor or beside a divisor.
+    Constants are followed through arithmetic with other constants, `where` and broadcasts. A
+    constant that JAX cast during tracing is already infinite or zero: it is a finding where NumPy
+    reported the cast, or where it must be a mistake, as a factor or beside a divisor.
     """
     known: dict[int, Numbers] = {}
     for node in flow.graph.nodes:
@@ -49,7 +49,7 @@ def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
 
 
 def _is_to_floating(node: Node) -> bool:
-    """Returns whether a node casts numbers, integers among them, to a floating dtype."""
+    """Returns whether a node casts integers or floating numbers to a floating dtype."""
     return node.name == "convert_element_type" and bits(node.out.dtype) > 0
 
 
@@ -58,9 +58,15 @@ def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
     for number in sorted(_numbers(node.inputs[0], known) or ()):
         result = _as(number, dtype)
         if np.isfinite(number) and not np.isfinite(result) and bits(dtype) > 8:
-            becomes = f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf with a row that is never masked"
+            becomes = (
+                f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf with a row that is "
+                "never masked"
+            )
         elif _is_beyond(number, dtype) or (np.isinf(number) and np.isnan(result)):
-            becomes = f"{result:g}: finite numbers end at {_largest(dtype):.4g}. Scale what is cast, and keep its scale"
+            becomes = (
+                f"{result:g}: finite numbers end at {_largest(dtype):.4g}. Scale what is cast, and "
+                "keep its scale"
+            )
         elif number != 0 and result == 0:
             becomes = f"0: it vanishes. The smallest number is {_smallest(dtype)}"
         else:
@@ -76,8 +82,9 @@ def _as(number: float, dtype: str) -> float:
 
 
 def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
-    """A literal of a half dtype that is infinite, NaN or zero, where NumPy said so or no author
-    writes one.
+    """Yields literals of a half dtype that became infinite, NaN or zero during tracing.
+
+    A literal counts if NumPy reported its line, or if nobody would write it there.
     """
     for value in node.inputs:
         if not (value.is_literal and is_narrow(value.dtype)):
@@ -98,16 +105,18 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
         elif number == 0 and (
             line in lost.vanished or _is_shift_of_divisor(node) or _is_8_bit_factor(node, value)
         ):
-            message = f"A constant vanished: it is 0 in {dtype}, whose smallest number is {_smallest(dtype)}."
+            message = (
+                f"A constant vanished: it is 0 in {dtype}, whose smallest number is "
+                f"{_smallest(dtype)}."
+            )
             yield finding(CONSTANT, node, message, (dtype,))
 
 
 def _is_beyond_8_bits(node: Node, value: Value) -> bool:
-    """Returns whether a literal of 8 bits is what a larger number becomes there: NumPy does not say
-    so of these dtypes.
+    """Returns whether an 8-bit literal has overflowed, which NumPy does not report.
 
-    That is NaN where a dtype has no infinity, and infinity where it has; -inf is what a mask is
-    written with.
+    Overflow makes NaN in dtypes without infinity, and infinity in the others. -inf is exempt: masks
+    are written with it.
     """
     number = float(value.array)
     if bits(value.dtype) > 8 or node.name in COMPARISONS:
@@ -120,7 +129,7 @@ def _is_8_bit_factor(node: Node, value: Value) -> bool:
 
 
 def _is_shift_of_divisor(node: Node) -> bool:
-    """Returns whether a node adds something to what is divided by, as an epsilon is."""
+    """Returns whether a node adds to a divisor, as an epsilon is added."""
     return node.name == "add" and any(_divides_by(user, node.out) for user in users(node.out))
 
 
@@ -143,7 +152,7 @@ def _divides_by(node: Node, value: Value) -> bool:
 
 
 def _numbers(value: Value, known: dict[int, Numbers]) -> Numbers | None:
-    """The few numbers that a value may be, as far as they are known; None where nothing is."""
+    """Returns the numbers that a value may hold, as far as they are known, or None."""
     if value.array is None:
         return known.get(id(value))
     array = value.array

@@ -1,6 +1,4 @@
-"""Exponentials, logarithms, roots and squares of half numbers, where their error or their range
-matters.
-"""
+"""Functions of half-precision numbers whose error or range matters: exp, log, roots, squares."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _STEEPNESS = (
 
 
 def low_precision_functions(flow: Flow) -> Iterator[Finding]:
-    """Functions of half numbers whose rounding is more than that of an activation."""
+    """Yields functions of half-precision numbers that are not mere activations."""
     for node in flow.graph.nodes:
         if (
             not node.inputs
@@ -37,7 +35,7 @@ def low_precision_functions(flow: Flow) -> Iterator[Finding]:
 
 
 def _reason(node: Node) -> str:
-    """Why a function should not be computed in half, or ""."""
+    """Returns the reason why a function should not run in half precision, or ""."""
     name, dtype = node.name, node.inputs[0].dtype
     if node.inputs[0].is_literal:
         return ""
@@ -47,14 +45,26 @@ def _reason(node: Node) -> str:
             f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
         )
     if name in PERIODIC:
-        return "the argument's last digit is a good part of a turn. Compute the angles, and this, in float32."
+        return (
+            "the argument's last digit is a good part of a turn. Compute the angles, and this, in "
+            "float32."
+        )
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
         limit = "overflows above 65504" if dtype == "float16" else "has 8 significant bits"
-        return f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and narrow what they normalise."
+        return (
+            f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and narrow what "
+            "they normalise."
+        )
     if name == "div" and _is_statistic(node.inputs[1], through_root=True):
-        return f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and narrow the result."
+        return (
+            f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and "
+            "narrow the result."
+        )
     if _divides_by_dot(node):
-        return "a variance or norm of squares that a dot sums in float16 overflows above 65504. Sum squares in float32."
+        return (
+            "a variance or norm of squares that a dot sums in float16 overflows above 65504. Sum "
+            "squares in float32."
+        )
     if _squares(node) and is_summed(node.out):
         limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
         return (
@@ -64,9 +74,7 @@ def _reason(node: Node) -> str:
 
 
 def _divides_by_dot(node: Node) -> bool:
-    """Returns whether a node takes a root, a reciprocal or a logarithm of what a dot sums squares
-    to in float16.
-    """
+    """Returns whether a node takes a root, reciprocal or log of squares summed by a float16 dot."""
     if node.inputs[0].dtype != "float16":
         return False
     if node.name == "div":
@@ -80,9 +88,7 @@ def _divides_by_dot(node: Node) -> bool:
 
 
 def _is_dot_of_squares(node: Node) -> bool:
-    """Returns whether a node is a matmul of half values with themselves, or of squares with
-    anything.
-    """
+    """Returns whether a node is a half-precision matmul of squares, or of equal operands."""
     if not is_matmul(node) or not all(is_narrow(value.dtype) for value in node.inputs[:2]):
         return False
     makers = [made_of(value).maker for value in node.inputs[:2]]
@@ -104,10 +110,10 @@ def _squares(node: Node) -> bool:
 def _is_statistic(
     value: Value, through_root: bool = False, of: Callable[[Node], bool] = _is_reduction
 ) -> bool:
-    """Returns whether a value is a sum, shifted and scaled.
+    """Returns whether a value is a sum, possibly cast, shifted or scaled.
 
     Args:
-      through_root: whether the square root of a sum is looked for instead.
+      through_root: whether to look for the square root of a sum instead.
       of: tells which nodes sum.
     """
     waiting, seen = [(value, False)], {id(value)}

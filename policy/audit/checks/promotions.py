@@ -1,6 +1,4 @@
-"""Half and float32 that meet: promotions, float32 that leaks on, and matmuls that run in float32
-for it.
-"""
+"""Half precision that meets float32: promotions, leaks and float32 matmuls."""
 
 from __future__ import annotations
 
@@ -26,15 +24,14 @@ from policy.audit.flow import (
 )
 from policy.audit.report import Finding
 
-_FAR = 64  # values that are looked at behind a matmul
+_FAR = 64  # values that are searched behind a matmul's operand
 
 
 def silent_promotions(flow: Flow) -> Iterator[Finding]:
-    """Half values that met float32 where nobody cast, if the float32 is not narrowed before it goes
-    on.
+    """Yields half values promoted by another operand, without a cast, whose result stays wide.
 
-    A normalisation of Flax's, whose half input meets float32 statistics and whose result is
-    narrowed, is none, and neither is what a layer widens that was asked for float32.
+    A Flax normalisation is exempt: its half input meets float32 statistics, but the result is
+    narrowed. A layer that was asked for float32 is exempt too.
     """
     for node in flow.graph.nodes:
         is_wider = widens(node) or _makes_complex(node)
@@ -48,15 +45,14 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
         reader, other = met
         message = (
             f"{shape_of(node.inputs[0])} met {shape_of(other)} in {reader.name}: the result is "
-            f"{node.out.dtype}, and "
-            "goes on so. Cast the one or the other where they meet."
+            f"{node.out.dtype}, and goes on so. Cast the one or the other where they meet."
         )
         dtypes = (node.inputs[0].dtype, other.dtype, node.out.dtype)
         yield finding(PROMOTION, node, message, tuple(dict.fromkeys(dtypes)), primitive=reader.name)
 
 
 def _makes_complex(node: Node) -> bool:
-    """Returns whether a node makes a half value complex, as a meeting with a complex one does."""
+    """Returns whether a node makes a half value complex, as promotion does."""
     return (
         node.name == "convert_element_type"
         and is_narrow(node.inputs[0].dtype)
@@ -65,7 +61,7 @@ def _makes_complex(node: Node) -> bool:
 
 
 def _meetings(value: Value) -> Iterator[tuple[Node, Value]]:
-    """The nodes that compute with a value and with another one of its dtype."""
+    """Yields the nodes that combine a value with another of its dtype, and that other value."""
     for reader in users(value):
         if is_joint(reader):
             continue
@@ -75,25 +71,28 @@ def _meetings(value: Value) -> Iterator[tuple[Node, Value]]:
 
 
 def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
-    """Matmuls whose operands have two dtypes."""
+    """Yields matmuls of a half operand with a float32, float64 or complex one."""
     for node in flow.matmuls:
         dtypes = tuple(value.dtype for value in node.inputs[:2])
         is_mixed = any(is_wide(dtype) or is_complex(dtype) for dtype in dtypes)
         if len(set(dtypes)) == 2 and any(map(is_narrow, dtypes)) and is_mixed:
             message = (
                 f"{node.name} multiplies {dtypes[0]} by {dtypes[1]}, as slowly as float32. Cast "
-                "both to one dtype; "
-                "preferred_element_type gives a float32 result without."
+                "both to one dtype; preferred_element_type gives a float32 result without."
             )
             if node.site.is_backward:
-                message += " Backward, a float32 cotangent does this: cast the result of the matmul forward."
+                message += (
+                    " Backward, a float32 cotangent does this: cast the result of the matmul "
+                    "forward."
+                )
             yield finding(MIXED, node, message)
 
 
 def float32_matmuls(flow: Flow) -> Iterator[Finding]:
-    """Matmuls in float32 where the rest multiplies in half, with their share of the FLOPs; and
-    where the float32 of their operands leaked from. Those that a rule, a policy or an argument puts
-    in float32 are none.
+    """Yields float32 matmuls beside half-precision ones, and leaks of float32 into matmuls.
+
+    A matmul is reported with its share of the FLOPs, a leak at the place where the operand was
+    widened. Matmuls that a rule, a policy or an argument puts in float32 are exempt.
     """
     total = sum(_flops(node) for node in flow.matmuls)
     for node in flow.matmuls:
@@ -114,14 +113,15 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
         if flow.multiplies_in_half and len(wide) == 2:
             share = _flops(node) / total if total else 0.0
             why = f" Its operand was widened at {at(sources[0])}." if sources else ""
-            message = f"{node.name} multiplies float32, with {share:.1%} of the FLOPs of all matmuls.{why}"
+            message = (
+                f"{node.name} multiplies float32, with {share:.1%} of the FLOPs of all "
+                f"matmuls.{why}"
+            )
             yield finding(MATMUL, node, message)
 
 
 def _is_normalised(value: Value) -> bool:
-    """Returns whether a wide value was made by arithmetic with an inverse root, as a
-    normalisation's result is.
-    """
+    """Returns whether a wide value depends on a square root, as a normalised one does."""
     waiting, seen = [value], {id(value)}
     while waiting and len(seen) < _FAR:
         maker = waiting.pop().maker
@@ -138,8 +138,7 @@ def _is_normalised(value: Value) -> bool:
 def _leak(node: Node, origin: Node) -> Finding:
     message = (
         f"What was widened to {origin.out.dtype} here went on into a {node.name} in float32 at "
-        f"{at(node)}. "
-        f"Narrow the result to {origin.inputs[0].dtype} before it is handed on."
+        f"{at(node)}. Narrow the result to {origin.inputs[0].dtype} before it is handed on."
     )
     dtypes = (origin.inputs[0].dtype, origin.out.dtype)
     return finding(LEAK, node, message, dtypes, of=origin, primitive=node.name)
@@ -150,13 +149,13 @@ def _flops(node: Node) -> int:
 
 
 def _is_no_work(node: Node, is_of_half: bool) -> bool:
-    """Returns whether a float32 product is no work for matrix units: outer, or of a stored array
-    and a vector.
+    """Returns whether a float32 product is too thin for matrix units.
 
-    The power iteration of a spectral norm is the second, positions times frequencies is the first.
+    These are outer products, as of positions and frequencies, and products of a stored array and a
+    vector, as in the power iteration of a spectral norm.
 
     Args:
-      is_of_half: whether an operand was computed in half, as an activation is.
+      is_of_half: whether an operand was computed in half precision, as an activation is.
     """
     numbers = node.params.get("dimension_numbers")
     if node.name != "dot_general" or numbers is None:
@@ -171,9 +170,7 @@ def _is_no_work(node: Node, is_of_half: bool) -> bool:
 
 
 def _has_leaked(node: Node, origin: Node) -> bool:
-    """Returns whether a value was widened in another module than its matmul, or computed with on
-    the way.
-    """
+    """Returns whether a widened value left its module, or was computed with, before its matmul."""
     if is_cotangent(origin) or is_matmul(origin):
         return False
     if origin.site.path != node.site.path:
@@ -190,8 +187,9 @@ def _views(value: Value) -> Iterator[Value]:
 
 
 def _was_computed(origin: Node) -> bool:
-    """Returns whether what was widened was the result of arithmetic in half, and no argument of the
-    program.
+    """Returns whether a value was computed in half precision before it was widened.
+
+    Arguments of the program, and values that loops and conditionals hand on, were not.
     """
     maker = made_of(origin.inputs[0]).maker
     return maker is not None and not is_joint(maker)

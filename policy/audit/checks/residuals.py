@@ -1,4 +1,4 @@
-"""Finds residuals that the forward pass keeps in float32 where half would do."""
+"""Residuals that the forward pass keeps in float32 where half precision would do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from policy.audit.report import Finding
 
 
 def float32_residuals(flow: Flow) -> Iterator[Finding]:
-    """Widened values, and what elementwise arithmetic made of them, that the backward pass reads.
+    """Yields float32 residuals that elementwise arithmetic made of half-precision values.
 
-    What is computed in float32 for a reason is left alone: a normalisation, a softmax, a loss,
-    anything with a sum or an exponential in it, and a residual stream that adds one value to
-    another.
+    Arithmetic that is in float32 for a reason is exempt: normalisations, softmaxes, losses,
+    anything else with a sum or an exponential, and residual streams that add one value to another.
     """
     if not flow.multiplies_in_half:
         return
@@ -60,11 +59,10 @@ _Key = tuple[int, Path]
 
 
 class _Regions:
-    """Float32 arithmetic that hangs together within one module, and whether there is a reason for
-    it.
+    """Connected regions of float32 arithmetic within one module, and the reasons for float32.
 
-    A loss that nobody reads is not computed, and is a reason for what its gradient keeps all the
-    same.
+    The regions include dead code: a loss that nobody reads is not computed, but it is a reason for
+    the residuals of its gradient.
     """
 
     def __init__(self, flow: Flow):
@@ -75,10 +73,8 @@ class _Regions:
             n for n in flow.graph.traced if not (is_cotangent(n) or is_joint(n) or is_matmul(n))
         ]
         for node in nodes:
-            for value in (
-                *node.inputs,
-                *node.outputs,
-            ):  # who makes or reads one value belongs together
+            # The nodes that make or read one value form one region.
+            for value in (*node.inputs, *node.outputs):
                 if is_wide(value.dtype) and not value.is_literal:
                     self._join((id(node), ()), (id(value), node.site.path))
         for node in nodes:
@@ -86,8 +82,9 @@ class _Regions:
                 self.reasons.add(self._root((id(node), ())))
 
     def has_reason(self, node: Node) -> bool:
-        """Returns whether a node's residual has a reason, of a conditional's result in one of its
-        branches.
+        """Returns whether the residual of a node has a reason to be float32.
+
+        The result of a conditional has one if any of its branches does.
         """
         makers = (
             [value.maker for value in node.inputs if value.maker is not None]
@@ -103,13 +100,13 @@ class _Regions:
             for value in wide
             for reader in value.readers
         ):
-            return True  # the matmul is what to look at
+            return True  # the float32 matmul is a finding of its own
         if not any(is_wide(value.dtype) for value in node.inputs) or is_cast(node):
             return False
         if node.name in ADDITIONS:
             arrays = [value for value in node.inputs if not value.is_literal]
             return len({id(self.flow.widening(value)) for value in arrays}) > 1
-        if node.name in POWERS:  # float16 has no range for them
+        if node.name in POWERS:  # float16 lacks the range for powers
             origin = self.flow.widening(node.inputs[0])
             return origin is not None and origin.inputs[0].dtype == "float16"
         is_root = node.name in SQUARE_ROOTS

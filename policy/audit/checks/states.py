@@ -1,4 +1,4 @@
-"""State that goes into a call and comes out of it in half precision: a loop whose turns are calls."""
+"""Half-precision state that a call returns for the next one: a loop over calls."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from policy.audit.flow import Flow, is_cotangent, is_matmul, is_narrow
 from policy.audit.report import Finding
 from policy.audit.states import State
 
-_MOST = 0.5  # a known share below that is no average that anybody keeps
+_MOST = 0.5  # the smallest share, if known, that counts as a running average
 
 
 def narrowed_states(flow: Flow) -> Iterator[Finding]:
-    """Params, averages and statistics in half precision that a call adds to, and returns for the
-    next call.
+    """Yields half-precision params, averages and statistics that each call adds to.
 
-    What a residual block adds depends on what it adds to, and is no state; what a gradient adds is.
-    Params whose master weights, or whose rounding errors, are kept beside them are not added to in
-    half.
+    A residual stream is not state, because the terms added to it depend on it. Gradients with
+    respect to a state may be added to it. Params are exempt if master weights, or their rounding
+    errors, are kept beside them.
     """
     states: dict[int, list[State]] = defaultdict(list)
     for state in flow.states:
@@ -52,17 +51,17 @@ def _values(flow: Flow, state: State) -> tuple[Value, Value]:
 
 
 def _gates(flow: Flow, states: list[State]) -> set[int]:
-    """The arrays of the state that gate what depends on them; hyperparameters among it are scalars."""
+    """Returns the ids of state arrays that may be gates; scalars are hyperparameters."""
     return gates_of(
         (before, after) for before, after in (_values(flow, s) for s in states) if before.shape
     )
 
 
 def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
-    """Returns the addition that makes a half state's next value of it; None where none does."""
+    """Returns the addition that makes the next value of a half-precision state, or None."""
     if not is_narrow(before.dtype):
         return None
-    is_counter = not before.shape  # one that counts calls adds a number that stands in the program
+    is_counter = not before.shape  # a counter of calls adds a literal
     is_multiplied = Dependence((id(before),), is_cotangent)
     added: list[Value] = []
 
@@ -84,7 +83,7 @@ def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
 
 
 def _makers(value: Value) -> Iterator[Node]:
-    """The nodes that a value is made by, of the forward pass."""
+    """Yields the nodes of the forward pass that a value depends on."""
     waiting, seen = [value], {id(value)}
     while waiting:
         maker = waiting.pop().maker
@@ -101,10 +100,9 @@ def _is_kept(share: Share) -> bool:
 
 
 def _is_new(value: Value, state: Value) -> bool:
-    """Returns whether a term depends on anything that the call is given beside the state itself.
+    """Returns whether a term depends on an input of the call other than the state itself.
 
-    Numbers in the program don't, nor does noise: an image is shifted and perturbed, a state is
-    added to.
+    Constants and random noise do not count: images are shifted and perturbed, too.
     """
     waiting, seen = [value], {id(value)}
     while waiting:
@@ -129,8 +127,6 @@ def _message(flow: Flow, states: list[State]) -> str:
     others = f" and {len(states) - 1} more" if states[1:] else ""
     return (
         f"{states[0].name}, {shape_of(before)}{others}: the call returns it with something added "
-        "to it, for the next "
-        "call. What is below its last digit is lost each time. Keep it in float32; "
-        "policy.mixed_precision keeps what "
-        "rounding parameters loses."
+        "to it, for the next call. What is below its last digit is lost each time. Keep it in "
+        "float32; policy.mixed_precision keeps what rounding parameters loses."
     )

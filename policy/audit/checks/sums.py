@@ -14,13 +14,12 @@ from policy.audit.flow import Flow, is_narrow
 from policy.audit.indices import may_repeat
 from policy.audit.report import Finding
 
-_FEW_WINDOWS = (
-    8  # that meet in one number's gradient, in a max-pool: windows of 3 x 3 every 2 are 4
-)
+# Windows that may overlap in one element: those of a 3 x 3 max-pool with stride 2 are 4.
+_FEW_WINDOWS = 8
 
 
 def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
-    """Yields every sum of more than one number below float32, under any name."""
+    """Yields every sum of more than one term below float32, by any primitive."""
     for node in flow.graph.nodes:
         if not node.inputs or not node.outputs or not sums(node.site.equation) or is_joint(node):
             continue
@@ -40,7 +39,7 @@ def _message(node: Node, terms: str) -> str:
 
 
 def terms_of(node: Node) -> str:
-    """Returns the terms of each number of a sum, in words; "" where it is one number alone."""
+    """Returns the terms of each element of a sum, in words; "" for a single term."""
     count = 0
     shape = node.inputs[0].shape
     if node.name in REDUCTIONS:
@@ -70,7 +69,7 @@ def terms_of(node: Node) -> str:
 
 
 def _shards(node: Node) -> str:
-    """Returns the terms that a collective sums, in words; "" over axes of one device."""
+    """Returns the terms that a collective sums, in words; "" if its axes have size 1."""
     axes = node.params.get("axes", node.params.get("axis_name", ()))
     sizes, shape = dict(node.site.axes), node.inputs[0].shape
     each = [
@@ -81,12 +80,12 @@ def _shards(node: Node) -> str:
 
 
 def _adds(node: Node) -> bool:
-    """Returns whether the function that a general reduction applies adds or multiplies."""
+    """Returns whether the function of a general reduction adds or multiplies."""
     return combines_by(node.site.equation, ADDITIONS | {"mul"})
 
 
 def _collisions(node: Node) -> str:
-    """Returns the updates of a scatter that may meet at one place, in words; "" where none do."""
+    """Returns the updates of a scatter that may collide, in words; "" if none can."""
     indices, numbers = node.inputs[1], node.params.get("dimension_numbers")
     if node.params.get("unique_indices") or numbers is None:
         return ""

@@ -217,7 +217,10 @@ def _node(node: Node, total: int, *, depth: int) -> Markup:
     """Renders a module with those below it, as `details` that fold without scripts too."""
     summary = tag("summary", *_of_node(node, total), class_=colour(node.dtype))
     children = [_node(child, total, depth=depth + 1) for child in node.children.values()]
-    rows = f"{len(node.operations)} row{'' if len(node.operations) == 1 else 's'} {'here' if node.path else OUTSIDE}"
+    rows = (
+        f"{len(node.operations)} row{'' if len(node.operations) == 1 else 's'} "
+        f"{'here' if node.path else OUTSIDE}"
+    )
     shown = tag("button", f"Show {rows}", type="button", data_search=node.path or OUTSIDE)
     own = tag("p", shown, class_="own") if node.operations else ""
     is_open = depth < 2 or (depth == 2 and node.findings > 0)

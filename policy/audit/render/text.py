@@ -183,7 +183,10 @@ def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
         where = folded((finding.path for finding in found), audit.paths) or "(top level)"
         dtypes = ", ".join(map(short, first.dtypes))
         marks = " backward" * first.is_backward + (f" x{times}" if times > 1 else "")
-        yield f"  {paint('bad', first.kind)}  {paint('bold', where)}  {first.primitive} {dtypes}{paint('dim', marks)}"
+        yield (
+            f"  {paint('bad', first.kind)}  {paint('bold', where)}  {first.primitive} "
+            f"{dtypes}{paint('dim', marks)}"
+        )
         line = f"{first.source}: {first.message}" if first.source else first.message
         yield from textwrap.wrap(line, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
@@ -240,7 +243,10 @@ def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
     total = root.flops()
     lines = list(_lines(root, 0, total, paint))
     if lines:
-        header = f"  {'operations':<46}{'operands':<16}{'sums in':<9}{'result':<8}{'runs':>9}{'FLOPs':>9}{'bytes':>9}"
+        header = (
+            f"  {'operations':<46}{'operands':<16}{'sums in':<9}{'result':<8}{'runs':>9}"
+            f"{'FLOPs':>9}{'bytes':>9}"
+        )
         yield paint("bold", header.rstrip())
         yield from lines
 
@@ -254,7 +260,10 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
         name = f"{'  ' * (depth + 1)}{primitive}{' backward' * backward}"
         dtypes = " ".join(map(short, operands[:2])) + ("" if len(operands) < 3 else " ..")
         style = "warn" if accumulation in ("bfloat16", "float16") else "dim"
-        columns = f"{dtypes:<16}{short(accumulation):<9}{short(result):<8}{count:>9}{amount(flops):>9}{amount(moved):>9}"
+        columns = (
+            f"{dtypes:<16}{short(accumulation):<9}{short(result):<8}{count:>9}{amount(flops):>9}"
+            f"{amount(moved):>9}"
+        )
         yield f"{name:<48}{paint(style, columns)}"
     for names, child in _alike(module):
         flops = child.flops() * len(names)

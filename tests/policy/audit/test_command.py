@@ -31,7 +31,8 @@ MODEL = """
         return x @ x
 
     def example():
-        return loss, ({"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}, jax.ShapeDtypeStruct((2, 8), jnp.bfloat16))
+        w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 4), (2, 8)))
+        return loss, ({"w": w}, x)
 
     def with_keywords():
         return (*example(), {"scale": 2.0})
@@ -183,11 +184,13 @@ def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
         (["MODEL:number"], r"MODEL:number' is 3, of type int: it can't be called."),
         (
             ["MODEL:loss"],
-            r"takes params, x: give each with --arg, as in --arg bf16\[8,128\]; or name a function without",
+            r"takes params, x: give each with --arg, as in --arg bf16\[8,128\]; "
+            r"or name a function without",
         ),
         (
             ["MODEL:wrong"],
-            r"should return \(function, args\) or \(function, args, kwargs\), .* but returned function, int",
+            r"should return \(function, args\) or \(function, args, kwargs\), .* "
+            r"but returned function, int",
         ),
         (["MODEL:broken"], r"error: MODEL:broken\(\) failed: RuntimeError, see above."),
         (

@@ -278,7 +278,8 @@ const all = (selector) => [...document.querySelectorAll(selector)];
 const shown = (selector) => all(selector).filter((element) => element.checkVisibility());
 const paths = () => all("#operations tbody tr").map((row) => row.cells[0].textContent);
 const seen = {
-  ready: document.documentElement.dataset.ready, error: document.documentElement.dataset.error ?? null,
+  ready: document.documentElement.dataset.ready,
+  error: document.documentElement.dataset.error ?? null,
   title: document.title, findings: all(".finding .places li").length, nodes: all(".node").length,
   fits: document.documentElement.scrollWidth <= innerWidth, width: innerWidth,
   opaque: getComputedStyle(document.querySelector("#modules summary.float32")).borderLeftColor,
@@ -293,20 +294,26 @@ seen.named = [paths()[1], heading("path").ariaSort, heading("FLOPs").ariaSort];
 const search = document.getElementById("search");
 const look = (words) => { search.value = words; search.dispatchEvent(new Event("input")); };
 look("LAYER_2 bfloat16");
-seen.searched = [shown("#operations tbody tr").length, shown(".finding").length, shown(".node > summary .name").map(
-  (name) => name.textContent), document.getElementById("matches").textContent];
+const names = () => shown(".node > summary .name").map((name) => name.textContent);
+const matches = () => document.getElementById("matches").textContent;
+seen.searched = [
+  shown("#operations tbody tr").length, shown(".finding").length, names(), matches()];
 look("");
-seen.cleared = [shown("#operations tbody tr").length, document.getElementById("matches").textContent];
+seen.cleared = [shown("#operations tbody tr").length, matches()];
 all("[data-fold=closed]")[0].click();
 seen.folded = shown(".node").length;
 location.hash = all(".finding a")[0].hash;
 dispatchEvent(new Event("hashchange"));
-seen.followed = shown(".node > summary .name").map((name) => name.textContent).includes("query");
-const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+seen.followed = names().includes("query");
+const press = (key) => document.activeElement.dispatchEvent(
+  new KeyboardEvent("keydown", {key, bubbles: true}));
 all("[data-fold=closed]")[0].click();
 document.querySelector(".tree summary").focus();
-const steps = ["ArrowRight", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp", "ArrowLeft", "ArrowLeft"];
-seen.walked = steps.map((key) => { press(key); return document.activeElement.querySelector(".name").textContent; });
+const steps = ["Right", "Right", "Right", "Down", "Up", "Left", "Left"];
+seen.walked = steps.map((step) => {
+  press("Arrow" + step);
+  return document.activeElement.querySelector(".name").textContent;
+});
 all("[data-search]")[0].click();
 seen.filled = search.value;
 return seen;
@@ -380,22 +387,26 @@ const broken = (element) => {
       const range = document.createRange();
       range.setStart(walker.currentNode, word.index);
       range.setEnd(walker.currentNode, word.index + word[0].length);
-      const lines = new Set([...range.getClientRects()].map((rectangle) => Math.round(rectangle.top)));
+      const tops = [...range.getClientRects()].map((rectangle) => Math.round(rectangle.top));
+      const lines = new Set(tops);
       if (lines.size > 1) found.push(word[0]);
     }
   }
   return found;
 };
 const width = (element) => element.getBoundingClientRect().width;
+const barOf = (node) => node.querySelector(":scope > summary .bar");
+const place = (element, axis) => [element.textContent, Number(element.getAttribute(axis))];
 return {
-  width: innerWidth, fits: document.documentElement.scrollWidth <= innerWidth, text: document.body.innerText,
-  broken: all("th, td").flatMap(broken), scheme: matchMedia("(prefers-color-scheme: dark)").matches,
-  bars: Object.fromEntries(all(".node").filter((node) => node.querySelector(":scope > summary .bar")).map((node) => {
-    const bar = node.querySelector(":scope > summary .bar");
-    return [node.dataset.path, all(".piece", bar).map(width).reduce((sum, each) => sum + each, 0) / width(bar)];
+  width: innerWidth, fits: document.documentElement.scrollWidth <= innerWidth,
+  text: document.body.innerText, broken: all("th, td").flatMap(broken),
+  scheme: matchMedia("(prefers-color-scheme: dark)").matches,
+  bars: Object.fromEntries(all(".node").filter(barOf).map((node) => {
+    const pieces = all(".piece", barOf(node)).map(width).reduce((sum, each) => sum + each, 0);
+    return [node.dataset.path, pieces / width(barOf(node))];
   })),
-  drawn: all(".drawing circle").map((circle) => [circle.textContent, Number(circle.getAttribute("cx"))]),
-  axis: all(".drawing text[text-anchor=middle]").map((text) => [text.textContent, Number(text.getAttribute("x"))]),
+  drawn: all(".drawing circle").map((circle) => place(circle, "cx")),
+  axis: all(".drawing text[text-anchor=middle]").map((text) => place(text, "x")),
 };
 """
 

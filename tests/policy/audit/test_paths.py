@@ -1,4 +1,4 @@
-"""Paths are one language: what any tool prints, every tool that takes rules takes, in both wings."""
+"""Paths are one language: rules accept the paths that any tool prints, in Linen and in nnx."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_found_by_kind_path_and_operation(fault, place):
 
 
 def test_the_kinds_that_are_planted_here_are_all_but_two():
-    """The other two depend on the rest of the program: see test_matmuls.py and test_residuals.py."""
+    """The others depend on the rest of the program: test_matmuls.py and test_residuals.py."""
     assert set(KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, RESIDUAL}
 
 

@@ -30,7 +30,7 @@ PLANTED = [(fault, place) for fault in STATE_FAULTS for place in STATE_PLACES]
 
 
 def sums_of(report: Any) -> dict[str, str]:
-    """The primitives of the findings about states, by the key paths that their messages begin with."""
+    """Returns the primitives of the findings about states, by the key paths in their messages."""
     found = [f for f in report.findings if f.kind == CARRY]
     return {f.message.partition(",")[0]: f.primitive for f in found}
 
