@@ -64,7 +64,7 @@ def _normalize_jvp(
     x_tangent, scale_tangent, bias_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
     if scale_tangent is not None or bias_tangent is not None:
         # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep these until then.
-        scale_tangent, bias_tangent = lax.optimization_barrier((scale_tangent, bias_tangent))
+        scale_tangent, bias_tangent = _kept_apart(scale_tangent, bias_tangent)
 
     def derivative(
         x: Array,
@@ -96,14 +96,16 @@ def _normalize_jvp(
                 by_element = _sum(by_element, centred * by_centred)
                 by_region = by_region if offset is None else _less(by_region, offset * by_centred)
         else:
-            normalized = (centred if offset is None else centred - offset) * root
+            # An element is multiplied by what its region shares, and not by what makes that up, as seldom as can be.
+            centred = centred if offset is None else centred - offset
             if x_tangent is not None:
                 wide = x_tangent.astype(jnp.float32)
-                mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
-                by_element = ((wide - mean_tangent) - normalized * along) * factor
+                mean_tangent, along = region.mean(wide), region.mean(wide * centred) * root
+                by_element = wide * root - mean_tangent * root - centred * (along * root * root)
+                by_element = by_element if scale is None else by_element * scale
                 variance_tangent = 2 * along / root
             if by_normalized is not None:
-                by_element = _sum(by_element, normalized * by_normalized)
+                by_element = _sum(by_element, centred * root * by_normalized)
         if by_region is not None:
             by_element = by_region if by_element is None else by_element + by_region
         by_element = jnp.zeros(x.shape, jnp.float32) if by_element is None else by_element
@@ -118,6 +120,17 @@ def _normalize_jvp(
     kept = (x, scale, centre, offset, variance)
     tangents_out = jax.checkpoint(derivative, prevent_cse=False)(*kept, x_tangent, scale_tangent, bias_tangent)
     return (y, centre, offset, variance), tangents_out
+
+
+def _kept_apart(*tangents: Array | None) -> list[Array | None]:
+    """Puts tangents behind a barrier, without their axes of size 1.
+
+    XLA leaves those axes out of its kernels: what has them at a barrier gets two small kernels of its own.
+    """
+    shapes = [None if t is None else t.shape for t in tangents]
+    flat = [None if t is None else lax.reshape(t, [n for n in t.shape if n != 1]) for t in tangents]
+    behind = lax.optimization_barrier(flat)
+    return [None if t is None else lax.reshape(t, s) for t, s in zip(behind, shapes, strict=True)]
 
 
 def _sum(x: Array | None, y: Array) -> Array:
