@@ -226,7 +226,8 @@ def _logits(
     """Computes q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in `reduction_dtype`."""
     heads, key_heads = query.shape[-2], key.shape[-2]
     scale = 1 / math.sqrt(query.shape[-1])
-    if einsum is None and _is_scaled_ahead(scale, query, key):
+    is_bare = einsum is None and bias is None and mask is None and not is_causal
+    if is_bare and _is_scaled_ahead(scale, query, key):
         query, scale = query * np.asarray(scale, query.dtype), 1.0
     if einsum is not None:
         logits = einsum("...qhd,...khd->...hqk", query, key).astype(reduction_dtype)
@@ -249,7 +250,8 @@ def _is_scaled_ahead(scale: float, query: Array, key: Array) -> bool:
     """Returns whether to scale the queries, where that rounds nothing, and not their products with the keys.
 
     A power of two rounds nothing in bfloat16, which has float32's exponents. XLA for TPUs then makes
-    one kernel of the product and its exponentials: faster, but for lengths that it pads to 128.
+    one kernel of the product and its exponentials: faster, but for lengths that it pads to 128. With
+    a mask or a bias between the two it makes no such kernel.
     """
     is_exact = query.dtype == jnp.bfloat16 and math.frexp(scale)[0] == 0.5
     lengths = query.shape[-3], key.shape[-3]  # of `jax.export` they may be symbols

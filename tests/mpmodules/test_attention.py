@@ -1,5 +1,6 @@
 """Attention's maths against float64, and when it is left to the fused kernel."""
 
+import functools
 from typing import Any
 
 import flax.linen as flax_linen
@@ -56,6 +57,8 @@ def test_queries_are_scaled_in_place_of_logits_where_that_rounds_nothing(length,
     products = [e.outvars[0].aval.shape for e in jax.make_jaxpr(weigh)(query, key).eqns if e.primitive.name == "mul"]
     assert products == [query.shape if is_ahead else (1, 1, length, length)]
     np.testing.assert_allclose(weigh(query, key), exact_weights(query, key), rtol=2e-5, atol=1e-6)
+    masked = jax.make_jaxpr(functools.partial(weigh, is_causal=True))(query, key)
+    assert [e.outvars[0].aval.shape for e in masked.eqns if e.primitive.name == "mul"] == [(1, 1, length, length)]
 
 
 def test_bias_mask_and_causality():
