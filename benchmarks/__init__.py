@@ -1,1 +1,3 @@
-"""Measurements beside upstream and peers. Run from the repository's root; nothing here is installed."""
+"""Measurements beside upstream and peers. Run from the repository's root; nothing here is
+installed.
+"""

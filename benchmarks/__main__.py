@@ -1,15 +1,16 @@
-"""Every table, each in a process of its own: what a policy costs beside what a user would pick instead.
+"""Every table, each in a process of its own: what a policy costs beside what a user would pick
+instead.
 
-python -m benchmarks                    # all that need no GPU: 40 minutes on two idle cores
-python -m benchmarks --check            # exits with 1 where a bound is missed, and names the rows
-python -m benchmarks --quick --check    # counts alone, of small models: under 3 minutes; the same on every run
-python -m benchmarks --only models      # one table, or several: --only models --only scale
+python -m benchmarks                    # all that need no GPU: 40 minutes on two idle cores python
+-m benchmarks --check            # exits with 1 where a bound is missed, and names the rows python
+-m benchmarks --quick --check    # counts alone, of small models: under 3 minutes; the same on every
+run python -m benchmarks --only models      # one table, or several: --only models --only scale
 python -m benchmarks --json FILE        # the rows of all as JSON, with date, device and versions
-python -m benchmarks gpu                # at most 8 minutes on a GPU
-python -m benchmarks accel              # programs as TPUs and GPUs get them, compiled without one: 2 hours
-python -m benchmarks accel --only models layers --on v5e   # some of its tables, on some chips
-python -m benchmarks packages --write   # published packages' models into docs/porting.md; installs them: 20 minutes
-python -m benchmarks packages --only griffin e3x           # some of them
+python -m benchmarks gpu                # at most 8 minutes on a GPU python -m benchmarks accel
+# programs as TPUs and GPUs get them, compiled without one: 2 hours python -m benchmarks accel
+--only models layers --on v5e   # some of its tables, on some chips python -m benchmarks packages
+--write   # published packages' models into docs/porting.md; installs them: 20 minutes python -m
+benchmarks packages --only griffin e3x           # some of them
 """
 
 from __future__ import annotations
@@ -47,20 +48,53 @@ class Table:
 
 ACCEL, PACKAGES = "accel", "packages"
 TABLES = {
-    ACCEL: Table("benchmarks.accel", "programs as TPUs and GPUs get them", quick=("--quick",), by_default=False),
-    "models": Table("benchmarks.models", "models beside Flax with its dtypes threaded by hand", quick=("--small",)),
+    ACCEL: Table(
+        "benchmarks.accel",
+        "programs as TPUs and GPUs get them",
+        quick=("--quick",),
+        by_default=False,
+    ),
+    "models": Table(
+        "benchmarks.models",
+        "models beside Flax with its dtypes threaded by hand",
+        quick=("--small",),
+    ),
     "layers": Table("benchmarks.layers", "layers, the repaired ones apart", quick=("--small",)),
-    "peers": Table("benchmarks.peers", "models beside jmp's and mpx's", check=(), quick=("--small",)),
-    "autocast": Table("benchmarks.autocast", "autocast beside dtypes threaded by hand", quick=("--small", "--counts")),
-    "ports": Table("benchmarks.ports", "time to trace Flax models under apply_policy", quick=("--small",)),
-    "optimizer": Table("benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)),
+    "peers": Table(
+        "benchmarks.peers", "models beside jmp's and mpx's", check=(), quick=("--small",)
+    ),
+    "autocast": Table(
+        "benchmarks.autocast",
+        "autocast beside dtypes threaded by hand",
+        quick=("--small", "--counts"),
+    ),
+    "ports": Table(
+        "benchmarks.ports", "time to trace Flax models under apply_policy", quick=("--small",)
+    ),
+    "optimizer": Table(
+        "benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)
+    ),
     "exchange": Table("benchmarks.all_reduce", "what data parallel training exchanges", quick=()),
-    "scale": Table("benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)),
+    "scale": Table(
+        "benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)
+    ),
     "inspection": Table("benchmarks.inspection", "what audit and compare cost"),
     "accuracy": Table("benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None),
-    "convergence": Table("benchmarks.convergence", "where training ends by storage mode", check=(), quick=None),
-    PACKAGES: Table("benchmarks.packages", "published packages' models in bfloat16", quick=None, by_default=False),
-    "gpu": Table("benchmarks.gpu", "tokens and images a second, memory, bandwidth", check=(), by_default=False),
+    "convergence": Table(
+        "benchmarks.convergence", "where training ends by storage mode", check=(), quick=None
+    ),
+    PACKAGES: Table(
+        "benchmarks.packages",
+        "published packages' models in bfloat16",
+        quick=None,
+        by_default=False,
+    ),
+    "gpu": Table(
+        "benchmarks.gpu",
+        "tokens and images a second, memory, bandwidth",
+        check=(),
+        by_default=False,
+    ),
 }
 
 
@@ -81,7 +115,9 @@ def chosen(names: Sequence[str], quick: bool) -> dict[str, Table]:
     return {n: t for n, t in TABLES.items() if t.by_default and not (quick and t.quick is None)}
 
 
-def run(name: str, table: Table, quick: bool, check: bool, more: Sequence[str] = ()) -> tuple[int, Any]:
+def run(
+    name: str, table: Table, quick: bool, check: bool, more: Sequence[str] = ()
+) -> tuple[int, Any]:
     """Runs a table's command, with more arguments of its own. Returns its exit status and its rows."""
     arguments = [*((table.quick or ()) if quick else ()), *(table.check if check else ()), *more]
     return run_table(name, f"{name}: {table.what}", table.module, arguments)
@@ -92,10 +128,14 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
         return
     compilers = {}
     if ACCEL in tables:
-        from benchmarks.accel import baseline  # before JAX, which it tells that nothing runs on an accelerator
+        from benchmarks.accel import (
+            baseline,  # before JAX, which it tells that nothing runs on an accelerator
+        )
 
         compilers = baseline.compilers()
-    from benchmarks.accuracy.report import environment  # imports JAX, which the tables' own processes are to do alone
+    from benchmarks.accuracy.report import (
+        environment,  # imports JAX, which the tables' own processes are to do alone
+    )
 
     where = environment() | compilers
     if json_file is not None:
@@ -105,11 +145,17 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
-    """The arguments of accel or packages, taken from the options: ``--only`` then names tables or models of theirs."""
+    """The arguments of accel or packages, taken from the options: ``--only`` then names tables or
+    models of theirs.
+    """
     given = {"--only": options.only, "--on": options.on}
     options.only = []
     chosen = [part for flag, names in given.items() if names for part in (flag, *names)]
-    return [*chosen, *(["--record"] if options.record else []), *(["--write"] if options.write else [])]
+    return [
+        *chosen,
+        *(["--record"] if options.record else []),
+        *(["--write"] if options.write else []),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,10 +167,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser("benchmarks", __doc__)
     command.add_argument("names", nargs="*", metavar="NAME", help=f"tables: {', '.join(TABLES)}")
     command.add_argument("--markdown", type=Path, metavar="FILE", help="a file to write a page to")
-    command.add_argument("--write", action="store_true", help="write the table of packages into docs/porting.md")
+    command.add_argument(
+        "--write", action="store_true", help="write the table of packages into docs/porting.md"
+    )
     options = command.parse_args(arguments)
     if ACCEL not in options.names and (options.on or options.record):
-        command.error("--on and --record are of the table accel: python -m benchmarks accel --on v5e")
+        command.error(
+            "--on and --record are of the table accel: python -m benchmarks accel --on v5e"
+        )
     if PACKAGES not in options.names and options.write:
         command.error("--write is of the table packages: python -m benchmarks packages --write")
     own = next((name for name in (ACCEL, PACKAGES) if name in options.names), "")
@@ -136,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     results, failed = {}, []
     for name, table in tables.items():
-        status, results[name] = run(name, table, options.quick, options.check, more if name == own else ())
+        status, results[name] = run(
+            name, table, options.quick, options.check, more if name == own else ()
+        )
         if status == 2:  # what it needs is not there, and it said so
             return 2
         failed += [name] if status else []

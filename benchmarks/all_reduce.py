@@ -1,11 +1,14 @@
-"""What data parallel training exchanges, and what the step after it moves: gradients in bfloat16, weights in float32.
+"""What data parallel training exchanges, and what the step after it moves: gradients in bfloat16,
+weights in float32.
 
-    python -m benchmarks.all_reduce          # the table: 10 s on one core; nothing is run
-    python -m benchmarks.all_reduce --check  # exits with 1 where a row exchanges another dtype, or is above its budget
+    python -m benchmarks.all_reduce          # the table: 10 s on one core; nothing is run python -m
+    benchmarks.all_reduce --check  # exits with 1 where a row exchanges another dtype, or is above
+    its budget
 
-Two kernels of 1M elements each, on eight CPU devices. Collectives are read from the program as XLA's partitioner left
-it (XLA:CPU sums in float32 later on, whatever was asked for). `wire` is the bytes of their results, an element of the
-params; `step` is XLA's count of the bytes that AdamW moves, an element, from the gradients as they were exchanged.
+Two kernels of 1M elements each, on eight CPU devices. Collectives are read from the program as
+XLA's partitioner left it (XLA:CPU sums in float32 later on, whatever was asked for). `wire` is the
+bytes of their results, an element of the params; `step` is XLA's count of the bytes that AdamW
+moves, an element, from the gradients as they were exchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class Row:
       make: the optimizer's init, and a train step of params, its state and a batch.
       step: the optimizer's step by itself, and its budget.
       exchanged: what gradients cross in.
-      mapped: whether the train step runs under `jax.shard_map`; otherwise under `jax.jit` with sharded arrays.
+      mapped: whether the train step runs under `jax.shard_map`; otherwise under `jax.jit` with
+        sharded arrays.
     """
 
     name: str
@@ -75,7 +79,9 @@ def ours(dtype: str | None, **options: Any) -> Callable[[], tuple[Callable[[Any]
         tx = mixed_precision(optax.adamw(1e-3), "mixed_bfloat16", loss_scale=1024.0, **options)
 
         def train(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-            fn = value_and_grad(loss_fn, policy="mixed_bfloat16", loss_scale=loss_scale_of(state), grads="compute")
+            fn = value_and_grad(
+                loss_fn, policy="mixed_bfloat16", loss_scale=loss_scale_of(state), grads="compute"
+            )
             if dtype is None:
                 loss, grads = fn(params, batch)
             else:
@@ -105,7 +111,9 @@ def rows() -> list[Row]:
     """Every row, the peer first."""
     alone = {row.name: row for row in optimizer.pipelines()}
     plain = optimizer.Pipeline("plain optax, f32 / f32", F32, F32, optimizer.plain)
-    half = optimizer.Pipeline("remainder", BF16, BF16, optimizer.ours(master_weights="remainder"), 52)
+    half = optimizer.Pipeline(
+        "remainder", BF16, BF16, optimizer.ours(master_weights="remainder"), 52
+    )
     return [
         Row("JAX and optax: pmean of the gradients", pmean_of_gradients, plain, "float32"),
         Row("bf16 all-reduce, f32 weights", ours("bfloat16"), alone["f32 / bf16"], "bfloat16"),
@@ -116,8 +124,19 @@ def rows() -> list[Row]:
             "bfloat16",
         ),
         Row("f32 all-reduce, f32 weights", ours("float32"), alone["f32 / f32"], "float32"),
-        Row("bf16 all-reduce, bf16 weights", ours("bfloat16", master_weights="remainder"), half, "bfloat16"),
-        Row("jit with sharded arrays, f32 weights", ours(None), alone["f32 / bf16"], "bfloat16", mapped=False),
+        Row(
+            "bf16 all-reduce, bf16 weights",
+            ours("bfloat16", master_weights="remainder"),
+            half,
+            "bfloat16",
+        ),
+        Row(
+            "jit with sharded arrays, f32 weights",
+            ours(None),
+            alone["f32 / bf16"],
+            "bfloat16",
+            mapped=False,
+        ),
     ]
 
 
@@ -141,7 +160,9 @@ def wire(collectives: Sequence[Collective]) -> float:
 
 
 def print_table(json_file: Path | None = None) -> int:
-    """Prints every row with its collectives, and writes them; returns how many are not as they should be."""
+    """Prints every row with its collectives, and writes them; returns how many are not as they
+    should be.
+    """
     written = []
     print(f"{'':43}{'wire':>6}{'step':>7}{'budget':>8}{'temp':>6}")
     wrong = 0
@@ -149,10 +170,14 @@ def print_table(json_file: Path | None = None) -> int:
         found = exchanges(row)
         moved, temporary = optimizer.measure(row.step)
         budget = row.step.budget
-        is_wrong = {c.dtype for c in found if c.size > 1} != {row.exchanged} or (budget is not None and moved > budget)
+        is_wrong = {c.dtype for c in found if c.size > 1} != {row.exchanged} or (
+            budget is not None and moved > budget
+        )
         wrong += is_wrong
         figures = {"wire": wire(found), "bytes": moved, "temp": temporary, "budget": budget}
-        written.append({"name": row.name, **figures, "missed": is_wrong, "collectives": list(map(str, found))})
+        written.append(
+            {"name": row.name, **figures, "missed": is_wrong, "collectives": list(map(str, found))}
+        )
         shown = "" if budget is None else f"{budget:g}"
         mark = "  wrong" if is_wrong else ""
         print(f"{row.name:43}{wire(found):6.2f}{moved:7.2f}{shown:>8}{temporary:6.2f}{mark}")
@@ -164,8 +189,12 @@ def print_table(json_file: Path | None = None) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a row is not as it should be")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 where a row is not as it should be"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)

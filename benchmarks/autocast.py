@@ -6,19 +6,20 @@
     python -m benchmarks.autocast --counts  # nothing that is timed or run: the same on every run
     python -m benchmarks.autocast --json FILE
 
-Every model is written once (`benchmarks/linen_models.py`, `benchmarks/autocast_models.py`). `ours` is it without
-dtypes, under autocast; `hand` has dtype=bfloat16 and Flax's `force_fp32_for_softmax`; both are measured in this run,
-and the ratio is ours / hand.
+Every model is written once (`benchmarks/linen_models.py`, `benchmarks/autocast_models.py`). `ours`
+is it without dtypes, under autocast; `hand` has dtype=bfloat16 and Flax's `force_fp32_for_softmax`;
+both are measured in this run, and the ratio is ours / hand.
 
-saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs; nothing is compiled.
-bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls of bfloat16 are float32
-flops      matmuls between casts, and how these fuse is in the figures: a percent either way.
-error      of gradients, relative to float32's: the geometric mean over leaves and over seeds. XLA is told to round
+saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs; nothing is
+compiled. bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls
+of bfloat16 are float32 flops      matmuls between casts, and how these fuse is in the figures: a
+percent either way. error      of gradients, relative to float32's: the geometric mean over leaves
+and over seeds. XLA is told to round
            where the program says so; by default it leaves out what roundings it likes.
-casts      of one weight: as many as it has uses, each in the loop that uses it. A cast that is shared or hoisted sums
-           gradients in bfloat16.
-tracing    CPU seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function in float32, under
-           `jax.jit` as autocast is.
+casts      of one weight: as many as it has uses, each in the loop that uses it. A cast that is
+           shared or hoisted sums gradients in bfloat16.
+tracing    CPU seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function
+           in float32, under `jax.jit` as autocast is.
 seconds    CPU seconds of a compiled step of the small models, A B A B, the median.
 """
 
@@ -44,14 +45,21 @@ from benchmarks.models import compiled as models_compiled
 from benchmarks.models import saved_bytes as models_saved
 from benchmarks.models import tracing as models_tracing
 from benchmarks.table import Row, run
-from policy.amp import autocast
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
+from policy.autocast.transform import autocast
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 FLAX = linen_models.of(flax.linen)  # pyright: ignore[reportArgumentType]
 POLICY = "mixed_bfloat16"
-SAVED, COMPILED, ERROR, TRACING = 1.05, 1.02, 1.05, 2.0  # the error of either is known to a few percent
-BIASES = 1.12  # what else an MLP moves, measured: the cotangent of each layer in float32 too, to sum it
+SAVED, COMPILED, ERROR, TRACING = (
+    1.05,
+    1.02,
+    1.05,
+    2.0,
+)  # the error of either is known to a few percent
+BIASES = (
+    1.12  # what else an MLP moves, measured: the cotangent of each layer in float32 too, to sum it
+)
 Loss = Callable[[Any, Any, Any, Any], Any]
 
 
@@ -77,24 +85,37 @@ class Case:
 
         def loss(params: Any, state: Any, x: Any, y: Any) -> Any:
             rngs = {"dropout": jax.random.key(1)}
-            outputs, updates = module.apply({"params": params, **state}, x, rngs=rngs, mutable=list(state))
-            return models.squares(outputs) if y is None else models.cross_entropy(outputs, y), updates
+            outputs, updates = module.apply(
+                {"params": params, **state}, x, rngs=rngs, mutable=list(state)
+            )
+            return models.squares(outputs) if y is None else models.cross_entropy(
+                outputs, y
+            ), updates
 
         return loss
 
     def programs(self) -> dict[str, Loss]:
         """The function in float32, by hand, and under autocast."""
         plain, hand = self.loss(None), self.loss(BF16)
-        return {"plain": jax.jit(plain), "hand": jax.jit(hand), "ours": autocast(plain, POLICY, params=0)}
+        return {
+            "plain": jax.jit(plain),
+            "hand": jax.jit(hand),
+            "ours": autocast(plain, POLICY, params=0),
+        }
 
     def arguments(self, seed: int | None = None) -> tuple[Any, Any, Any, Any]:
         """Params, state, inputs and labels: shapes, or with a seed numbers."""
-        init, keys = self.make(None).init, {name: jax.random.key(seed or 0) for name in ("params", "dropout")}
+        init, keys = (
+            self.make(None).init,
+            {name: jax.random.key(seed or 0) for name in ("params", "dropout")},
+        )
         if seed is None:
             variables, x, y = jax.eval_shape(init, keys, self.x), self.x, self.y
         else:
             generator = np.random.default_rng(seed)
-            x, y = (None if like is None else _numbers(generator, like) for like in (self.x, self.y))
+            x, y = (
+                None if like is None else _numbers(generator, like) for like in (self.x, self.y)
+            )
             variables = jax.jit(init)(keys, x)
         state = dict(variables)
         return state.pop("params"), state, x, y
@@ -102,7 +123,9 @@ class Case:
 
 def _numbers(generator: np.random.Generator, like: jax.ShapeDtypeStruct) -> jax.Array:
     is_float = jnp.issubdtype(like.dtype, jnp.floating)
-    numbers = generator.normal(size=like.shape) if is_float else generator.integers(1, 16, like.shape)
+    numbers = (
+        generator.normal(size=like.shape) if is_float else generator.integers(1, 16, like.shape)
+    )
     return jnp.asarray(numbers, like.dtype)
 
 
@@ -137,12 +160,14 @@ def recurrent(steps: int = 512) -> Case:
 
 
 def reused(times: int = 8) -> Case:
-    return Case(f"a Dense used {times} times", lambda dtype: models.Reused(dtype, times), _floats(4, 32))
+    return Case(
+        f"a Dense used {times} times", lambda dtype: models.Reused(dtype, times), _floats(4, 32)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is measured
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _bytes(aval: Any) -> int:
@@ -176,7 +201,9 @@ def compiled(case: Case) -> Iterator[Row]:
         step = jax.jit(jax.value_and_grad(programs[name], has_aux=True))
         costs[name] = step.lower(*arguments).compile().cost_analysis()
         if costs[name] is None:
-            raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
+            raise RuntimeError(
+                "This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu."
+            )
     for quantity, key in (("bytes", "bytes accessed"), ("flops", "flops")):
         yield Row(quantity, case.name, costs["ours"][key], costs["hand"][key], COMPILED)
 
@@ -186,11 +213,15 @@ def errors(case: Case, seeds: int) -> Iterator[Row]:
     logs: dict[tuple[str, str], list[float]] = defaultdict(list)
     options = {"xla_allow_excess_precision": False}
     gradients = {
-        name: jax.jit(jax.grad(fn, has_aux=True), compiler_options=options) for name, fn in case.programs().items()
+        name: jax.jit(jax.grad(fn, has_aux=True), compiler_options=options)
+        for name, fn in case.programs().items()
     }
     for seed in range(seeds):
         arguments = case.arguments(seed)
-        found = {name: jax.tree_util.tree_leaves_with_path(fn(*arguments)[0]) for name, fn in gradients.items()}
+        found = {
+            name: jax.tree_util.tree_leaves_with_path(fn(*arguments)[0])
+            for name, fn in gradients.items()
+        }
         for name in ("ours", "hand"):
             for (path, gradient), (_, truth) in zip(found[name], found["plain"], strict=True):
                 logs[path[-1].key, name].append(np.log(_relative(gradient, truth)))
@@ -205,8 +236,14 @@ def _relative(gradient: Any, truth: Any) -> float:
 
 
 def _casts(jaxpr: Any, shape: tuple[int, ...], within: str) -> int:
-    """How many casts of float32 arrays of that shape stand in a program, or in the body of one primitive in it."""
-    casts = [s for s in walk(jaxpr) if s.name == "convert_element_type" and (not within or within in s.inside)]
+    """How many casts of float32 arrays of that shape stand in a program, or in the body of one
+    primitive in it.
+    """
+    casts = [
+        s
+        for s in walk(jaxpr)
+        if s.name == "convert_element_type" and (not within or within in s.inside)
+    ]
     operands = [site.equation.invars[0].aval for site in casts]
     return sum(operand.shape == shape and operand.dtype == F32 for operand in operands)
 
@@ -230,14 +267,21 @@ def tracing(case: Case, times: int) -> Row:
 
 
 def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
-    """The models of `benchmarks.models`, written over Flax without a dtype, beside themselves threaded by hand."""
+    """The models of `benchmarks.models`, written over Flax without a dtype, beside themselves
+    threaded by hand.
+    """
     for case in cases(small):
         name = f"{case.name}, linen"
-        ours, hand = dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)), by_hand(case)
+        ours, hand = (
+            dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)),
+            by_hand(case),
+        )
         yield Row("saved", name, models_saved(ours), models_saved(hand), SAVED)
         if not small:
             figures = [models_compiled(program) for program in (ours, hand)]
-            bound, note = (BIASES, "bias gradients in float32") if case.model == "Mlp" else (COMPILED, "")
+            bound, note = (
+                (BIASES, "bias gradients in float32") if case.model == "Mlp" else (COMPILED, "")
+            )
             (moved, moved_by_hand), (flops, flops_by_hand) = (
                 [f[key] for f in figures] for key in ("c-bytes", "c-flops")
             )
@@ -245,34 +289,49 @@ def models_without_dtypes(small: bool, counts: bool) -> Iterator[Row]:
             yield Row("flops", name, flops, flops_by_hand, COMPILED)
         if not counts:
             builds = {
-                "ours": functools.partial(dtype_free, case, functools.partial(autocast, policy=POLICY, params=0)),
+                "ours": functools.partial(
+                    dtype_free, case, functools.partial(autocast, policy=POLICY, params=0)
+                ),
                 "plain": functools.partial(dtype_free, case, jax.jit),
             }
             best = models_tracing(builds, times=3)
             yield Row("tracing", f"{name}, beside float32", best["ours"], best["plain"], TRACING)
     for case in () if counts else cases(small=True):
-        ours, hand = dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)), by_hand(case)
+        ours, hand = (
+            dtype_free(case, functools.partial(autocast, policy=POLICY, params=0)),
+            by_hand(case),
+        )
         yield step_time(f"{case.name}, linen", {"ours": ours, "hand": hand})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
-    """Every row, as it is measured. `small` leaves out blocks and layers, `counts` what is timed or run."""
+    """Every row, as it is measured. `small` leaves out blocks and layers, `counts` what is timed or
+    run.
+    """
     blocks = (1, 1) if small else (3, 4, 6, 3)
     layers, seeds, times = (2, 4, 3) if small else (12, 16, 5)
     language = decoder(layers, dropout=0.1)  # Flax's lm1b example
     yield from models_without_dtypes(small, counts)
     half = decoder(layers, einsum_in_half=True)
-    for case in (mlp(), resnet(blocks), decoder(layers), half, decoder(layers, gelu=True), language):
+    for case in (
+        mlp(),
+        resnet(blocks),
+        decoder(layers),
+        half,
+        decoder(layers, gelu=True),
+        language,
+    ):
         yield saved(case)
     for case in () if counts else (mlp(), resnet(blocks), language):
         yield tracing(case, times)
-    # Flax multiplies a float32 softmax with the values in float32: without dropout XLA:CPU moves 3% less for that than
-    # for a matmul in half. So the decoder without dropout stands beside one whose author casts there.
+    # Flax multiplies a float32 softmax with the values in float32: without dropout XLA:CPU moves 3%
+    # less for that than for a matmul in half. So the decoder without dropout stands beside one
+    # whose author casts there.
     for case in (resnet(blocks), language, half):
         yield from compiled(case)
     yield casts(mlp(), (1024, 1024))
@@ -284,7 +343,9 @@ def rows(small: bool = False, *, counts: bool = False) -> Iterator[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     counts = argparse.ArgumentParser(add_help=False)
-    counts.add_argument("--counts", action="store_true", help="leave out what is timed, and what is run")
+    counts.add_argument(
+        "--counts", action="store_true", help="leave out what is timed, and what is run"
+    )
     options, rest = counts.parse_known_args(arguments)
     return run(__doc__, functools.partial(rows, counts=options.counts), "hand", rest)
 

@@ -1,4 +1,6 @@
-"""Models written once: with dtype=None for autocast, or the half dtype threaded through by hand, as Flax's users do."""
+"""Models written once: with dtype=None for autocast, or the half dtype threaded through by hand, as
+Flax's users do.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Reused(nn.Module):
 
 
 def einsum_in_half(subscripts: str, weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Of attention's weights and values: after `force_fp32_for_softmax` Flax multiplies them in float32."""
+    """Of attention's weights and values: after `force_fp32_for_softmax` Flax multiplies them in
+    float32.
+    """
     return jnp.einsum(subscripts, weights.astype(values.dtype), values)
 
 
@@ -76,14 +80,24 @@ class Decoder(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         half = self.dtype or jnp.float32
         embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        positions = self.param("positions", nn.initializers.normal(0.02), (1, tokens.shape[1], self.width))
-        mask = nn.combine_masks(nn.make_attention_mask(tokens > 0, tokens > 0, dtype=half), nn.make_causal_mask(tokens))
+        positions = self.param(
+            "positions", nn.initializers.normal(0.02), (1, tokens.shape[1], self.width)
+        )
+        mask = nn.combine_masks(
+            nn.make_attention_mask(tokens > 0, tokens > 0, dtype=half), nn.make_causal_mask(tokens)
+        )
         x = embed(tokens) + positions.astype(half)
         for i in range(self.layers):
-            block = Block(self.dtype, 4, self.dropout, self.gelu, self.einsum_in_half, name=f"block_{i}")
+            block = Block(
+                self.dtype, 4, self.dropout, self.gelu, self.einsum_in_half, name=f"block_{i}"
+            )
             x = block(x, mask)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
-        return embed.attend(x) if self.tied else nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x)
+        return (
+            embed.attend(x)
+            if self.tied
+            else nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x)
+        )
 
 
 class Recurrent(nn.Module):
@@ -99,7 +113,9 @@ class Recurrent(nn.Module):
         b = self.param("b", nn.initializers.zeros, (self.width,))
 
         def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = jnp.tanh(x.astype(half) @ w.astype(half) + h.astype(half) @ u.astype(half) + b.astype(half))
+            h = jnp.tanh(
+                x.astype(half) @ w.astype(half) + h.astype(half) @ u.astype(half) + b.astype(half)
+            )
             return h.astype(jnp.float32), h
 
         first = jnp.zeros((x.shape[1], self.width))
@@ -111,4 +127,6 @@ def squares(outputs: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()

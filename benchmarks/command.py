@@ -1,4 +1,6 @@
-"""Shared by `python -m benchmarks` and `python -m benchmarks accel`: arguments, runs of tables, the exit status."""
+"""Shared by `python -m benchmarks` and `python -m benchmarks accel`: arguments, runs of tables, the
+exit status.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,28 @@ from typing import Any
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Makes the parser of ``python -m name``, with the arguments that both commands take."""
     made = argparse.ArgumentParser(
-        prog=f"python -m {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--only", nargs="+", action="extend", default=[], metavar="NAME", help="tables; accel's after it")
-    made.add_argument("--on", nargs="+", default=[], metavar="CHIP", help="chips of accel's tables, as in v5e h100")
-    made.add_argument("--record", action="store_true", help="record the figures of accel's baselines")
+    made.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="tables; accel's after it",
+    )
+    made.add_argument(
+        "--on",
+        nargs="+",
+        default=[],
+        metavar="CHIP",
+        help="chips of accel's tables, as in v5e h100",
+    )
+    made.add_argument(
+        "--record", action="store_true", help="record the figures of accel's baselines"
+    )
     made.add_argument("--quick", action="store_true", help="counts of small models")
     made.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     made.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
@@ -28,7 +47,11 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def run_table(
-    name: str, title: str, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    name: str,
+    title: str,
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int, Any]:
     """Runs ``python -m module`` in a process of its own, and prints how long it took.
 

@@ -1,19 +1,21 @@
-"""Where training ends when params are stored in bfloat16, in each way to keep their float32 value, against float32.
+"""Where training ends when params are stored in bfloat16, in each way to keep their float32 value,
+against float32.
 
     python -m benchmarks.convergence [--small] [--json FILE] [--markdown FILE]
 
-**Noisy quadratic**: 4096 weights w are drawn to targets t of about 0.1 by gradients w - t + n, n normal of deviation
-0.01, with Adam at a learning rate of 1e-4 for 4000 steps. The figure is the root mean square of w - t over the last
-tenth of the steps: of the weights as they are used, that is rounded, and of the float32 weights behind them. Rounding
-exact weights to bfloat16 alone costs 1.7e-4.
+**Noisy quadratic**: 4096 weights w are drawn to targets t of about 0.1 by gradients w - t + n, n
+normal of deviation 0.01, with Adam at a learning rate of 1e-4 for 4000 steps. The figure is the
+root mean square of w - t over the last tenth of the steps: of the weights as they are used, that is
+rounded, and of the float32 weights behind them. Rounding exact weights to bfloat16 alone costs
+1.7e-4.
 
-**Digits**: the main job, `examples/train_digits.py`, with params and matmuls in bfloat16 (float32 in the first row):
-its ResNet, data, seed, learning rates and number of steps. The loss is the mean of the last epoch's; accuracy is on the
-held-out fifth, where one image is 0.28%.
+**Digits**: the main job, `examples/train_digits.py`, with params and matmuls in bfloat16 (float32
+in the first row): its ResNet, data, seed, learning rates and number of steps. The loss is the mean
+of the last epoch's; accuracy is on the held-out fifth, where one image is 0.28%.
 
-**What must hold**, or the command ends with status 1: `full`, `remainder` and `kahan` end within 5% of float32 on the
-quadratic and within 1% of its accuracy on the digits, `stochastic` within a factor of 3 and within 2%; `remainder`
-gives the numbers of `full`.
+**What must hold**, or the command ends with status 1: `full`, `remainder` and `kahan` end within 5%
+of float32 on the quadratic and within 1% of its accuracy on the digits, `stochastic` within a
+factor of 3 and within 2%; `remainder` gives the numbers of `full`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How params are stored: their dtype, and what is kept beside them. `within` bounds what may be lost."""
+    """How params are stored: their dtype, and what is kept beside them. `within` bounds what may be
+    lost.
+    """
 
     name: str
     dtype: str
@@ -73,23 +77,34 @@ class Row:
 
 
 def quadratic(storage: Storage, weights: int = 4096, steps: int = 4000) -> tuple[float, float]:
-    """Root mean square errors of the weights as used, and of their float32 values. All storages see the same noise."""
+    """Root mean square errors of the weights as used, and of their float32 values. All storages see
+    the same noise.
+    """
     rng = np.random.default_rng(SEED)
     target = jnp.asarray(rng.normal(size=weights) * 0.1, jnp.float32)
     start = target + jnp.asarray(rng.normal(size=weights) * 0.05, jnp.float32)
-    tx = mp.mixed_precision(optax.adam(1e-4), storage.dtype, master_weights=storage.master_weights, key=storage.key)
+    tx = mp.mixed_precision(
+        optax.adam(1e-4), storage.dtype, master_weights=storage.master_weights, key=storage.key
+    )
 
     def step(carry: Any, key: jax.Array) -> Any:
         params, state = carry
         noise = jax.random.normal(key, (weights,)) * np.float32(0.01)
-        params, state, _ = mp.apply_gradients(tx, params, state, params.astype(jnp.float32) - target + noise)
+        params, state, _ = mp.apply_gradients(
+            tx, params, state, params.astype(jnp.float32) - target + noise
+        )
         errors = [
-            jnp.mean(jnp.square(w.astype(jnp.float32) - target)) for w in (params, mp.master_params(params, state))
+            jnp.mean(jnp.square(w.astype(jnp.float32) - target))
+            for w in (params, mp.master_params(params, state))
         ]
         return (params, state), errors
 
-    _, errors = jax.lax.scan(step, mp.init_from_master(tx, start), jax.random.split(jax.random.key(SEED), steps))
-    used, master = (float(np.sqrt(np.asarray(e, np.float64)[-(steps // 10) :].mean())) for e in errors)
+    _, errors = jax.lax.scan(
+        step, mp.init_from_master(tx, start), jax.random.split(jax.random.key(SEED), steps)
+    )
+    used, master = (
+        float(np.sqrt(np.asarray(e, np.float64)[-(steps // 10) :].mean())) for e in errors
+    )
     return used, master
 
 
@@ -104,7 +119,12 @@ def digits(storage: Storage, small: bool = False) -> tuple[float, float]:
 
     data, config = job.load(), job.Config(seed=SEED, master_weights=storage.master_weights)
     if small:
-        data = job.Digits(data.train_images[:64], data.train_labels[:64], data.test_images[:64], data.test_labels[:64])
+        data = job.Digits(
+            data.train_images[:64],
+            data.train_labels[:64],
+            data.test_images[:64],
+            data.test_labels[:64],
+        )
         config = dataclasses.replace(config, epochs=1, batch_size=32, filters=2)
     policy = mp.Policy(storage.dtype, storage.dtype, "float32")
     result = job.train_linen(policy, mp.PolicyRules([]), data, config, _NoBar())
@@ -113,7 +133,9 @@ def digits(storage: Storage, small: bool = False) -> tuple[float, float]:
 
 
 def measure(storage: Storage, small: bool = False) -> Row:
-    """Runs both jobs; the small digits for the last storage only, as the others compile as long for no other code."""
+    """Runs both jobs; the small digits for the last storage only, as the others compile as long for
+    no other code.
+    """
     if not small:
         return Row(storage, *quadratic(storage), *digits(storage))
     ends = digits(storage, small) if storage == STORAGES[-1] else (0.0, 0.0)
@@ -129,10 +151,14 @@ def complaints(rows: list[Row]) -> list[str]:
             continue
         factor, points = row.storage.within
         if row.used_error > factor * reference.used_error:
-            found.append(f"{row.storage.name}: {row.used_error:.3g} on the quadratic, above {factor:g} times float32.")
+            found.append(
+                f"{row.storage.name}: {row.used_error:.3g} on the quadratic, above {factor:g} "
+                "times float32."
+            )
         if row.accuracy < reference.accuracy - points:
             found.append(
-                f"{row.storage.name}: an accuracy of {row.accuracy:.2%}, more than {points:.0%} below float32."
+                f"{row.storage.name}: an accuracy of {row.accuracy:.2%}, more than {points:.0%} "
+                "below float32."
             )
     full, remainder = by_name["bfloat16, full"], by_name["bfloat16, remainder"]
     if dataclasses.replace(full, storage=remainder.storage) != remainder:
@@ -168,7 +194,9 @@ def table(rows: list[Row]) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(HEADER, *cells, strict=True)]
     lines = [HEADER, tuple("-" * width for width in widths), *cells]
-    pad = lambda line: " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))  # noqa: E731
+    pad = lambda line: " | ".join(
+        cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+    )  # noqa: E731
     return "\n".join(f"| {pad(line)} |" for line in lines)
 
 
@@ -184,13 +212,21 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _figures(row: Row) -> dict[str, float]:
-    return {field.name: getattr(row, field.name) for field in dataclasses.fields(Row) if field.name != "storage"}
+    return {
+        field.name: getattr(row, field.name)
+        for field in dataclasses.fields(Row)
+        if field.name != "storage"
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; 1 where something that must hold does not."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a few steps of each: that it runs, not where it ends")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a few steps of each: that it runs, not where it ends"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="a file to write the figures to")
     parser.add_argument("--markdown", type=pathlib.Path, help="a file to write the table to")
     options = parser.parse_args(arguments)

@@ -1,18 +1,21 @@
-"""What a policy costs on a GPU: tokens and images a second, memory, kernels, bandwidth, beside dtypes threaded by hand.
+"""What a policy costs on a GPU: tokens and images a second, memory, kernels, bandwidth, beside
+dtypes threaded by hand.
 
-    python -m benchmarks.gpu                # at most 8 minutes; downloads nothing
-    python -m benchmarks.gpu --json FILE    # writes the rows there, with device, date and versions
-    python -m benchmarks.gpu --only decoder # the jobs whose names hold that
-    python -m benchmarks.gpu --tiny         # smallest sizes, to try the programs; so too where there is no GPU
+    python -m benchmarks.gpu                # at most 8 minutes; downloads nothing python -m
+    benchmarks.gpu --json FILE    # writes the rows there, with device, date and versions python -m
+    benchmarks.gpu --only decoder # the jobs whose names hold that python -m benchmarks.gpu --tiny
+    # smallest sizes, to try the programs; so too where there is no GPU
 
-Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is half of the range of
-the ratios of neighbours. Of rates, a ratio above 1 is faster than the reference. Matmuls of float32 run with TF32 on
-("TF32", matmul precision "tensorfloat32") and off ("float32", "highest"). `peak` is the share of what the device's data
-sheet promises in that dtype (benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what
-XLA plans for a step: arguments, outputs and temporaries. Where attention is, the note names its kernel, ours first, as
-read from the compiled programs.
+Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is
+half of the range of the ratios of neighbours. Of rates, a ratio above 1 is faster than the
+reference. Matmuls of float32 run with TF32 on ("TF32", matmul precision "tensorfloat32") and off
+("float32", "highest"). `peak` is the share of what the device's data sheet promises in that dtype
+(benchmarks/gpu_peaks.py); for models, of three times the forward pass's FLOPs. MiB is what XLA
+plans for a step: arguments, outputs and temporaries. Where attention is, the note names its kernel,
+ours first, as read from the compiled programs.
 
-torch, where it is installed, runs the same models first, eager, under its autocast, in a process of its own.
+torch, where it is installed, runs the same models first, eager, under its autocast, in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ def jobs(sizes: Sizes, models: dict[str, Model], peak: Peak | None, torch: Torch
         return Job(f"{name}, {setting}", "model", run)
 
     def step(name: str, beside: str | None = None) -> Job:
-        return Job(f"AdamW, {name}", "optimizer", partial(gpu_measures.optimizer_step, name, sizes, beside))
+        return Job(
+            f"AdamW, {name}", "optimizer", partial(gpu_measures.optimizer_step, name, sizes, beside)
+        )
 
     def attention(setting: str) -> Job:
         run = partial(gpu_measures.attention, SETTINGS[setting], sizes)
@@ -128,7 +133,9 @@ class Report:
                     self.lines.append(line)
                     print(shown(line), flush=True)
             except Exception as error:  # an unknown device may refuse anything: say so, and go on
-                self.failed[job.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                self.failed[job.name] = (
+                    f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                )
                 print(f"{job.name} failed: {self.failed[job.name]}", flush=True)
             self.missing.remove(job.name)
             longest[job.kind] = max(longest.get(job.kind, 0.0), time.monotonic() - start)
@@ -141,7 +148,13 @@ class Report:
         print(f"{len(self.lines)} rows in {seconds:.0f} s", flush=True)
         if file:
             rows = [line.as_json() for line in self.lines]
-            found = {**self.facts, "seconds": seconds, "failed": self.failed, "missing": self.missing, "rows": rows}
+            found = {
+                **self.facts,
+                "seconds": seconds,
+                "failed": self.failed,
+                "missing": self.missing,
+                "rows": rows,
+            }
             Path(file).write_text(json.dumps(found, indent=1))
 
 
@@ -155,9 +168,9 @@ def shown(line: Line) -> str:
     return f"{numbers:95}{spread:>6}{share:>6}{f'  ({line.note})' if line.note else ''}".rstrip()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the run is of
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def facts(device: Any) -> dict[str, Any]:
@@ -181,19 +194,30 @@ def facts(device: Any) -> dict[str, Any]:
 
 def _driver() -> str | None:
     """The driver's version and the power limit, as nvidia-smi has them; None without it."""
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,power.limit,clocks.max.sm",
+        "--format=csv,noheader",
+    ]
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
+        return subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return None
 
 
-def torch_config(models: dict[str, Model], sizes: Sizes, *, tiny: bool, seconds: float) -> dict[str, Any]:
+def torch_config(
+    models: dict[str, Model], sizes: Sizes, *, tiny: bool, seconds: float
+) -> dict[str, Any]:
     """What `benchmarks.gpu_torch` is told: the same models and batches."""
     found = {}
     for name, model in models.items():
         shape = list(model.x.shape)
-        found[name] = {"shape": [shape[0], 3, *shape[1:3]] if name != "decoder" else shape, "options": {}}
+        found[name] = {
+            "shape": [shape[0], 3, *shape[1:3]] if name != "decoder" else shape,
+            "options": {},
+        }
     decoder = models["decoder"].make(flax.linen, None)
     options = {name: getattr(decoder, name) for name in ("layers", "width", "heads", "vocabulary")}
     found["decoder"]["options"] = {**options, "length": models["decoder"].x.shape[1]}
@@ -202,38 +226,64 @@ def torch_config(models: dict[str, Model], sizes: Sizes, *, tiny: bool, seconds:
         found["ViT-S"]["options"] |= {"layers": 1, "width": 16, "heads": 2}
         found["ResNet-50"]["options"] = {"filters": 4, "stages": [1]}
     device = "cuda" if jax.devices()[0].platform == "gpu" else "cpu"
-    return {"models": found, "seconds": seconds, "sample_seconds": sizes.sample_seconds, "device": device}
+    return {
+        "models": found,
+        "seconds": seconds,
+        "sample_seconds": sizes.sample_seconds,
+        "device": device,
+    }
 
 
 def torch_rates(config: dict[str, Any], python: str = sys.executable) -> tuple[Torch, str]:
-    """torch's throughput and memory by model and setting, as far as its time went; and a line about it."""
+    """torch's throughput and memory by model and setting, as far as its time went; and a line about
+    it.
+    """
     command = [python, "-m", "benchmarks.gpu_torch", json.dumps(config)]
     root = Path(__file__).parent.parent
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=config["seconds"] + 30, cwd=root
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=config["seconds"] + 30,
+            cwd=root,
         )
         output, error = result.stdout, result.stderr
     except subprocess.TimeoutExpired as late:
-        output, error = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or "", "slow"
+        output, error = (
+            (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or "",
+            "slow",
+        )
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     if not lines:
         return {}, f"torch: none beside it ({(error.splitlines() or ['it printed nothing'])[-1]})"
     found = {(line["model"], line["setting"]): line for line in lines[1:]}
-    failed = [f"{name}, {setting}: {at['error']}" for (name, setting), at in found.items() if "error" in at]
-    return found, "; ".join([f"torch {lines[0]['version']}: {len(found)} measurements beside", *failed])
+    failed = [
+        f"{name}, {setting}: {at['error']}"
+        for (name, setting), at in found.items()
+        if "error" in at
+    ]
+    return found, "; ".join(
+        [f"torch {lines[0]['version']}: {len(found)} measurements beside", *failed]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 1 where a job failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, as on a CPU")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     parser.add_argument("--only", metavar="NAME", help="the jobs whose names hold this")
-    parser.add_argument("--seconds", type=float, default=LIMIT, help="how long it may take: %(default)g")
+    parser.add_argument(
+        "--seconds", type=float, default=LIMIT, help="how long it may take: %(default)g"
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
     options = parser.parse_args(arguments)
-    # One device, so that attention may take a fused kernel; and memory as it is needed: torch runs first.
+    # One device, so that attention may take a fused kernel; and memory as it is needed: torch runs
+    # first.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = jax.devices()[0]
@@ -258,11 +308,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch.start()
     torch: Torch = {}
     if _has("torch") and not options.no_torch:
-        config = torch_config(models, sizes, tiny=tiny, seconds=min(TORCH_LIMIT, options.seconds / 4))
+        config = torch_config(
+            models, sizes, tiny=tiny, seconds=min(TORCH_LIMIT, options.seconds / 4)
+        )
         torch, said = torch_rates(config)
         report.facts["torch"] = list(torch.values())
         print(said, flush=True)
-    chosen = [job for job in jobs(sizes, models, peak, torch) if not options.only or options.only in job.name]
+    chosen = [
+        job
+        for job in jobs(sizes, models, peak, torch)
+        if not options.only or options.only in job.name
+    ]
     report.run(chosen, options.seconds - 10 if has_gpu else options.seconds)
     watch.cancel()
     report.facts["peak_bytes_in_use"] = (device.memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,4 +1,6 @@
-"""What is measured on a device, each a small function that yields lines: matmuls, copies, steps, attention, models."""
+"""What is measured on a device, each a small function that yields lines: matmuls, copies, steps,
+attention, models.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Line(Row):
 
     def as_json(self) -> dict[str, object]:
         found = super().as_json()
-        return {key: None if value != value else value for key, value in found.items()}  # JSON has no NaN
+        return {
+            key: None if value != value else value for key, value in found.items()
+        }  # JSON has no NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,9 @@ def _random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.asarray(np.resize(block, shape), dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The device
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def matmul(setting: Setting, sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
@@ -82,7 +86,13 @@ def matmul(setting: Setting, sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
     rate = 2 * n**3 / seconds / 1e12
     promised = peak.of(setting.name) if peak else None
     share = rate / promised if promised else None
-    yield Line("TFLOP/s", f"matmul {n}x{n}, {setting.name}, beside its peak", rate, promised or UNKNOWN, share=share)
+    yield Line(
+        "TFLOP/s",
+        f"matmul {n}x{n}, {setting.name}, beside its peak",
+        rate,
+        promised or UNKNOWN,
+        share=share,
+    )
 
 
 def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,20 +109,26 @@ def copy(sizes: Sizes, peak: Peak | None) -> Iterator[Line]:
     rate = 8 * sizes.copied / _timed({"copy": copier(sizes)}, sizes)["copy"].median / 1e9
     promised = peak.bandwidth if peak else None
     share = rate / promised if promised else None
-    yield Line("GB/s", "copy of float32 numbers, beside its peak", rate, promised or UNKNOWN, share=share)
+    yield Line(
+        "GB/s", "copy of float32 numbers, beside its peak", rate, promised or UNKNOWN, share=share
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The optimizer's step
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def optimizer_stepper(row: optimizer.Pipeline, sizes: Sizes) -> tuple[Stepper, int]:
-    """An AdamW step of four leaves, and the bytes that it must move: gradients read, the rest read and written."""
+    """An AdamW step of four leaves, and the bytes that it must move: gradients read, the rest read
+    and written.
+    """
     init, step = row.make()
     shape = (sizes.stepped // optimizer.LEAVES,)
     params = {f"layer_{i}": _random(i, shape, row.params) for i in range(optimizer.LEAVES)}
-    gradients = {name: _random(9, shape, row.gradients) * jnp.asarray(1e-2, row.gradients) for name in params}
+    gradients = {
+        name: _random(9, shape, row.gradients) * jnp.asarray(1e-2, row.gradients) for name in params
+    }
     carry = params, jax.jit(init)(params)
     moved = 2 * _bytes(carry) + _bytes(gradients)
 
@@ -128,9 +144,11 @@ def _bytes(tree: Any) -> int:
 
 
 def optimizer_step(name: str, sizes: Sizes, beside: str | None = None) -> Iterator[Line]:
-    """GB/s of a step of `benchmarks.optimizer`, beside a copy, and of the same bytes beside another row's step.
+    """GB/s of a step of `benchmarks.optimizer`, beside a copy, and of the same bytes beside another
+    row's step.
 
-    As many bytes are counted as the step must move at least, so that a step that moves more is slower by this figure.
+    As many bytes are counted as the step must move at least, so that a step that moves more is
+    slower by this figure.
     """
     table = {row.name: row for row in optimizer.pipelines()}
     step, moved = optimizer_stepper(table[name], sizes)
@@ -145,12 +163,14 @@ def optimizer_step(name: str, sizes: Sizes, beside: str | None = None) -> Iterat
     if beside:
         apart = spread(found["ours"], found["beside"])
         peer = "jmp" if beside.startswith("jmp") else "optax"
-        yield Line("GB/s", f"AdamW, {name}, beside {peer}", rates["ours"], rates["beside"], spread=apart)
+        yield Line(
+            "GB/s", f"AdamW, {name}, beside {peer}", rates["ours"], rates["beside"], spread=apart
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attention
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def attention_stepper(nn: Any, setting: Setting, sizes: Sizes, **options: Any) -> Stepper:
@@ -170,7 +190,9 @@ def attention_stepper(nn: Any, setting: Setting, sizes: Sizes, **options: Any) -
 
 
 def attention(setting: Setting, sizes: Sizes) -> Iterator[Line]:
-    """Calls a second, forward and backward, beside Flax with a float32 softmax; and planned memory; and kernels."""
+    """Calls a second, forward and backward, beside Flax with a float32 softmax; and planned memory;
+    and kernels.
+    """
     ours = attention_stepper(our_linen, setting, sizes)
     hand = attention_stepper(flax.linen, setting, sizes, force_fp32_for_softmax=True)
     found = _timed({"ours": ours, "hand": hand}, sizes)
@@ -186,15 +208,19 @@ def attention(setting: Setting, sizes: Sizes) -> Iterator[Line]:
     yield Line("MiB", name, ours.planned_bytes / 2**20, hand.planned_bytes / 2**20)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Models
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def model(model: Model, setting: Setting, sizes: Sizes, peak: Peak | None, torch: float | None) -> Iterator[Line]:
-    """Tokens or images a second of a train step beside the hand-threaded one; memory, compile time, share of the peak.
+def model(
+    model: Model, setting: Setting, sizes: Sizes, peak: Peak | None, torch: float | None
+) -> Iterator[Line]:
+    """Tokens or images a second of a train step beside the hand-threaded one; memory, compile time,
+    share of the peak.
 
-    The share counts three times the FLOPs of a forward pass, as is usual (Chowdhery et al. 2022, appendix B).
+    The share counts three times the FLOPs of a forward pass, as is usual (Chowdhery et al. 2022,
+    appendix B).
 
     Args:
       torch: torch's throughput in this setting, where it is known.

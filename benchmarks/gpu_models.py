@@ -1,4 +1,6 @@
-"""Train steps of whole models: ours as the README has them, by hand as Flax's examples do, in the same dtypes."""
+"""Train steps of whole models: ours as the README has them, by hand as Flax's examples do, in the
+same dtypes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from benchmarks import linen_models
 from benchmarks.gpu_timing import Stepper
 from mpmodules import linen as our_linen
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy.programs import programs_of
+from policy._jaxpr.equations import equations_within
 
 F32, I32 = jnp.float32, jnp.int32
 LEARNING_RATE = 1e-4
@@ -81,20 +83,29 @@ class Model:
 
     @property
     def classes(self) -> int:
-        return jax.eval_shape(self.make(flax.linen, None).init_with_output, jax.random.key(0), self.x)[0].shape[-1]
+        return jax.eval_shape(
+            self.make(flax.linen, None).init_with_output, jax.random.key(0), self.x
+        )[0].shape[-1]
 
 
 def models(memory: float, *, tiny: bool) -> dict[str, Model]:
     """GPT-2's small shape (Radford et al. 2019) with 12 layers, ResNet-50 and ViT-S/16.
 
     Args:
-      memory: bytes of the device: batches are halved, once or more, where there is less than FULL_MEMORY.
+      memory: bytes of the device: batches are halved, once or more, where there is less than
+        FULL_MEMORY.
       tiny: one layer each, for a CPU.
     """
     share = 0.5 ** max(0, math.ceil(math.log2(FULL_MEMORY / memory)))
     if tiny:
-        decoder, resnet = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32}, {"stages": (1,), "filters": 4}
-        vit, (batch, length, images, patches, size) = {"layers": 1, "width": 16, "heads": 2}, (2, 8, 2, 2, 32)
+        decoder, resnet = (
+            {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32},
+            {"stages": (1,), "filters": 4},
+        )
+        vit, (batch, length, images, patches, size) = (
+            {"layers": 1, "width": 16, "heads": 2},
+            (2, 8, 2, 2, 32),
+        )
     else:
         decoder = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 32768}
         resnet, vit = {}, {}
@@ -106,9 +117,21 @@ def models(memory: float, *, tiny: bool) -> dict[str, Model]:
     adamw, momentum = optax.adamw(LEARNING_RATE), optax.sgd(LEARNING_RATE, 0.9, nesterov=True)
     of = linen_models.of
     found = [
-        Model("decoder", lambda nn, d: of(nn).Transformer(d, **decoder), tokens, tokens, "tokens/s", adamw),
         Model(
-            "ResNet-50", lambda nn, d: of(nn).ResNet(d, **resnet), shapes[images], labels[images], "images/s", momentum
+            "decoder",
+            lambda nn, d: of(nn).Transformer(d, **decoder),
+            tokens,
+            tokens,
+            "tokens/s",
+            adamw,
+        ),
+        Model(
+            "ResNet-50",
+            lambda nn, d: of(nn).ResNet(d, **resnet),
+            shapes[images],
+            labels[images],
+            "images/s",
+            momentum,
         ),
         Model(
             "ViT-S",
@@ -127,9 +150,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def variables(model: Model) -> tuple[Any, dict[str, Any]]:
-    """Params and other collections, filled without compiling an `init`: this is about speed, and numbers do it.
+    """Params and other collections, filled without compiling an `init`: this is about speed, and
+    numbers do it.
 
-    Kernels and embeddings are normal, of deviation 0.02; scales and variances one; biases and means zero.
+    Kernels and embeddings are normal, of deviation 0.02; scales and variances one; biases and means
+    zero.
     """
     shapes = jax.eval_shape(model.make(flax.linen, None).init, jax.random.key(0), model.x)
     block = np.random.default_rng(0).standard_normal(2**20, np.float32) * np.float32(0.02)
@@ -165,7 +190,9 @@ def _loss(module: Any) -> Callable[..., tuple[jax.Array, Any]]:
 
 
 def ours(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
-    """This library's init of the optimizer, and its train step ``(params, opt_state, state), x, y``."""
+    """This library's init of the optimizer, and its train step ``(params, opt_state, state), x,
+    y``.
+    """
     loss = _loss(model.make(our_linen, None))
     options = {"loss_scale": "dynamic"} if setting.is_scaled else {"skip_nonfinite": False}
     tx = mixed_precision(model.tx, setting.policy, **options)  # pyright: ignore[reportArgumentType]
@@ -173,7 +200,9 @@ def ours(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable
     def step(carry: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state, state = carry
         scale = loss_scale_of(opt_state) if setting.is_scaled else None
-        fn = value_and_grad(loss, has_aux=True, policy=setting.policy, loss_scale=scale, grads="compute")
+        fn = value_and_grad(
+            loss, has_aux=True, policy=setting.policy, loss_scale=scale, grads="compute"
+        )
         (value, new), grads = fn(params, state, x, y)
         params, opt_state, finite = apply_gradients(tx, params, opt_state, grads)
         if setting.is_scaled:
@@ -184,7 +213,9 @@ def ours(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable
 
 
 def by_hand(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
-    """The step of Flax's ImageNet example: dtypes threaded through, and in float16 its `DynamicScale`."""
+    """The step of Flax's ImageNet example: dtypes threaded through, and in float16 its
+    `DynamicScale`.
+    """
     loss = _loss(model.make(flax.linen, setting.dtype))
 
     def init(params: Any) -> Any:
@@ -196,7 +227,9 @@ def by_hand(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Calla
             (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params, state, x, y)
             updates, opt_state = model.tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), (opt_state, None), new), value
-        scale, finite, (value, new), grads = scale.value_and_grad(loss, has_aux=True)(params, state, x, y)
+        scale, finite, (value, new), grads = scale.value_and_grad(loss, has_aux=True)(
+            params, state, x, y
+        )
         updates, new_opt_state = model.tx.update(grads, opt_state, params)
         stepped = optax.apply_updates(params, updates), new_opt_state, new
         kept = params, opt_state, state
@@ -207,7 +240,9 @@ def by_hand(model: Model, setting: Setting) -> tuple[Callable[[Any], Any], Calla
 
 
 def stepper(
-    model: Model, setting: Setting, make: Callable[[Model, Setting], tuple[Callable[[Any], Any], Callable[..., Any]]]
+    model: Model,
+    setting: Setting,
+    make: Callable[[Model, Setting], tuple[Callable[[Any], Any], Callable[..., Any]]],
 ) -> Stepper:
     """The compiled train step, on the device with params, state and a batch."""
     init, step = make(model, setting)
@@ -218,7 +253,9 @@ def stepper(
 
 
 def forward_flops(model: Model) -> float:
-    """FLOPs of the matmuls and convolutions of one forward pass, read from its jaxpr: two a multiplication."""
+    """FLOPs of the matmuls and convolutions of one forward pass, read from its jaxpr: two a
+    multiplication.
+    """
     module = model.make(flax.linen, None)
     shapes = jax.eval_shape(module.init, jax.random.key(0), model.x)
 
@@ -229,9 +266,11 @@ def forward_flops(model: Model) -> float:
 
 
 def matmul_flops(jaxpr: Any) -> float:
-    """FLOPs of every `dot_general` and undilated convolution of a jaxpr and of the programs inside of it."""
+    """FLOPs of every `dot_general` and undilated convolution of a jaxpr and of the programs inside
+    of it.
+    """
     total = 0.0
-    for equation in jaxpr.eqns:
+    for equation in equations_within(jaxpr):
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             lengths = [equation.invars[0].aval.shape[axis] for axis in contracted]
@@ -240,5 +279,4 @@ def matmul_flops(jaxpr: Any) -> float:
             kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
             outputs = kernel.shape[numbers.rhs_spec[0]]
             total += 2 * equation.outvars[0].aval.size * kernel.size / outputs
-        total += sum(map(matmul_flops, programs_of(equation)))
     return total

@@ -1,4 +1,6 @@
-"""What data sheets promise: dense matmul rates and memory bandwidth, by the name that JAX gives a device."""
+"""What data sheets promise: dense matmul rates and memory bandwidth, by the name that JAX gives a
+device.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ class Peak:
     has_bfloat16: bool = True
 
     def of(self, setting: str) -> float | None:
-        """TFLOP/s of a setting: "bf16", "f16", "TF32" or "float32"; None where the device has no unit for it."""
+        """TFLOP/s of a setting: "bf16", "f16", "TF32" or "float32"; None where the device has no
+        unit for it.
+        """
         if setting == "bf16" and not self.has_bfloat16:
             return None
-        return {"bf16": self.half, "f16": self.half, "TF32": self.tf32, "float32": self.float32}[setting]
+        return {"bf16": self.half, "f16": self.half, "TF32": self.tf32, "float32": self.float32}[
+            setting
+        ]
 
 
-# Device names start with these; the first that fits is taken. Data sheets that give figures "with sparsity" are halved.
+# Device names start with these; the first that fits is taken. Data sheets that give figures "with
+# sparsity" are halved.
 _VOLTA = "NVIDIA Tesla V100 data sheet, 2020"
 _AMPERE = "NVIDIA A100 data sheet, 2022"
 _HOPPER = "NVIDIA H100 data sheet, 2024"
@@ -53,7 +60,9 @@ PEAKS = {
 
 
 def peak_of(device_kind: str) -> Peak | None:
-    """The peak of a device by its name (`jax.Device.device_kind`); None where the table has none: it is unknown."""
+    """The peak of a device by its name (`jax.Device.device_kind`); None where the table has none:
+    it is unknown.
+    """
     for name, peak in PEAKS.items():
         rest = device_kind.removeprefix(name)
         if rest != device_kind and not rest[:1].isalnum():  # an L4 is no L40S

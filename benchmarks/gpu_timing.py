@@ -1,4 +1,6 @@
-"""Times compiled programs beside each other: A B A B, medians, and how far the ratios of neighbours spread."""
+"""Times compiled programs beside each other: A B A B, medians, and how far the ratios of neighbours
+spread.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ROUNDS = 7
 
 @dataclasses.dataclass
 class Stepper:
-    """A compiled `step(carry, *fixed) -> (carry, out)` that is called again and again, its carry donated.
+    """A compiled `step(carry, *fixed) -> (carry, out)` that is called again and again, its carry
+    donated.
 
     Attributes:
       compiled: the program.
@@ -46,7 +49,9 @@ class Stepper:
 
     @property
     def planned_bytes(self) -> int:
-        """The most memory that XLA plans for a call: arguments, outputs that reuse none of them, and temporaries."""
+        """The most memory that XLA plans for a call: arguments, outputs that reuse none of them,
+        and temporaries.
+        """
         memory = self.compiled.memory_analysis()
         return (
             memory.argument_size_in_bytes
@@ -61,7 +66,9 @@ class Stepper:
 
 
 def attention_kernel(program: str) -> str:
-    """Which attention a compiled program calls: "cuDNN" where it has calls of cuDNN's fused kernel, else "XLA"."""
+    """Which attention a compiled program calls: "cuDNN" where it has calls of cuDNN's fused kernel,
+    else "XLA".
+    """
     return "cuDNN" if re.search(r'custom_call_target="__cudnn\$fmha', program) else "XLA"
 
 
@@ -74,7 +81,9 @@ class Timing:
 
 
 def spread(of: Timing, beside: Timing) -> float:
-    """Half of the range of the ratios of neighbours, beside their median: 0.01 is a percent either way."""
+    """Half of the range of the ratios of neighbours, beside their median: 0.01 is a percent either
+    way.
+    """
     ratios = [a / b for a, b in zip(of.rounds, beside.rounds, strict=True)]
     return (max(ratios) - min(ratios)) / 2 / statistics.median(ratios)
 
@@ -82,7 +91,8 @@ def spread(of: Timing, beside: Timing) -> float:
 def interleaved(
     programs: Mapping[str, Callable[[int], float]], *, sample_seconds: float, rounds: int = ROUNDS
 ) -> dict[str, Timing]:
-    """Times each in turn, round after round, so that what the machine does otherwise meets all of them.
+    """Times each in turn, round after round, so that what the machine does otherwise meets all of
+    them.
 
     Args:
       programs: functions of a number of calls that return how many seconds these took.
@@ -96,4 +106,6 @@ def interleaved(
     for _ in range(rounds):
         for name, program in programs.items():
             found[name].append(program(times[name]) / times[name])
-    return {name: Timing(statistics.median(seconds), tuple(seconds)) for name, seconds in found.items()}
+    return {
+        name: Timing(statistics.median(seconds), tuple(seconds)) for name, seconds in found.items()
+    }

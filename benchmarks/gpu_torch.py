@@ -1,9 +1,11 @@
-"""torch under its autocast on the same models, eager, as its users run it. In a process of its own: prints JSON lines.
+"""torch under its autocast on the same models, eager, as its users run it. In a process of its own:
+prints JSON lines.
 
     python -m benchmarks.gpu_torch '{"decoder": {...}, "seconds": 80, ...}'
 
-One line a measurement: {"model": "decoder", "setting": "bf16", "rate": tokens or images a second, "MiB": peak}.
-A process of its own, because the CUDA libraries of torch and of jaxlib are not made to meet in one.
+One line a measurement: {"model": "decoder", "setting": "bf16", "rate": tokens or images a second,
+"MiB": peak}. A process of its own, because the CUDA libraries of torch and of jaxlib are not made
+to meet in one.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -39,7 +41,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.first(x)).chunk(3, dim=-1)
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in self.qkv(self.first(x)).chunk(3, dim=-1)
         )  # (B, N, T, H)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(y.transpose(1, 2).flatten(2))
@@ -63,7 +66,9 @@ class Decoder(nn.Module):
 class VisionTransformer(nn.Module):
     """Images in, logits out."""
 
-    def __init__(self, size: int, layers: int = 12, width: int = 384, heads: int = 6, classes: int = 1000):
+    def __init__(
+        self, size: int, layers: int = 12, width: int = 384, heads: int = 6, classes: int = 1000
+    ):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 16, 16)
         self.positions = nn.Parameter(torch.zeros((size // 16) ** 2, width))
@@ -86,20 +91,29 @@ class Bottleneck(nn.Module):
             *_convolution(filters, 4 * filters, 1),
         )  # fmt: skip
         same = stride == 1 and channels == 4 * filters
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(channels, 4 * filters, 1, stride))
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(*_convolution(channels, 4 * filters, 1, stride))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
 def _convolution(channels: int, filters: int, size: int, stride: int = 1) -> list[nn.Module]:
-    return [nn.Conv2d(channels, filters, size, stride, size // 2, bias=False), nn.BatchNorm2d(filters)]
+    return [
+        nn.Conv2d(channels, filters, size, stride, size // 2, bias=False),
+        nn.BatchNorm2d(filters),
+    ]
 
 
 class ResNet(nn.Module):
     """ResNet-50, version 1.5."""
 
-    def __init__(self, filters: int = 64, stages: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000):
+    def __init__(
+        self, filters: int = 64, stages: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000
+    ):
         super().__init__()
         layers = [*_convolution(3, filters, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
         channels = filters
@@ -113,10 +127,16 @@ class ResNet(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"decoder": Decoder, "ResNet-50": ResNet, "ViT-S": VisionTransformer}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "decoder": Decoder,
+    "ResNet-50": ResNet,
+    "ViT-S": VisionTransformer,
+}
 
 
-def train_step(name: str, setting: str, options: dict[str, Any], shape: list[int], device: str) -> Callable[[], None]:
+def train_step(
+    name: str, setting: str, options: dict[str, Any], shape: list[int], device: str
+) -> Callable[[], None]:
     """A train step of a model on one random batch, and its optimizer's; float16 with a GradScaler.
 
     Args:
@@ -132,7 +152,10 @@ def train_step(name: str, setting: str, options: dict[str, Any], shape: list[int
     else:
         x, y = torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device)
     if name == "ResNet-50":
-        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+        model, x = (
+            model.to(memory_format=torch.channels_last),
+            x.contiguous(memory_format=torch.channels_last),
+        )
         tx = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, nesterov=True)
     else:
         tx = torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda")
@@ -149,7 +172,9 @@ def train_step(name: str, setting: str, options: dict[str, Any], shape: list[int
     return step
 
 
-def rate(step: Callable[[], None], count: int, device: str, sample_seconds: float, rounds: int = 5) -> float:
+def rate(
+    step: Callable[[], None], count: int, device: str, sample_seconds: float, rounds: int = 5
+) -> float:
     """`count` times the steps a second: the median of the rounds."""
 
     def seconds(times: int) -> float:
@@ -181,7 +206,10 @@ def measurements(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             found = rate(
-                train_step(name, setting, of["options"], of["shape"], device), count, device, config["sample_seconds"]
+                train_step(name, setting, of["options"], of["shape"], device),
+                count,
+                device,
+                config["sample_seconds"],
             )
         except RuntimeError as error:  # out of memory is one too
             yield {"model": name, "setting": setting, "error": str(error).splitlines()[0]}

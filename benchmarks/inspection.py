@@ -1,13 +1,14 @@
 """What it costs to look at a program before it runs.
 
-    python -m benchmarks.inspection           # the table, that of benchmarks.inspection_compare included: 3 minutes
-    python -m benchmarks.inspection --check   # exits with 1 where a ratio misses its bound
-    python -m benchmarks.inspection --small   # shallower models
-    python -m benchmarks.inspection --json FILE
+    python -m benchmarks.inspection           # the table, that of benchmarks.inspection_compare
+    included: 3 minutes python -m benchmarks.inspection --check   # exits with 1 where a ratio
+    misses its bound python -m benchmarks.inspection --small   # shallower models python -m
+    benchmarks.inspection --json FILE
 
-audit      seconds for `policy.audit` of a model, forward and backward, beside those for `jax.make_jaxpr` of the same
-           `value_and_grad`: tracing included. Caches warm, a new function each time, the median of pairs.
-           The models are those of `benchmarks/autocast_models.py`; nothing is compiled, nothing runs.
+audit      seconds for `policy.audit` of a model, forward and backward, beside those for
+           `jax.make_jaxpr` of the same `value_and_grad`: tracing included. Caches warm, a new
+           function each time, the median of pairs. The models are those of
+           `benchmarks/autocast_models.py`; nothing is compiled, nothing runs.
 
 Rows of `policy.compare` come from `benchmarks/inspection_compare.py`.
 """
@@ -49,7 +50,9 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def auditing(case: Case, program: str, times: int = TIMES) -> Row:
-    """An audit beside the trace that it needs: of a model in float32, or with bfloat16 threaded by hand."""
+    """An audit beside the trace that it needs: of a model in float32, or with bfloat16 threaded by
+    hand.
+    """
     arguments = case.arguments()
     pairs = []
     for _ in range(times + 1):

@@ -7,11 +7,14 @@
 
 A transformer of ours that obeys the scope's policy, and one of Flax's under autocast.
 
-flops    of the compiled comparison with gradients, by XLA's cost analysis, and of the float32 value_and_grad.
-memory   by XLA's memory analysis: what a program needs beside its arguments, temporaries and results. The comparison
-         returns numbers only, so for it the gradients are temporaries. Forward: the bound is what float32 needs, and
+flops    of the compiled comparison with gradients, by XLA's cost analysis, and of the float32
+value_and_grad. memory   by XLA's memory analysis: what a program needs beside its arguments,
+temporaries and results. The comparison
+         returns numbers only, so for it the gradients are temporaries. Forward: the bound is what
+         float32 needs, and
          one layer: its parameters, what it needs, and what it returns.
-time     of one run, the best of several, side by side. On CPU, half precision is float32 between casts.
+time     of one run, the best of several, side by side. On CPU, half precision is float32 between
+casts.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ import numpy as np
 from benchmarks import autocast_models as models
 from benchmarks.table import Row, run
 from mpmodules import linen as nn
-from policy.inspection.compare import EXACT, paired
-from policy.inspection.paired import Log
-from policy.inspection.program import Call, program_of
+from policy.compare.compare import EXACT, paired
+from policy.compare.dual_interpreter import Log
 from policy.policy import get_policy
+from policy.traced.call import Call, program_of
 
 POLICY = "mixed_bfloat16"
 FLOPS, GRADIENTS, TIME = 4.0, 1.5, 4.0
@@ -99,7 +102,9 @@ def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[
 def needed(compiled: Any) -> float:
     """MiB beside the arguments."""
     memory = compiled.memory_analysis()
-    return (memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / MIB
+    return (
+        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    ) / MIB
 
 
 def gigaflops(compiled: Any) -> float:
@@ -153,7 +158,9 @@ def rows(small: bool = False) -> Iterator[Row]:
     layers = 2 if small else 6
     for case in (
         Case(f"ours, {layers} layers", Ours(layers, 128), 128),
-        Case(f"Flax's under autocast, {layers} layers", models.Decoder(None, layers, width=128), 128),
+        Case(
+            f"Flax's under autocast, {layers} layers", models.Decoder(None, layers, width=128), 128
+        ),
     ):
         yield forward(case)
         yield from step(case, times=5)

@@ -1,16 +1,18 @@
-"""Measures each layer beside Flax's with dtype=bfloat16: those that run Flax's program, and those that are repaired.
+"""Measures each layer beside Flax's with dtype=bfloat16: those that run Flax's program, and those
+that are repaired.
 
     python -m benchmarks.layers           # the table, both wings: 1 minute; nothing is run
     python -m benchmarks.layers --check   # exits with 1 where a ratio misses its bound
     python -m benchmarks.layers --small   # as they are lowered, nothing is compiled: 15 seconds
     python -m benchmarks.layers --json FILE
 
-value_and_grad of the mean square of the layer's result, by params and by a bfloat16 input, ours under mixed_bfloat16
-inside of a module that obeys it, so that no boundary casts. flops, bytes, converts and saved are of the program as it
-is lowered, c-flops, c-bytes and temp of the compiled one, as in `benchmarks.models`.
+value_and_grad of the mean square of the layer's result, by params and by a bfloat16 input, ours
+under mixed_bfloat16 inside of a module that obeys it, so that no boundary casts. flops, bytes,
+converts and saved are of the program as it is lowered, c-flops, c-bytes and temp of the compiled
+one, as in `benchmarks.models`.
 
-A layer that is not repaired has the same figures as Flax's. One that is repaired says in its row what it does that
-Flax does not; its bound is what that was measured to cost.
+A layer that is not repaired has the same figures as Flax's. One that is repaired says in its row
+what it does that Flax does not; its bound is what that was measured to cost.
 """
 
 from __future__ import annotations
@@ -25,11 +27,23 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import BF16, F32, POLICY, REFERENCE, WINGS, Program, compiled, lowered, saved_bytes
+from benchmarks.models import (
+    BF16,
+    F32,
+    POLICY,
+    REFERENCE,
+    WINGS,
+    Program,
+    compiled,
+    lowered,
+    saved_bytes,
+)
 from benchmarks.table import Row, run
 from mpmodules import linen, nnx
 
-SAME: dict[str, float] = dict.fromkeys(("flops", "bytes", "converts", "saved", "c-flops", "c-bytes", "temp"), 1.0)
+SAME: dict[str, float] = dict.fromkeys(
+    ("flops", "bytes", "converts", "saved", "c-flops", "c-bytes", "temp"), 1.0
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +75,9 @@ class Case:
         return (_linen if wing == "linen" else _nnx)(self, ours)
 
     def differentiated(self, params: Any) -> tuple[Any, Any]:
-        """The arguments that the derivative is taken by: the params, and the input unless it is integers."""
+        """The arguments that the derivative is taken by: the params, and the input unless it is
+        integers.
+        """
         return (params, None) if self.integers else (params, self.x)
 
 
@@ -108,32 +124,48 @@ def _nnx(case: Case, ours: bool) -> Program:
 
     def loss(params: Any, state: Any, x: Any, _: Any) -> Any:
         module = flax.nnx.merge(graph, params[0], state, copy=True)
-        return module(x if case.integers else params[1]), flax.nnx.state(module, flax.nnx.Not(flax.nnx.Param))
+        return module(x if case.integers else params[1]), flax.nnx.state(
+            module, flax.nnx.Not(flax.nnx.Param)
+        )
 
     return Program(loss, (case.differentiated(params), state, case.x, None))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 BIAS = "its bias's gradient is summed in float32"
-NORM = "keeps its half input for backward, not float32, and computes again; sums gradients in float32"
+NORM = (
+    "keeps its half input for backward, not float32, and computes again; sums gradients in float32"
+)
 EXACT = f"{NORM}; its variance from sums without rounding"
 POOL = "sums windows in float32"
 ATTENTION = "a float32 softmax, kept once; by hand in nnx it is in bfloat16"
 CELLS = "gradients of its weights are summed over the steps in float32"
-# Why ratios are above 1; each is as it was measured, rounded up, the larger one of jax 0.10.2's and jax 0.12's.
-# - flops and converts: backward computes again what it does not keep, and widens half values to do so. Normalisations
-#   cut each square into two halves and sum these apart; GroupNorm also joins the sums of its parts.
-# - bytes: as lowered they count each float32 value, which XLA then fuses away.
-# - c-flops, c-bytes and temp: XLA for CPUs writes what a reduction reads, so the halves of the squares and attention's
-#   float32 weights stand in memory. Compilers of accelerators fuse them: see `benchmarks.accel.layers`.
+# Why ratios are above 1; each is as it was measured, rounded up, the larger one of jax 0.10.2's and
+# jax 0.12's. - flops and converts: backward computes again what it does not keep, and widens half
+# values to do so. Normalisations cut each square into two halves and sum these apart; GroupNorm
+# also joins the sums of its parts. - bytes: as lowered they count each float32 value, which XLA
+# then fuses away. - c-flops, c-bytes and temp: XLA for CPUs writes what a reduction reads, so the
+# halves of the squares and attention's float32 weights stand in memory. Compilers of accelerators
+# fuse them: see `benchmarks.accel.layers`.
 
 
-def layer(name: str, shape: tuple[int, ...], linen: Any, nnx: Any, repair: str = "", **bounds: float) -> Case:
-    """A case with a bound of 1 on every quantity but those in `bounds`, where ``c_flops`` is "c-flops"."""
-    return Case(name, linen, nnx, shape, repair, SAME | {name.replace("_", "-"): at for name, at in bounds.items()})
+def layer(
+    name: str, shape: tuple[int, ...], linen: Any, nnx: Any, repair: str = "", **bounds: float
+) -> Case:
+    """A case with a bound of 1 on every quantity but those in `bounds`, where ``c_flops`` is
+    "c-flops".
+    """
+    return Case(
+        name,
+        linen,
+        nnx,
+        shape,
+        repair,
+        SAME | {name.replace("_", "-"): at for name, at in bounds.items()},
+    )
 
 
 def _pool(wing: Any, rngs: Any = None, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
@@ -241,7 +273,9 @@ def cases(
         layer(
             "attention",
             sequence,
-            lambda w, **o: w.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **o),
+            lambda w, **o: w.MultiHeadDotProductAttention(
+                4, use_bias=False, deterministic=True, **o
+            ),
             lambda w, **o: w.MultiHeadAttention(4, sequence[-1], use_bias=False, decode=False, **o),
             ATTENTION,
             flops=1.01,
@@ -264,14 +298,22 @@ def cases(
     ]
 
 
-CASES = cases(rows=(512, 256), image=(4, 16, 16, 16), sequence=(4, 64, 256), groups=(32, 16, 256), steps=(4, 16, 64))
+CASES = cases(
+    rows=(512, 256),
+    image=(4, 16, 16, 16),
+    sequence=(4, 64, 256),
+    groups=(32, 16, 256),
+    steps=(4, 16, 64),
+)
 
 
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured; all are counts."""
     for case in CASES:
         for wing in WINGS:
-            programs = {name: case.program(wing, ours=name == "ours") for name in ("ours", REFERENCE)}
+            programs = {
+                name: case.program(wing, ours=name == "ours") for name in ("ours", REFERENCE)
+            }
             figures = {name: lowered(p) | {"saved": saved_bytes(p)} for name, p in programs.items()}
             if not small:
                 figures = {name: figures[name] | compiled(programs[name]) for name in figures}

@@ -1,4 +1,6 @@
-"""Models written once over a wing: Flax's with its half dtype threaded by hand, or ours, which needs none."""
+"""Models written once over a wing: Flax's with its half dtype threaded by hand, or ours, which
+needs none.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,16 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-            norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype)
+            norm = functools.partial(
+                nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype
+            )
             y = nn.relu(norm()(conv(self.filters, (1, 1))(x)))
             y = nn.relu(norm()(conv(self.filters, (3, 3), self.strides)(y)))
             y = norm(scale_init=nn.initializers.zeros_init())(conv(4 * self.filters, (1, 1))(y))
             if x.shape != y.shape:
-                x = norm(name="norm_proj")(conv(4 * self.filters, (1, 1), self.strides, name="conv_proj")(x))
+                x = norm(name="norm_proj")(
+                    conv(4 * self.filters, (1, 1), self.strides, name="conv_proj")(x)
+                )
             return nn.relu(x + y)
 
     class ResNet(nn.Module):
@@ -61,8 +67,18 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
 
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.Conv(self.filters, (7, 7), 2, padding=3, use_bias=False, dtype=self.dtype, name="conv_init")(x)
-            x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype, name="bn_init")(x)
+            x = nn.Conv(
+                self.filters,
+                (7, 7),
+                2,
+                padding=3,
+                use_bias=False,
+                dtype=self.dtype,
+                name="conv_init",
+            )(x)
+            x = nn.BatchNorm(
+                use_running_average=False, momentum=0.9, dtype=self.dtype, name="bn_init"
+            )(x)
             x = nn.max_pool(nn.relu(x), (3, 3), strides=(2, 2), padding="SAME")
             for i, blocks in enumerate(self.stages):
                 for j in range(blocks):
@@ -80,9 +96,9 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
             width = x.shape[-1]
             softmax = {"force_fp32_for_softmax": True} if self.dtype is not None and force else {}
             y = nn.LayerNorm(dtype=self.dtype)(x)
-            x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype, deterministic=True, **softmax)(
-                y, mask=mask
-            )
+            x = x + nn.MultiHeadDotProductAttention(
+                self.heads, dtype=self.dtype, deterministic=True, **softmax
+            )(y, mask=mask)
             y = nn.Dense(4 * width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
             return x + nn.Dense(width, dtype=self.dtype)(nn.gelu(y))
 
@@ -122,7 +138,9 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             size = (self.patch, self.patch)
-            x = nn.Conv(self.width, size, size, padding="VALID", dtype=self.dtype, name="patches")(x)
+            x = nn.Conv(self.width, size, size, padding="VALID", dtype=self.dtype, name="patches")(
+                x
+            )
             x = x.reshape(x.shape[0], -1, self.width)
             positions = nn.Embed(self.patches, self.width, dtype=self.dtype, name="positions")
             x = x + positions(jnp.arange(x.shape[1]))[None]
@@ -132,5 +150,9 @@ def of(nn: Any, *, force: bool = True) -> SimpleNamespace:
             return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x[:, 0])
 
     return SimpleNamespace(
-        Mlp=Mlp, ResNet=ResNet, Block=Block, Transformer=Transformer, VisionTransformer=VisionTransformer
+        Mlp=Mlp,
+        ResNet=ResNet,
+        Block=Block,
+        Transformer=Transformer,
+        VisionTransformer=VisionTransformer,
     )

@@ -1,27 +1,29 @@
-"""Costs of a policy, beside the same model of upstream Flax with its half dtype threaded through by hand.
+"""Costs of a policy, beside the same model of upstream Flax with its half dtype threaded through by
+hand.
 
-    python -m benchmarks.models           # the table: every model in both wings; 8 minutes on two idle cores
-    python -m benchmarks.models --check   # exits with 1 where a ratio misses its bound
-    python -m benchmarks.models --small   # shallower and narrower models, nothing is compiled: 30 seconds
+    python -m benchmarks.models           # the table: every model in both wings; 8 minutes on two
+    idle cores python -m benchmarks.models --check   # exits with 1 where a ratio misses its bound
+    python -m benchmarks.models --small   # shallower and narrower models, nothing is compiled: 30
+    seconds
 
-Each model is written once over a wing (`benchmarks/linen_models.py`, `benchmarks/nnx_models.py`): `ours` is it over
-`mpmodules` under mixed_bfloat16, with no dtype in it; `hand` is it over Flax with dtype=bfloat16 everywhere, and
-`force_fp32_for_softmax` where linen has it. Both train with the same loss, from the same shapes; the ratio is ours /
-hand. Shapes alone are traced and compiled, no numbers are computed, but for `seconds`.
+Each model is written once over a wing (`benchmarks/linen_models.py`, `benchmarks/nnx_models.py`):
+`ours` is it over `mpmodules` under mixed_bfloat16, with no dtype in it; `hand` is it over Flax with
+dtype=bfloat16 everywhere, and `force_fp32_for_softmax` where linen has it. Both train with the same
+loss, from the same shapes; the ratio is ours / hand. Shapes alone are traced and compiled, no
+numbers are computed, but for `seconds`.
 
-flops,     XLA's count of the program as it is lowered, before the backend rewrites it: on CPU bfloat16 is emulated, and
-bytes      the compiled program says more of that than of the model. value_and_grad of the loss.
-converts   `stablehlo.convert` operations in that program.
-saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs.
-c-flops,   the same of the compiled program, and its temporary memory; in the full table.
-c-bytes, temp
-kernels    fusions, matmuls and the like in the compiled program's entry.
-tracing    CPU seconds to trace value_and_grad with JAX's caches warm but for the model's: the best of several.
-compiling  CPU seconds of XLA.
-seconds    CPU seconds of a step of the small model, A B A B, the median, and the spread; in the full table.
+flops,     XLA's count of the program as it is lowered, before the backend rewrites it: on CPU
+bfloat16 is emulated, and bytes      the compiled program says more of that than of the model.
+value_and_grad of the loss. converts   `stablehlo.convert` operations in that program. saved
+bytes that `jax.vjp` keeps for the backward pass beside the function's inputs. c-flops,   the same
+of the compiled program, and its temporary memory; in the full table. c-bytes, temp kernels
+fusions, matmuls and the like in the compiled program's entry. tracing    CPU seconds to trace
+value_and_grad with JAX's caches warm but for the model's: the best of several. compiling  CPU
+seconds of XLA. seconds    CPU seconds of a step of the small model, A B A B, the median, and the
+spread; in the full table.
 
-Rows of *repaired* layers are apart: where Flax sums a bias's gradient, a softmax or a pooling window in bfloat16, ours
-does it in float32, and the row says what that costs.
+Rows of *repaired* layers are apart: where Flax sums a bias's gradient, a softmax or a pooling
+window in bfloat16, ours does it in float32, and the row says what that costs.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ def _linen(case: Case, ours: bool, dtype: Any = BF16) -> Program:
     return Program(use_policy(POLICY)(loss) if ours else loss, (params, state, case.x, case.y))
 
 
-def dtype_free(case: Case, transform: Callable[[Loss], Loss] = lambda loss: loss, wing: str = "linen") -> Program:
+def dtype_free(
+    case: Case, transform: Callable[[Loss], Loss] = lambda loss: loss, wing: str = "linen"
+) -> Program:
     """The model over Flax with no dtype in it, in float32; its loss transformed."""
     program = (_linen if wing == "linen" else _nnx)(case, ours=False, dtype=None)
     return dataclasses.replace(program, loss=transform(program.loss))
@@ -138,9 +142,9 @@ def _nnx(case: Case, ours: bool, dtype: Any = BF16) -> Program:
     return Program(loss, (params, state, case.x, case.y))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is measured
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(program: Program) -> int:
@@ -166,7 +170,9 @@ def lowered(program: Program) -> dict[str, float]:
 
 
 def compiled(program: Program) -> dict[str, float]:
-    """The same of the compiled program, its temporary memory, its kernels, and the CPU seconds that it took."""
+    """The same of the compiled program, its temporary memory, its kernels, and the CPU seconds that
+    it took.
+    """
     low = jax.jit(program.step).lower(*program.arguments)
     start = time.process_time()
     executable = low.compile()
@@ -189,13 +195,17 @@ _KERNEL = re.compile(
 
 
 def kernels(hlo: str) -> int:
-    """Counts the kernels in a compiled program's entry: operations other than constants, views and tuples."""
+    """Counts the kernels in a compiled program's entry: operations other than constants, views and
+    tuples.
+    """
     entry = hlo[hlo.index("\nENTRY ") :]
     return len(_KERNEL.findall(re.sub(r"\{[^{}]*\}", "", entry)))
 
 
 def tracing(programs: Mapping[str, Callable[[], Program]], times: int) -> dict[str, float]:
-    """CPU seconds to trace each, the best of several; a new function each time, JAX's own caches warm."""
+    """CPU seconds to trace each, the best of several; a new function each time, JAX's own caches
+    warm.
+    """
     best = dict.fromkeys(programs, float("inf"))
     for _ in range(times + 1):
         for name, build in programs.items():
@@ -204,7 +214,9 @@ def tracing(programs: Mapping[str, Callable[[], Program]], times: int) -> dict[s
 
 
 def traced_in(program: Program) -> float:
-    """CPU seconds of one trace, without collecting garbage, as `timeit`: there is much, and either may meet it."""
+    """CPU seconds of one trace, without collecting garbage, as `timeit`: there is much, and either
+    may meet it.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -216,17 +228,24 @@ def traced_in(program: Program) -> float:
 
 
 def seconds(programs: dict[str, Program], times: int) -> tuple[dict[str, float], float]:
-    """CPU seconds of a step of each, the median, A B A B; and the larger interquartile range, in medians."""
+    """CPU seconds of a step of each, the median, A B A B; and the larger interquartile range, in
+    medians.
+    """
     generator = np.random.default_rng(0)
     steps = {name: jax.jit(program.step) for name, program in programs.items()}
-    numbers = {name: jax.tree.map(functools.partial(_numbers, generator), p.arguments) for name, p in programs.items()}
+    numbers = {
+        name: jax.tree.map(functools.partial(_numbers, generator), p.arguments)
+        for name, p in programs.items()
+    }
     taken: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(times + 1):
         for name, step in steps.items():
             start = time.process_time()
             jax.block_until_ready(step(*numbers[name]))
             taken[name].append(time.process_time() - start)
-    medians = {name: statistics.median(values[1:]) for name, values in taken.items()}  # the first compiles
+    medians = {
+        name: statistics.median(values[1:]) for name, values in taken.items()
+    }  # the first compiles
     quartiles = {name: statistics.quantiles(values[1:]) for name, values in taken.items()}
     return medians, max((q[2] - q[0]) / medians[name] for name, q in quartiles.items())
 
@@ -235,7 +254,14 @@ def step_time(name: str, programs: dict[str, Program], times: int = 21) -> Row:
     """CPU seconds of a compiled step, ours beside by hand: no longer than noise makes it."""
     taken, spread = seconds(programs, times)
     bound = round(1.05 + spread, 3)  # the spread of one and the same program, and 5%
-    return Row("seconds", name, taken["ours"], taken["hand"], bound, note=f"interquartile range {spread:.0%}")
+    return Row(
+        "seconds",
+        name,
+        taken["ours"],
+        taken["hand"],
+        bound,
+        note=f"interquartile range {spread:.0%}",
+    )
 
 
 def _numbers(generator: np.random.Generator, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -244,9 +270,9 @@ def _numbers(generator: np.random.Generator, like: jax.ShapeDtypeStruct) -> jax.
     return jnp.asarray(generator.integers(0, 8, like.shape), like.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _floats(*shape: int) -> jax.ShapeDtypeStruct:
@@ -280,31 +306,53 @@ def cases(small: bool) -> list[Case]:
         encoder = {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 8192, "length": 256}
         rows, image, tokens = _floats(2048, 1024), _floats(8, 224, 224, 3), _integers(8, 256)
     classes = _integers(image.shape[0])
-    transformer = functools.partial(_case, model="Transformer", x=tokens, y=tokens, repairs=ATTENTION)
+    transformer = functools.partial(
+        _case, model="Transformer", x=tokens, y=tokens, repairs=ATTENTION
+    )
     return [
         _case("MLP without biases", "Mlp", rows, None, "", mlp | {"use_bias": False}),
         _case("MLP", "Mlp", rows, None, BIASES, mlp),
-        _case("ResNet, 2 blocks" if small else "ResNet-50", "ResNet", image, classes, NORMS, resnet),
-        _case("ViT, 2 layers" if small else "ViT-S", "VisionTransformer", image, classes, ATTENTION, vit),
+        _case(
+            "ResNet, 2 blocks" if small else "ResNet-50", "ResNet", image, classes, NORMS, resnet
+        ),
+        _case(
+            "ViT, 2 layers" if small else "ViT-S",
+            "VisionTransformer",
+            image,
+            classes,
+            ATTENTION,
+            vit,
+        ),
         transformer(f"decoder, {decoder['layers']} layers", options=decoder),
         transformer(f"encoder, {encoder['layers']} layers", options=encoder | {"causal": False}),
     ]
 
 
-# The largest ratios: of what is repaired apart. `docs/benchmarks.md` says where each of those comes from.
+# The largest ratios: of what is repaired apart. `docs/benchmarks.md` says where each of those comes
+# from.
 BOUNDS = {"flops": 1.0, "bytes": 1.0, "converts": 1.0, "saved": 1.0, "tracing": 1.10}
 COMPILED = {"c-flops": 1.0, "c-bytes": 1.0, "temp": 1.0, "kernels": 1.0, "compiling": None}
-# As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and attention's derivative
-# has casts of its own. What they cost is in the tables of the accelerators.
+# As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and
+# attention's derivative has casts of its own. What they cost is in the tables of the accelerators.
 REPAIRED = {"flops": 1.04, "bytes": None, "converts": 1.1, "saved": 1.0, "tracing": 1.10}
-REPAIRED_COMPILED = {"c-flops": 1.01, "c-bytes": 1.10, "temp": 1.0, "kernels": None, "compiling": None}
+REPAIRED_COMPILED = {
+    "c-flops": 1.01,
+    "c-bytes": 1.10,
+    "temp": 1.0,
+    "kernels": None,
+    "compiling": None,
+}
 
 
 def _rows(case: Case, wing: str, figures: dict[str, dict[str, float]]) -> Iterator[Row]:
     bounds = REPAIRED | REPAIRED_COMPILED if case.repairs else BOUNDS | COMPILED
     for quantity in figures["ours"]:
         yield Row(
-            quantity, f"{case.name}, {wing}", figures["ours"][quantity], figures["hand"][quantity], bounds[quantity]
+            quantity,
+            f"{case.name}, {wing}",
+            figures["ours"][quantity],
+            figures["hand"][quantity],
+            bounds[quantity],
         )
 
 
@@ -316,16 +364,25 @@ def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured; the small ones are counts, the same on every run."""
     for case, wing in ((case, wing) for case in cases(small) for wing in WINGS):
         programs = case.programs(wing)
-        counts = {name: lowered(program) | {"saved": saved_bytes(program)} for name, program in programs.items()}
+        counts = {
+            name: lowered(program) | {"saved": saved_bytes(program)}
+            for name, program in programs.items()
+        }
         yield from _rows(case, wing, counts)
         if not small:
             builds = {name: functools.partial(_rebuilt, case, wing, name) for name in programs}
             traced = tracing(
                 builds, times=12 if case.model == "Mlp" else 3
             )  # one takes 12 ms, the others half a second
-            yield from _rows(case, wing, {name: {"tracing": seconds} for name, seconds in traced.items()})
-            yield from _rows(case, wing, {name: compiled(program) for name, program in programs.items()})
-    for case, wing in () if small else ((case, wing) for case in cases(small=True) for wing in WINGS):
+            yield from _rows(
+                case, wing, {name: {"tracing": seconds} for name, seconds in traced.items()}
+            )
+            yield from _rows(
+                case, wing, {name: compiled(program) for name, program in programs.items()}
+            )
+    for case, wing in (
+        () if small else ((case, wing) for case in cases(small=True) for wing in WINGS)
+    ):
         yield step_time(f"{case.name}, {wing}", case.programs(wing))
 
 

@@ -1,4 +1,6 @@
-"""The models of `benchmarks/linen_models.py` in nnx, written once over a wing: Flax's with a dtype by hand, or ours."""
+"""The models of `benchmarks/linen_models.py` in nnx, written once over a wing: Flax's with a dtype
+by hand, or ours.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,22 @@ import jax.numpy as jnp
 
 @functools.cache
 def of(nnx: Any) -> SimpleNamespace:
-    """The models' classes over `nnx`: `flax.nnx`, or `mpmodules.nnx`. Each takes ``dtype``, sizes and ``rngs``."""
+    """The models' classes over `nnx`: `flax.nnx`, or `mpmodules.nnx`. Each takes ``dtype``, sizes
+    and ``rngs``.
+    """
     # A list of submodules is a pytree of its own in newer Flax, and plain in older.
     listed = getattr(nnx, "List", None) or list
 
     class Mlp(nnx.Module):
-        def __init__(self, dtype: Any = None, layers: int = 4, width: int = 1024, use_bias: bool = True, *, rngs: Any):
+        def __init__(
+            self,
+            dtype: Any = None,
+            layers: int = 4,
+            width: int = 1024,
+            use_bias: bool = True,
+            *,
+            rngs: Any,
+        ):
             linear = functools.partial(nnx.Linear, dtype=dtype, use_bias=use_bias, rngs=rngs)
             self.layers = listed([linear(width, width) for _ in range(layers)])
 
@@ -30,7 +42,11 @@ def of(nnx: Any) -> SimpleNamespace:
         def __init__(self, width: int, filters: int, strides: int, dtype: Any, *, rngs: Any):
             conv = functools.partial(nnx.Conv, use_bias=False, dtype=dtype, rngs=rngs)
             norm = functools.partial(nnx.BatchNorm, momentum=0.9, dtype=dtype, rngs=rngs)
-            sizes = ((width, filters, 1, 1), (filters, filters, 3, strides), (filters, 4 * filters, 1, 1))
+            sizes = (
+                (width, filters, 1, 1),
+                (filters, filters, 3, strides),
+                (filters, 4 * filters, 1, 1),
+            )
             self.convs = listed([conv(a, b, (k, k), (s, s)) for a, b, k, s in sizes])
             self.norms = listed([norm(b) for _, b, _, _ in sizes])
             moves = strides != 1 or width != 4 * filters
@@ -56,12 +72,16 @@ def of(nnx: Any) -> SimpleNamespace:
             *,
             rngs: Any,
         ):
-            self.conv_init = nnx.Conv(3, filters, (7, 7), 2, padding=3, use_bias=False, dtype=dtype, rngs=rngs)
+            self.conv_init = nnx.Conv(
+                3, filters, (7, 7), 2, padding=3, use_bias=False, dtype=dtype, rngs=rngs
+            )
             self.bn_init = nnx.BatchNorm(filters, momentum=0.9, dtype=dtype, rngs=rngs)
             blocks, width = [], filters
             for i, count in enumerate(stages):
                 for j in range(count):
-                    blocks.append(Bottleneck(width, filters * 2**i, 2 if i and not j else 1, dtype, rngs=rngs))
+                    blocks.append(
+                        Bottleneck(width, filters * 2**i, 2 if i and not j else 1, dtype, rngs=rngs)
+                    )
                     width = 4 * filters * 2**i
             self.blocks = listed(blocks)
             self.logits = nnx.Linear(width, classes, dtype=dtype, rngs=rngs)
@@ -76,7 +96,9 @@ def of(nnx: Any) -> SimpleNamespace:
     class Block(nnx.Module):
         def __init__(self, width: int, heads: int, dtype: Any, *, rngs: Any):
             self.norm_1 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-            self.attention = nnx.MultiHeadAttention(heads, width, dtype=dtype, decode=False, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(
+                heads, width, dtype=dtype, decode=False, rngs=rngs
+            )
             self.norm_2 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
             self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
             self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
@@ -140,4 +162,6 @@ def of(nnx: Any) -> SimpleNamespace:
                 x = block(x)
             return self.logits(self.norm(x)[:, 0])
 
-    return SimpleNamespace(Mlp=Mlp, ResNet=ResNet, Transformer=Transformer, VisionTransformer=VisionTransformer)
+    return SimpleNamespace(
+        Mlp=Mlp, ResNet=ResNet, Transformer=Transformer, VisionTransformer=VisionTransformer
+    )

@@ -1,17 +1,19 @@
-"""Bytes that one AdamW step moves, an element of the params, beside plain optax, jmp's pipeline and mpx's.
+"""Bytes that one AdamW step moves, an element of the params, beside plain optax, jmp's pipeline and
+mpx's.
 
-    python -m benchmarks.optimizer          # the table: 3 minutes on two idle cores
-    python -m benchmarks.optimizer --check  # exits with 1 where a row is above its budget, or above jmp's or mpx's
-    python -m benchmarks.optimizer --small  # bytes alone: 10 s, nothing is run
-    python -m benchmarks.optimizer --json FILE
+    python -m benchmarks.optimizer          # the table: 3 minutes on two idle cores python -m
+    benchmarks.optimizer --check  # exits with 1 where a row is above its budget, or above jmp's or
+    mpx's python -m benchmarks.optimizer --small  # bytes alone: 10 s, nothing is run python -m
+    benchmarks.optimizer --json FILE
 
-bytes      XLA's own cost analysis of the compiled program, params and state donated, four leaves of 1M elements,
-           gradients scaled by a dynamic loss scale. The floor for float32 params and bfloat16 gradients is 26: read
-           gradient 2, param 4, moments 8, and write the last two; XLA counts 36, as it reads the moments twice. Held
-           against the row's budget, and against jmp's and mpx's pipelines where they have such a row.
-temp       the peak of temporary memory, in bytes an element too.
-ns         CPU nanoseconds an element of a step on those leaves, beside plain optax, A B A B, the median.
-compiling  CPU seconds to trace and compile a step of 1, 50 and 500 small leaves, beside plain optax.
+bytes      XLA's own cost analysis of the compiled program, params and state donated, four leaves of
+           1M elements, gradients scaled by a dynamic loss scale. The floor for float32 params and
+           bfloat16 gradients is 26: read gradient 2, param 4, moments 8, and write the last two;
+           XLA counts 36, as it reads the moments twice. Held against the row's budget, and against
+           jmp's and mpx's pipelines where they have such a row.
+temp       the peak of temporary memory, in bytes an element too. ns         CPU nanoseconds an
+element of a step on those leaves, beside plain optax, A B A B, the median. compiling  CPU seconds
+to trace and compile a step of 1, 50 and 500 small leaves, beside plain optax.
 
 CPU times are this process's: they don't depend on what else the machine does, but for its caches.
 """
@@ -42,7 +44,9 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """What updates params by gradients, from and to which dtypes. `budget` is in bytes an element; None has none."""
+    """What updates params by gradients, from and to which dtypes. `budget` is in bytes an element;
+    None has none.
+    """
 
     name: str
     params: Any
@@ -51,7 +55,9 @@ class Pipeline:
     budget: float | None = None
 
 
-def ours(through_optax: bool = False, **options: Any) -> Callable[[], tuple[Callable[[Any], Any], Step]]:
+def ours(
+    through_optax: bool = False, **options: Any
+) -> Callable[[], tuple[Callable[[Any], Any], Step]]:
     def make() -> tuple[Callable[[Any], Any], Step]:
         scale = "dynamic" if options.get("skip_nonfinite", True) else 1024.0
         tx = mixed_precision(optax.adamw(1e-3), "float32", loss_scale=scale, **options)
@@ -92,7 +98,11 @@ def clipped() -> tuple[Callable[[Any], Any], Step]:
 
 def apply_if_finite(clip: float | None = None) -> tuple[Callable[[Any], Any], Step]:
     """Optax's own skipping, of gradients cast to float32, and its clip inside."""
-    inner = optax.adamw(1e-3) if clip is None else optax.chain(optax.clip_by_global_norm(clip), optax.adamw(1e-3))
+    inner = (
+        optax.adamw(1e-3)
+        if clip is None
+        else optax.chain(optax.clip_by_global_norm(clip), optax.adamw(1e-3))
+    )
     tx = optax.apply_if_finite(inner, 5)
 
     def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
@@ -113,13 +123,17 @@ def jmp_pipeline() -> tuple[Callable[[Any], Any], Step]:
         gradients = loss_scale.unscale(jax.tree.map(lambda g: g.astype(F32), gradients))
         finite = jmp.all_finite(gradients)
         updates, new_state = tx.update(gradients, state, params)
-        return jmp.select_tree(finite, (optax.apply_updates(params, updates), new_state), (params, state))
+        return jmp.select_tree(
+            finite, (optax.apply_updates(params, updates), new_state), (params, state)
+        )
 
     return tx.init, step
 
 
 def mpx_pipeline() -> tuple[Callable[[Any], Any], Step]:
-    """mpx's `filter_grad` after the gradient, and its `optimizer_update`: cast, all_finite, unscale, select."""
+    """mpx's `filter_grad` after the gradient, and its `optimizer_update`: cast, all_finite,
+    unscale, select.
+    """
     import mpx  # pyright: ignore[reportMissingImports]
 
     tx = optax.adamw(1e-3)
@@ -131,7 +145,9 @@ def mpx_pipeline() -> tuple[Callable[[Any], Any], Step]:
         gradients = mpx.cast_to_full_precision(gradients)
         finite = mpx.all_finite(gradients)
         scaling = state[1].adjust(finite)
-        params, inner = mpx.optimizer_update(params, tx, state[0], scaling.unscale(gradients), finite)
+        params, inner = mpx.optimizer_update(
+            params, tx, state[0], scaling.unscale(gradients), finite
+        )
         return params, (inner, scaling)
 
     return init, step
@@ -153,13 +169,29 @@ def pipelines() -> list[Pipeline]:
         Pipeline("f32 / f32", F32, F32, ours(), 48),
         Pipeline("f32 / f32, no skipping", F32, F32, ours(skip_nonfinite=False), 42),
         Pipeline(
-            "full masters, bf16 / bf16, no skipping", BF16, BF16, ours(skip_nonfinite=False, master_weights="full"), 44
+            "full masters, bf16 / bf16, no skipping",
+            BF16,
+            BF16,
+            ours(skip_nonfinite=False, master_weights="full"),
+            44,
         ),
         Pipeline("full masters, bf16 / bf16", BF16, BF16, ours(master_weights="full"), 48),
         Pipeline("full masters, f16 / f16", F16, F16, ours(master_weights="full"), 48),
-        Pipeline("full masters, clipped", BF16, BF16, ours(clip_global_norm=1.0, master_weights="full"), 58),
+        Pipeline(
+            "full masters, clipped",
+            BF16,
+            BF16,
+            ours(clip_global_norm=1.0, master_weights="full"),
+            58,
+        ),
         Pipeline("remainder, bf16 / bf16", BF16, BF16, ours(master_weights="remainder"), 52),
-        Pipeline("remainder, clipped", BF16, BF16, ours(clip_global_norm=1.0, master_weights="remainder"), 64),
+        Pipeline(
+            "remainder, clipped",
+            BF16,
+            BF16,
+            ours(clip_global_norm=1.0, master_weights="remainder"),
+            64,
+        ),
     ]
     unbudgeted: dict[str, dict[str, Any]] = {
         "remainder, no skipping": {"master_weights": "remainder", "skip_nonfinite": False},
@@ -169,11 +201,15 @@ def pipelines() -> list[Pipeline]:
         "stochastic": {"master_weights": "stochastic", "key": key},
         "no masters": {"master_weights": "none"},
     }
-    return table + [Pipeline(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()]
+    return table + [
+        Pipeline(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()
+    ]
 
 
 def measure(row: Pipeline, elements: int = ELEMENTS) -> tuple[float, float]:
-    """Bytes accessed and bytes of temporary memory an element, of LEAVES leaves. Compiles; runs nothing."""
+    """Bytes accessed and bytes of temporary memory an element, of LEAVES leaves. Compiles; runs
+    nothing.
+    """
     init, step = row.make()
     params = {f"layer_{i}": jax.ShapeDtypeStruct((elements,), row.params) for i in range(LEAVES)}
     gradients = {name: jax.ShapeDtypeStruct((elements,), row.gradients) for name in params}
@@ -184,7 +220,9 @@ def measure(row: Pipeline, elements: int = ELEMENTS) -> tuple[float, float]:
         raise RuntimeError("This backend analyses no costs: run on CPU, with JAX_PLATFORMS=cpu.")
     # to two digits: the state's few scalars are no part of an element
     elements *= LEAVES
-    return round(cost["bytes accessed"] / elements, 2), round(memory.temp_size_in_bytes / elements, 2)
+    return round(cost["bytes accessed"] / elements, 2), round(
+        memory.temp_size_in_bytes / elements, 2
+    )
 
 
 def compile_seconds(make: Callable[[], tuple[Callable[[Any], Any], Step]], leaves: int) -> float:
@@ -204,14 +242,18 @@ def nanoseconds(pipelines: Sequence[Pipeline], times: int, elements: int = ELEME
     for pipeline in pipelines:
         init, step = pipeline.make()
         params = {f"layer_{i}": jnp.full((elements,), 0.5, pipeline.params) for i in range(LEAVES)}
-        gradients = jax.tree.map(lambda p, dtype=pipeline.gradients: jnp.full(p.shape, 0.25, dtype), params)
+        gradients = jax.tree.map(
+            lambda p, dtype=pipeline.gradients: jnp.full(p.shape, 0.25, dtype), params
+        )
         steps.append((jax.jit(step), params, init(params), gradients))
     for _ in range(times + 1):
         for (step, *arguments), values in zip(steps, taken, strict=True):
             start = time.process_time()
             jax.block_until_ready(step(*arguments))
             values.append(time.process_time() - start)
-    return [statistics.median(values[1:]) / (elements * LEAVES) * 1e9 for values in taken]  # the first compiles
+    return [
+        statistics.median(values[1:]) / (elements * LEAVES) * 1e9 for values in taken
+    ]  # the first compiles
 
 
 MAKES: dict[str, Callable[[], tuple[Callable[[Any], Any], Step]]] = {
@@ -239,7 +281,9 @@ def _bytes() -> Iterator[Row]:
         note = "against its budget" if is_budget else "against plain optax"
         yield Row("bytes", pipeline.name, moved, reference, 1.0 if is_budget else None, note=note)
         if is_budget:
-            yield Row("temp", pipeline.name, temporary, LARGEST_TEMPORARY, 1.0, note="against its budget")
+            yield Row(
+                "temp", pipeline.name, temporary, LARGEST_TEMPORARY, 1.0, note="against its budget"
+            )
     for peer in (JMP, MPX):
         if peer in figures:
             bound = (figures[SAME_AS_PEERS][1][0], figures[peer][1][0], 1.0)
@@ -259,7 +303,13 @@ def rows(small: bool = False) -> Iterator[Row]:
         reference = compile_seconds(plain, leaves)
         for name, make in MAKES.items():
             bound = 3.0 if name.startswith("ours") and leaves > 1 else None
-            yield Row("compiling", f"{leaves} leaves, {name}", compile_seconds(make, leaves), reference, bound)
+            yield Row(
+                "compiling",
+                f"{leaves} leaves, {name}",
+                compile_seconds(make, leaves),
+                reference,
+                bound,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""docs/benchmarks.md, made from the rows of runs: each table with ratios by name and quantity, and what it says.
+"""docs/benchmarks.md, made from the rows of runs: each table with ratios by name and quantity, and
+what it says.
 
 python -m benchmarks accel --json accel.json                    # what TPUs and GPUs get
 python -m benchmarks --json cpu.json                            # and XLA's programs for CPUs
@@ -26,7 +27,7 @@ and normalisations the programs are the same. What differs in the other rows is 
   of a bias's gradient stands in memory beside the one that the matmul reads. Layer by layer (the next table) it is
   more for LayerNorm, GroupNorm and BatchNorm: XLA for CPUs writes the squares that they sum, which accelerators fuse.
 - **tracing** is faster than by hand where there are normalisations or attention: what such a layer does is traced and
-  differentiated once for all layers that are alike (`policy/remembering.py`); Flax's are traced one by one.
+  differentiated once for all layers that are alike (`policy/checkpointing.py`); Flax's are traced one by one.
 - **seconds** are CPU's, with their spread in the table that the command prints; the bound is 5% and the spread.
 """,
     "scale": """
@@ -81,29 +82,43 @@ OPENING, CLOSING = "<!-- accelerators -->", "<!-- end of accelerators -->"
 
 
 def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
-    """The page. Tables of rows of ratios are shown, the accelerators' first; others are named with their own pages."""
+    """The page. Tables of rows of ratios are shown, the accelerators' first; others are named with
+    their own pages.
+    """
     parts = [
         "# Benchmarks",
-        "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; with `--check` it "
+        "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; "
+        "with `--check` it "
         "fails where a bound is missed, and names the row.",
-        "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at most."
+        "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at "
+        "most."
         if "gpu" not in tables
         else "",
         accelerators(environment, tables["accel"]) if tables.get("accel") else "",
         f"# XLA for CPUs\n\n{_where(environment)}" if set(tables) - {"accel"} else "",
-        "What XLA counts is the same on every run; CPU seconds are not. Numerics have pages of their own: "
+        "What XLA counts is the same on every run; CPU seconds are not. Numerics have pages of "
+        "their own: "
         "[accuracy.md](accuracy.md) and [convergence.md](convergence.md); so has "
         "[the exchange between devices](bf16_all_reduce.md).",
     ]
     for name, rows in tables.items():
-        if name != "accel" and isinstance(rows, list) and rows and all("ratio" in row for row in rows):
+        if (
+            name != "accel"
+            and isinstance(rows, list)
+            and rows
+            and all("ratio" in row for row in rows)
+        ):
             parts += [f"## {name}", NOTES.get(name, "").strip(), _table(rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The part of the page on TPUs and GPUs: a table for each chip and each of the command's tables."""
-    versions = {name: version for name, version in environment.items() if version != "not installed"}
+    """The part of the page on TPUs and GPUs: a table for each chip and each of the command's
+    tables.
+    """
+    versions = {
+        name: version for name, version in environment.items() if version != "not installed"
+    }
     parts = [OPENING, "# TPUs and GPUs", _where(versions), ACCELERATORS.strip()]
     tables = dict.fromkeys(row["table"] for row in rows if row["table"] != "baseline")
     for name in tables:
@@ -111,12 +126,16 @@ def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any
         parts += [f"## {name} on accelerators", ACCELERATOR_NOTES.get(name, "").strip()]
         for target in dict.fromkeys(row["target"] for row in of_table):
             of_target = [row for row in of_table if row["target"] == target]
-            parts += [f"### {target}" if target else "", _table(of_target, "ours / by hand", _with_figures)]
+            parts += [
+                f"### {target}" if target else "",
+                _table(of_target, "ours / by hand", _with_figures),
+            ]
     return "\n\n".join(part for part in [*parts, CLOSING] if part)
 
 
 def into(page: str, part: str) -> str:
-    """A page with its part on accelerators replaced; one that has none gets it after its first paragraph.
+    """A page with its part on accelerators replaced; one that has none gets it after its first
+    paragraph.
 
     Raises:
       ValueError: the page's part has no end.
@@ -131,7 +150,9 @@ def into(page: str, part: str) -> str:
 
 
 def _where(environment: Mapping[str, str]) -> str:
-    where = ", ".join(f"{name} {value}" for name, value in environment.items() if name not in ("date", "device"))
+    where = ", ".join(
+        f"{name} {value}" for name, value in environment.items() if name not in ("date", "device")
+    )
     return f"{environment['date']}, on {environment['device']}, {where}."
 
 
@@ -146,7 +167,10 @@ def _table(
     for row in rows:
         names.setdefault(row["name"], {})[row["quantity"]] = (cell or _cell)(row)
     lines = [[corner, *quantities], ["---", *["---:"] * len(quantities)]]
-    lines += [[name, *(cells.get(quantity, "") for quantity in quantities)] for name, cells in names.items()]
+    lines += [
+        [name, *(cells.get(quantity, "") for quantity in quantities)]
+        for name, cells in names.items()
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -164,22 +188,41 @@ def _with_figures(row: Mapping[str, Any]) -> str:
 
 def _short(number: float) -> str:
     """Three digits and a unit: 12.3M."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6)):
+    for unit, size in (
+        ("T", 1e12),
+        ("G", 1e9),
+        ("M", 1e6),
+        ("k", 1e3),
+        ("", 1.0),
+        ("m", 1e-3),
+        ("u", 1e-6),
+    ):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the page of what runs wrote with ``--json``, or replaces the accelerators' part of a page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by python -m benchmarks --json")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="replace the accelerators' part of this page")
+    """Prints the page of what runs wrote with ``--json``, or replaces the accelerators' part of a
+    page.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="written by python -m benchmarks --json"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="replace the accelerators' part of this page"
+    )
     options = parser.parse_args(arguments)
     runs = [json.loads(file.read_text()) for file in options.files]
     of_accel = [run for run in runs if run["tables"].get("accel")]
     if options.into and not of_accel:
-        print("There are no accelerators' rows: python -m benchmarks accel --json FILE writes them.", file=sys.stderr)
+        print(
+            "There are no accelerators' rows: python -m benchmarks accel --json FILE writes them.",
+            file=sys.stderr,
+        )
         return 2
     if options.into:
         part = accelerators(of_accel[-1]["environment"], of_accel[-1]["tables"]["accel"])

@@ -4,11 +4,12 @@
     python -m benchmarks.peers --small  # shallower models, nothing is compiled: 20 seconds
     python -m benchmarks.peers --json FILE
 
-jmp casts a whole tree: float32 params and inputs to bfloat16 before the call of a Flax model without dtypes, and its
-outputs back; normalisations and softmax run in whatever that makes them. mpx does the same to an Equinox model, whose
-LayerNorms are put in float32 by `force_full_precision` as its README has it. `ours` is the linen model of
-`benchmarks.models` under mixed_bfloat16; what is counted is as there. The rows report and have no bounds: the programs
-differ in what they keep in float32. A peer that is not installed is left out, and named.
+jmp casts a whole tree: float32 params and inputs to bfloat16 before the call of a Flax model
+without dtypes, and its outputs back; normalisations and softmax run in whatever that makes them.
+mpx does the same to an Equinox model, whose LayerNorms are put in float32 by `force_full_precision`
+as its README has it. `ours` is the linen model of `benchmarks.models` under mixed_bfloat16; what is
+counted is as there. The rows report and have no bounds: the programs differ in what they keep in
+float32. A peer that is not installed is left out, and named.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import BF16, Case, Program, cases, compiled, dtype_free, loss_of, lowered, saved_bytes
+from benchmarks.models import (
+    BF16,
+    Case,
+    Program,
+    cases,
+    compiled,
+    dtype_free,
+    loss_of,
+    lowered,
+    saved_bytes,
+)
 from benchmarks.table import Row, run
 
 TWINS = ("Mlp", "Transformer")
@@ -109,7 +120,9 @@ def _transformer(options: dict[str, Any], *, key: Any) -> Any:
 
     def block(key: Any) -> Block:
         keys = jax.random.split(key, 3)
-        biases = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
+        biases = dict.fromkeys(
+            ("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True
+        )
         return Block(
             [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)],
             eqx.nn.MultiheadAttention(heads, width, **biases, key=keys[0]),

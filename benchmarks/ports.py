@@ -1,14 +1,17 @@
-"""Time to trace a Flax model that `apply_policy` put under a policy, beside its dtypes threaded by hand.
+"""Time to trace a Flax model that `apply_policy` put under a policy, beside its dtypes threaded by
+hand.
 
     python -m benchmarks.ports           # the table: 3 minutes on two idle cores
     python -m benchmarks.ports --check   # exits with 1 where a ratio misses its bound
     python -m benchmarks.ports --small   # shallower and narrower models
 
-The models are those of `benchmarks.models` over Flax's own linen, with no dtype in them: as `ours` they are ported by
-`mpmodules.linen.apply_policy`, alone and with their loss under autocast; `hand` has dtype=bfloat16 in every layer.
+The models are those of `benchmarks.models` over Flax's own linen, with no dtype in them: as `ours`
+they are ported by `mpmodules.linen.apply_policy`, alone and with their loss under autocast; `hand`
+has dtype=bfloat16 in every layer.
 
-tracing    CPU seconds to trace value_and_grad with JAX's caches warm but for the model's: the best of several.
-calls      of Python functions meanwhile, in thousands: nearly the same on every run, whatever else the machine does.
+tracing    CPU seconds to trace value_and_grad with JAX's caches warm but for the model's: the best
+of several. calls      of Python functions meanwhile, in thousands: nearly the same on every run,
+whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from benchmarks import linen_models
 from benchmarks.models import POLICY, REFERENCE, Case, Program, by_hand, cases, loss_of, tracing
 from benchmarks.table import Row, run
 from mpmodules.linen import apply_policy
-from policy.amp import autocast
+from policy.autocast.transform import autocast
 
 _FLAX: Any = flax.linen
 PORTED, AUTOCAST = 1.3, 2.0

@@ -1,24 +1,24 @@
-"""How tracing, compiling and memory grow with layers, params and devices. Straight lines are wanted.
+"""How tracing, compiling and memory grow with layers, params and devices. Straight lines are
+wanted.
 
-    python -m benchmarks.scale              # the table: 15 minutes of one core; nothing is allocated or run
-    python -m benchmarks.scale --check      # exits with 1 where a line bends, or a row misses its bound
-    python -m benchmarks.scale --small      # equations, lines and bytes only: 15 s
-    python -m benchmarks.scale --json FILE
+    python -m benchmarks.scale              # the table: 15 minutes of one core; nothing is
+    allocated or run python -m benchmarks.scale --check      # exits with 1 where a line bends, or a
+    row misses its bound python -m benchmarks.scale --small      # equations, lines and bytes only:
+    15 s python -m benchmarks.scale --json FILE
 
-Two kinds of rows. Those that say "beside" hold ours against the same model threaded by hand, or plain optax. All others
-hold what one more layer (param, device) costs at the far end, in the column `ours`, against what it costs at the near
-end: 1 is a straight line.
+Two kinds of rows. Those that say "beside" hold ours against the same model threaded by hand, or
+plain optax. All others hold what one more layer (param, device) costs at the far end, in the column
+`ours`, against what it costs at the near end: 1 is a straight line.
 
-equations  of the traced value_and_grad, those in bodies included.
-lines      of the StableHLO that it lowers to.
-saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs.
-calls      of Python functions while it is traced, as cProfile counts them: the time to trace, without its noise.
-tracing    CPU seconds of this process for `jax.jit(...).trace`, garbage collection off, the best of two; no bound:
+equations  of the traced value_and_grad, those in bodies included. lines      of the StableHLO that
+it lowers to. saved      bytes that `jax.vjp` keeps for the backward pass beside the function's
+inputs. calls      of Python functions while it is traced, as cProfile counts them: the time to
+trace, without its noise. tracing    CPU seconds of this process for `jax.jit(...).trace`, garbage
+collection off, the best of two; no bound:
            on a machine that does other things they are known to a third;
-lowering   for `.lower()`;
-compiling  for `.compile()`, of all of XLA's threads.
-temporary  bytes of temporary memory that the compiled program plans; `moved` is the bytes that it accesses.
-state      bytes of params and optimizer state, from `jax.eval_shape`.
+lowering   for `.lower()`; compiling  for `.compile()`, of all of XLA's threads. temporary  bytes of
+temporary memory that the compiled program plans; `moved` is the bytes that it accesses. state
+bytes of params and optimizer state, from `jax.eval_shape`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from benchmarks.table import Row, run
 LAYERS, FEW_LAYERS = (2, 6, 12, 24, 48, 96), (1, 2, 4)
 COMPILED_LAYERS, PROFILED_LAYERS = (2, 6, 12, 24, 48), (2, 6, 12)
 EXACT, MEMORY = 1.01, 1.05
-RULES = 1.05  # a module looks at every rule before its own: with a rule a layer, a small part of the calls is quadratic
+# A module looks at every rule before its own: with a rule a layer, a small part of the calls is
+# quadratic.
+RULES = 1.05
 COUNTED, SECONDS = ("equations", "lines", "saved"), ("tracing", "lowering")
 
 
@@ -58,7 +60,9 @@ class Size:
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of this process, all threads, for a call; and what it returned. No garbage is collected meanwhile."""
+    """CPU seconds of this process, all threads, for a call; and what it returned. No garbage is
+    collected meanwhile.
+    """
     gc.disable()
     try:
         start = time.process_time()
@@ -77,7 +81,9 @@ def lowered(program: Program) -> tuple[float, Any, float, Any]:
 
 
 def sizes(names: Sequence[str], layers: int, times: int) -> dict[str, Size]:
-    """Traces and lowers programs of some depth; compiles nothing. Seconds are the best of `times`, taken in turn."""
+    """Traces and lowers programs of some depth; compiles nothing. Seconds are the best of `times`,
+    taken in turn.
+    """
     runs: dict[str, list[tuple[float, Any, float, Any]]] = {name: [] for name in names}
     for _ in range(times):
         gc.collect()
@@ -87,7 +93,9 @@ def sizes(names: Sequence[str], layers: int, times: int) -> dict[str, Size]:
 
 
 def _size(program: Program, runs: Sequence[tuple[float, Any, float, Any]]) -> Size:
-    saved = saved_bytes(lambda params, *others: (program.loss(params, *others), None), program.arguments)
+    saved = saved_bytes(
+        lambda params, *others: (program.loss(params, *others), None), program.arguments
+    )
     _, traced, _, low = runs[-1]
     return Size(
         equations=equations(traced.jaxpr.jaxpr),
@@ -99,7 +107,11 @@ def _size(program: Program, runs: Sequence[tuple[float, Any, float, Any]]) -> Si
 
 
 def layer_rows(
-    reference: str, names: Sequence[str], depths: Sequence[int], quantities: Sequence[str], times: int
+    reference: str,
+    names: Sequence[str],
+    depths: Sequence[int],
+    quantities: Sequence[str],
+    times: int,
 ) -> Iterator[Row]:
     """Programs beside what they are held against at the far end, and how straight each grows."""
     everything = (reference, *names)
@@ -110,7 +122,10 @@ def layer_rows(
         lines = {name: [getattr(size[name], quantity) for size in at] for name in everything}
         for name in names:
             yield Row(
-                quantity, f"{name} beside {reference}, {depths[-1]} layers", lines[name][-1], lines[reference][-1]
+                quantity,
+                f"{name} beside {reference}, {depths[-1]} layers",
+                lines[name][-1],
+                lines[reference][-1],
             )
         for name in everything:
             is_bound = quantity in COUNTED and name != reference
@@ -128,10 +143,17 @@ def call_rows(reference: str, names: Sequence[str], depths: Sequence[int]) -> It
     """Calls to trace, beside what programs are held against, and how straight they grow."""
     lines: dict[str, list[int]] = {}
     for name in (reference, *names):
-        found = [calls(PROGRAMS[name](layers)) for layers in (1, *depths)]  # the first fills JAX's own caches
+        found = [
+            calls(PROGRAMS[name](layers)) for layers in (1, *depths)
+        ]  # the first fills JAX's own caches
         lines[name] = found[1:]
     for name in names:
-        yield Row("calls", f"{name} beside {reference}, {depths[-1]} layers", lines[name][-1], lines[reference][-1])
+        yield Row(
+            "calls",
+            f"{name} beside {reference}, {depths[-1]} layers",
+            lines[name][-1],
+            lines[reference][-1],
+        )
     for name, line in lines.items():
         bound = RULES if "a path rule a layer" in name else EXACT
         yield straight("calls", name, depths, line, None if name == reference else bound)
@@ -162,7 +184,11 @@ def compiled_rows(depths: Sequence[int]) -> Iterator[Row]:
 def rows(small: bool = False) -> Iterator[Row]:
     """Every row, as it is measured. `small` counts, and compiles or times nothing."""
     if small:
-        few = {"linen by hand": ("linen", "autocast"), "nnx by hand": ("nnx",), "scanned by hand": ("scanned",)}
+        few = {
+            "linen by hand": ("linen", "autocast"),
+            "nnx by hand": ("nnx",),
+            "scanned by hand": ("scanned",),
+        }
         for reference, names in few.items():
             yield from layer_rows(reference, names, FEW_LAYERS, COUNTED, 1)
     else:

@@ -1,7 +1,8 @@
-"""How a data-parallel train step grows with devices, to 64 of them: none is real, and nothing is run.
+"""How a data-parallel train step grows with devices, to 64 of them: none is real, and nothing is
+run.
 
-Traced, devices are a `jax.sharding.AbstractMesh`. Compiled, they are the CPU's, in a process of its own, as XLA fixes
-their number when it starts:
+Traced, devices are a `jax.sharding.AbstractMesh`. Compiled, they are the CPU's, in a process of its
+own, as XLA fixes their number when it starts:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=64 python -m benchmarks.scale_devices
 """
@@ -26,29 +27,47 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from benchmarks import all_reduce
 from benchmarks.scale_lines import equations, straight
 from benchmarks.table import Row
-from policy import Collective, apply_gradients, loss_scale_of, mixed_precision, state_shardings, value_and_grad
-from policy.collectives import collectives_of
+from policy import (
+    Collective,
+    apply_gradients,
+    loss_scale_of,
+    mixed_precision,
+    state_shardings,
+    value_and_grad,
+)
+from policy.sharding.collectives import collectives_of
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 EXACT, TIMED = 1.01, 1.5
 WIDTH, HIDDEN, BATCH = 512, 2048, 128
 # What is read of a compiled program, and how the table names it.
-QUANTITIES = {"held": "held", "temporary": "temporary", "instructions": "HLO", "compiling": "compiling"}
+QUANTITIES = {
+    "held": "held",
+    "temporary": "temporary",
+    "instructions": "HLO",
+    "compiling": "compiling",
+}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Traced: shard_map over a mesh without devices
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def step_on(devices: int) -> tuple[Any, tuple[Any, ...]]:
-    """A train step under `jax.shard_map` that sums gradients in bfloat16, and the shapes of its arguments."""
+    """A train step under `jax.shard_map` that sums gradients in bfloat16, and the shapes of its
+    arguments.
+    """
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     init, train = all_reduce.ours("bfloat16")()
     specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
     mapped = jax.shard_map(train, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     params = _params()
-    return mapped, (params, jax.eval_shape(init, params), jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
+    return mapped, (
+        params,
+        jax.eval_shape(init, params),
+        jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
+    )
 
 
 def _params() -> dict[str, jax.ShapeDtypeStruct]:
@@ -75,15 +94,22 @@ def traced_rows(devices: tuple[int, ...]) -> Iterator[Row]:
         yield Row(quantity, f"data parallel, {devices[-1]} / 2 devices", far, near, 1.0, 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Compiled: params, state and batch sharded over CPU devices
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def sharded_step(mesh: Mesh, *, ours: bool) -> tuple[Any, tuple[Any, ...]]:
-    """A step whose params and optimizer state are split over all devices (ZeRO-3), and the shapes of its arguments."""
-    split, everywhere = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=split), _params())
+    """A step whose params and optimizer state are split over all devices (ZeRO-3), and the shapes
+    of its arguments.
+    """
+    split, everywhere = (
+        NamedSharding(mesh, PartitionSpec("data")),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    params = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=split), _params()
+    )
     if ours:
         tx = mixed_precision(optax.adamw(1e-3), "mixed_bfloat16", loss_scale=1024.0)
         shardings = state_shardings(tx, params)
@@ -117,7 +143,8 @@ def compiled_on(devices: int, *, ours: bool) -> dict[str, float]:
     """What the program of one of the devices holds and is, and CPU seconds to compile it.
 
     Returns:
-      `held`: bytes of its params, state and batch, times the devices; `temporary`; `instructions`; `compiling`.
+      `held`: bytes of its params, state and batch, times the devices; `temporary`; `instructions`;
+        `compiling`.
 
     Raises:
       RuntimeError: the process has fewer devices.
@@ -144,7 +171,9 @@ def compiled_on(devices: int, *, ours: bool) -> dict[str, float]:
 
 def in_own_process(devices: tuple[int, ...]) -> dict[str, dict[int, dict[str, float]]]:
     """`compiled_on` for each number of devices, ours and by hand."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(devices)}"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(devices)}"
+    )
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.scale_devices", *map(str, devices)],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
@@ -156,21 +185,31 @@ def in_own_process(devices: tuple[int, ...]) -> dict[str, dict[int, dict[str, fl
     if result.returncode:
         raise RuntimeError(f"Compiling for {max(devices)} devices failed: {result.stderr[-2000:]}")
     found = json.loads(result.stdout.splitlines()[-1])
-    return {name: {int(number): figures for number, figures in at.items()} for name, at in found.items()}
+    return {
+        name: {int(number): figures for number, figures in at.items()} for name, at in found.items()
+    }
 
 
 def compiled_rows(devices: tuple[int, ...]) -> Iterator[Row]:
     """Beside plain optax on the most devices, and the most devices beside two.
 
-    XLA:CPU writes an exchange of all with all as an operand for each device. So programs grow with devices, by hand
-    too; what ours adds to them must not grow.
+    XLA:CPU writes an exchange of all with all as an operand for each device. So programs grow with
+    devices, by hand too; what ours adds to them must not grow.
     """
     found = in_own_process(devices)
-    ours, hand = ({q: [at[n][q] for n in devices] for q in QUANTITIES} for at in (found["ours"], found["by hand"]))
+    ours, hand = (
+        {q: [at[n][q] for n in devices] for q in QUANTITIES}
+        for at in (found["ours"], found["by hand"])
+    )
     last, two = devices[-1], devices.index(2)
     ends = f"{last} / 2 devices"
     for quantity, name in QUANTITIES.items():
-        yield Row(name, f"sharded beside plain optax, {last} devices", ours[quantity][-1], hand[quantity][-1])
+        yield Row(
+            name,
+            f"sharded beside plain optax, {last} devices",
+            ours[quantity][-1],
+            hand[quantity][-1],
+        )
         bound = EXACT if quantity in ("held", "temporary") else None
         yield Row(name, f"sharded, {ends}", ours[quantity][-1], ours[quantity][two], bound)
         yield Row(name, f"sharded by hand, {ends}", hand[quantity][-1], hand[quantity][two])
@@ -193,7 +232,11 @@ def main() -> None:
     devices = [int(number) for number in sys.argv[1:]] or list(DEVICES)
     compiled_on(1, ours=False)  # what a process loads once
     kinds = {"ours": True, "by hand": False}
-    print(json.dumps({name: {n: compiled_on(n, ours=ours) for n in devices} for name, ours in kinds.items()}))
+    print(
+        json.dumps(
+            {name: {n: compiled_on(n, ours=ours) for n in devices} for name, ours in kinds.items()}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Decoders of any depth, in every way that this library has of putting one under a policy, and threaded by hand.
+"""Decoders of any depth, in every way that this library has of putting one under a policy, and
+threaded by hand.
 
 Params are shapes: one layer is initialised, abstractly, and stands for all of them.
 """
@@ -21,7 +22,7 @@ from benchmarks import linen_models
 from mpmodules import PolicyRules, use_policy
 from mpmodules import linen as our_linen
 from mpmodules import nnx as our_nnx
-from policy.amp import autocast
+from policy.autocast.transform import autocast
 
 FLAX: Any = flax.linen  # a module, which hashes
 POLICY = "mixed_bfloat16"
@@ -49,10 +50,14 @@ class Program:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()
 
 
-def transformer_params(layers: int, width: int, heads: int, vocabulary: int, tokens: Any = TOKENS) -> Any:
+def transformer_params(
+    layers: int, width: int, heads: int, vocabulary: int, tokens: Any = TOKENS
+) -> Any:
     """The params of `linen_models.Transformer`, as shapes: float32."""
     module = linen_models.of(FLAX).Transformer(None, 1, width, heads, vocabulary)
     params: dict[str, Any] = dict(jax.eval_shape(module.init, jax.random.key(0), tokens)["params"])
@@ -100,7 +105,9 @@ def autocasted(layers: int) -> Program:
     return dataclasses.replace(program, loss=autocast(program.loss, POLICY, params=0))
 
 
-def scanned(layers: int, *, nn: Any = flax.linen, dtype: Any = None, policy: str | None = None) -> Program:
+def scanned(
+    layers: int, *, nn: Any = flax.linen, dtype: Any = None, policy: str | None = None
+) -> Program:
     """The blocks of the decoder alone, in one `nn.scan`."""
     module = _scanned_of(nn)(dtype, layers)
 
@@ -133,7 +140,9 @@ def _scanned_of(nn: Any) -> Any:
 
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            over = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+            over = nn.scan(
+                Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+            )
             return over(self.dtype)(x, None)[0]
 
     return Scanned
@@ -145,8 +154,12 @@ def nnx_of(nnx: Any) -> SimpleNamespace:
 
     class Block(nnx.Module):
         def __init__(self, width: int, heads: int, rngs: Any, **threaded: Any):
-            self.first, self.second = (nnx.LayerNorm(width, rngs=rngs, **threaded) for _ in range(2))
-            self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **threaded)
+            self.first, self.second = (
+                nnx.LayerNorm(width, rngs=rngs, **threaded) for _ in range(2)
+            )
+            self.attention = nnx.MultiHeadAttention(
+                heads, width, decode=False, rngs=rngs, **threaded
+            )
             self.up = nnx.Linear(width, 4 * width, rngs=rngs, **threaded)
             self.down = nnx.Linear(4 * width, width, rngs=rngs, **threaded)
 
@@ -172,7 +185,9 @@ def nnx_of(nnx: Any) -> SimpleNamespace:
     return SimpleNamespace(Transformer=Transformer)
 
 
-def nnx(layers: int, *, of: Any = flax_nnx, dtype: Any = None, policy: str | None = None) -> Program:
+def nnx(
+    layers: int, *, of: Any = flax_nnx, dtype: Any = None, policy: str | None = None
+) -> Program:
     """An nnx decoder, as a loss of its params."""
     threaded = {} if dtype is None else {"dtype": dtype}
 

@@ -87,24 +87,33 @@ def run(
     reference: str,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """The command line of a table: ``--check``, ``--small``, ``--json FILE``. Returns the exit status.
+    """The command line of a table: ``--check``, ``--small``, ``--json FILE``. Returns the exit
+    status.
 
     Args:
       description: the module's docstring.
-      rows: measures the rows: called with True for the small ones, False for all. Where it takes ``on`` or ``only``,
-        the command has ``--on TARGET ...`` and ``--only NAME ...``.
+      rows: measures the rows: called with True for the small ones, False for all. Where it takes
+        ``on`` or ``only``, the command has ``--on TARGET ...`` and ``--only NAME ...``.
       reference: what the ratios are taken against, in a word.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio misses its bound")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 where a ratio misses its bound"
+    )
     parser.add_argument("--small", action="store_true", help="smaller models")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     selections = {"on": "chips or targets", "only": "parts of names"}
     taken = [name for name in selections if name in inspect.signature(rows).parameters]
     for name in taken:
-        parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME", help=selections[name])
+        parser.add_argument(
+            f"--{name}", nargs="+", default=[], metavar="NAME", help=selections[name]
+        )
     options = parser.parse_args(arguments)
-    measured = shown(rows(options.small, **{name: getattr(options, name) for name in taken}), reference)
+    measured = shown(
+        rows(options.small, **{name: getattr(options, name) for name in taken}), reference
+    )
     if options.json:
         Path(options.json).write_text(json.dumps([row.as_json() for row in measured], indent=1))
     missed = [row for row in measured if row.is_missed]

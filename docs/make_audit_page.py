@@ -1,10 +1,12 @@
-"""Audits a small transformer written with Flax's own layers, and makes docs/audit.png: the page, in a browser.
+"""Audits a small transformer written with Flax's own layers, and makes docs/audit.png: the page, in
+a browser.
 
     python docs/make_audit_page.py            # writes docs/audit.html (not kept) and docs/audit.png
     python docs/make_audit_page.py --no-png   # where no Chromium is installed
 
-The model is one that many write: bfloat16 computation, float32 parameters, dtypes threaded by hand. The audit says what
-that leaves in half precision, and where float32 leaks on. It takes seconds and runs nothing: shapes will do.
+The model is one that many write: bfloat16 computation, float32 parameters, dtypes threaded by hand.
+The audit says what that leaves in half precision, and where float32 leaks on. It takes seconds and
+runs nothing: shapes will do.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from policy.inspection.audit import audit
-from policy.inspection.report import Audit
+from policy.audit.audit import audit
+from policy.audit.report import Audit
 
 DOCS = Path(__file__).parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
 )
 
@@ -40,7 +49,9 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # x: (B, T, D)
         y = nn.LayerNorm(dtype=self.dtype, name="norm_1")(x)
         x = x + nn.MultiHeadDotProductAttention(4, dtype=self.dtype, name="attn")(y)
-        y = nn.LayerNorm(name="norm_2")(x)  # the dtype was forgotten here: what follows runs in float32
+        y = nn.LayerNorm(name="norm_2")(
+            x
+        )  # the dtype was forgotten here: what follows runs in float32
         y = nn.gelu(nn.Dense(4 * x.shape[-1], name="up")(y))
         return x + nn.Dense(x.shape[-1], dtype=self.dtype, name="down")(y)
 
@@ -78,7 +89,10 @@ def photograph(page: Path, png: Path) -> None:
     """Draws a page in a headless browser."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise SystemExit(f"No browser is installed ({', '.join(BROWSERS)}): apt-get install chromium, or --no-png.")
+        raise SystemExit(
+            f"No browser is installed ({', '.join(BROWSERS)}): apt-get install chromium, or "
+            "--no-png."
+        )
     with tempfile.TemporaryDirectory() as profile:
         flags = (
             f"--user-data-dir={profile}",
@@ -86,11 +100,18 @@ def photograph(page: Path, png: Path) -> None:
             "--force-device-scale-factor=0.62",
             f"--screenshot={png}",
         )
-        subprocess.run((browser, *FLAGS, *flags, page.resolve().as_uri()), check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            (browser, *FLAGS, *flags, page.resolve().as_uri()),
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder to write to")
     parser.add_argument("--no-png", action="store_true", help="write the page alone")
     options = parser.parse_args()

@@ -2,8 +2,9 @@
 
     python docs/make_layers.py
 
-It first holds the tables against what the installed Flax exports, and writes nothing where a layer of Flax's is
-neither in the catalogue nor exempt. tests/test_catalogue.py does the same, so that a new layer shows up as a gap.
+It first holds the tables against what the installed Flax exports, and writes nothing where a layer
+of Flax's is neither in the catalogue nor exempt. tests/test_catalogue.py does the same, so that a
+new layer shows up as a gap.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ _ATTENTION = both(
     "test_facts.py::test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half",
 )
 _DECODE = both(
-    "test_decode.py::test_a_decode_loop_is_the_full_forward", "test_decode.py::test_a_decode_loop_is_the_full_forward"
+    "test_decode.py::test_a_decode_loop_is_the_full_forward",
+    "test_decode.py::test_a_decode_loop_is_the_full_forward",
 )
 _EMBED = both(
     "test_facts.py::test_our_embedding_gradient_counts_every_occurrence",
@@ -92,11 +94,16 @@ _PRELU = both(
 )
 _LORA = {"nnx": "mpmodules/nnx/test_lora.py::test_dtypes_are_the_policys"}
 _ROTARY = {"nnx": "mpmodules/nnx/test_rotary.py::test_half_is_rounded_once"}
-_POOL: dict[str, str] = dict.fromkeys(WINGS, "mpmodules/linen/test_pooling.py::test_half_is_float32_rounded_once")
-_MAX_POOL: dict[str, str] = dict.fromkeys(
-    WINGS, "mpmodules/linen/test_pooling.py::test_the_gradient_of_overlapping_maxima_is_summed_in_float32"
+_POOL: dict[str, str] = dict.fromkeys(
+    WINGS, "mpmodules/linen/test_pooling.py::test_half_is_float32_rounded_once"
 )
-_ACTIVATION: dict[str, str] = dict.fromkeys(WINGS, "mpmodules/linen/test_activations.py::test_half_is_within_one_ulp")
+_MAX_POOL: dict[str, str] = dict.fromkeys(
+    WINGS,
+    "mpmodules/linen/test_pooling.py::test_the_gradient_of_overlapping_maxima_is_summed_in_float32",
+)
+_ACTIVATION: dict[str, str] = dict.fromkeys(
+    WINGS, "mpmodules/linen/test_activations.py::test_half_is_within_one_ulp"
+)
 
 
 def one(tests: dict[str, str], wing: str) -> dict[str, str]:
@@ -119,13 +126,36 @@ LAYERS = (
     Row("ConvLocal", _BIAS, _BIAS_UP, one(_MATMUL, "linen")),
     Row("ConvTranspose", _BIAS, _BIAS_UP, _MATMUL),
     Row(
-        "Embed", "the gradient of the table", "sums the gradient in half precision: 4096 occurrences count 256", _EMBED
+        "Embed",
+        "the gradient of the table",
+        "sums the gradient in half precision: 4096 occurrences count 256",
+        _EMBED,
     ),
-    Row("LayerNorm", _NORM, "cancels where the mean is large; nnx rounds before the statistics", _NORMS),
+    Row(
+        "LayerNorm",
+        _NORM,
+        "cancels where the mean is large; nnx rounds before the statistics",
+        _NORMS,
+    ),
     Row("RMSNorm", _NORM, "nnx rounds before the statistics", _NORMS),
-    Row("GroupNorm", _NORM, "cancels where the mean is large; nnx rounds before the statistics", _NORMS),
-    Row("BatchNorm", _NORM, "cancels where the mean is large; nnx runs in half precision in evaluation", _NORMS),
-    Row("InstanceNorm", _NORM, "cancels where the mean is large; nnx rounds before the statistics", _INSTANCE),
+    Row(
+        "GroupNorm",
+        _NORM,
+        "cancels where the mean is large; nnx rounds before the statistics",
+        _NORMS,
+    ),
+    Row(
+        "BatchNorm",
+        _NORM,
+        "cancels where the mean is large; nnx runs in half precision in evaluation",
+        _NORMS,
+    ),
+    Row(
+        "InstanceNorm",
+        _NORM,
+        "cancels where the mean is large; nnx rounds before the statistics",
+        _INSTANCE,
+    ),
     Row(
         "WeightNorm",
         "norms of weights",
@@ -141,7 +171,8 @@ LAYERS = (
     Row(
         "MultiHeadAttention",
         "logits and softmax; the decode cache is in compute_dtype",
-        "softmax in half precision; nnx only with dropout or sown weights, and its float32 cache fails to decode",
+        "softmax in half precision; nnx only with dropout or sown weights, and its float32 cache "
+        "fails to decode",
         _ATTENTION,
     ),
     Row(
@@ -156,7 +187,12 @@ LAYERS = (
         "softmax in half precision",
         one(_DECODE, "linen"),
     ),
-    Row("RoPE", "positions, angles, sines and cosines, the rotation", "returns float32 from half inputs", _ROTARY),
+    Row(
+        "RoPE",
+        "positions, angles, sines and cosines, the rotation",
+        "returns float32 from half inputs",
+        _ROTARY,
+    ),
     Row("SimpleCell", _CELL, _CELL_UP, _CELLS),
     Row("GRUCell", _CELL, _CELL_UP, _CELLS),
     Row("MGUCell", _CELL, _CELL_UP, one(_CELLS, "linen")),
@@ -165,12 +201,15 @@ LAYERS = (
     Row("ConvLSTMCell", _CELL, _CELL_UP, one(_CELLS, "linen")),
     Row(
         "RNN",
-        "the gradients of half weights, over the steps; a loop over its cell, whose carry keeps its type",
+        "the gradients of half weights, over the steps; a loop over its cell, whose carry keeps "
+        "its type",
         "fails where the cell's carry changes type",
         _RNN,
     ),
     Row("Bidirectional", "nothing of its own", "as RNN", _BOTH_WAYS),
-    Row("Dropout", "nothing: masks and scaling are exact enough in compute_dtype", "as ours", _SAME),
+    Row(
+        "Dropout", "nothing: masks and scaling are exact enough in compute_dtype", "as ours", _SAME
+    ),
     Row("Sequential", "nothing of its own: a boundary, as any module is", "knows no policy", _SAME),
     Row(
         "PReLU",
@@ -184,12 +223,20 @@ LAYERS = (
         "returns float32 over a float32 base module",
         _LORA,
     ),
-    Row("LoRALinear", "as Linear; its low-rank part follows the policy", "returns float32 from dtype=bfloat16", _LORA),
+    Row(
+        "LoRALinear",
+        "as Linear; its low-rank part follows the policy",
+        "returns float32 from dtype=bfloat16",
+        _LORA,
+    ),
 )
 
 FUNCTIONS = (
     Row(
-        "avg_pool", "the sums of windows, forward and backward", "the mean of 128 x 128 ones in bfloat16 is 0.25", _POOL
+        "avg_pool",
+        "the sums of windows, forward and backward",
+        "the mean of 128 x 128 ones in bfloat16 is 0.25",
+        _POOL,
     ),
     Row("pool", "the reduction of windows", "reduces in half precision", _POOL),
     Row(
@@ -209,10 +256,25 @@ FUNCTIONS = (
     Row("logsumexp", "all of it", "exp and log in half precision", _ACTIVATION),
     Row("log_sigmoid", "all of it", "exp and log in half precision", _ACTIVATION),
     Row("softplus", "all of it", "exp and log in half precision", _ACTIVATION),
-    Row("standardize", "all of it", "squares in half precision; cancels where the mean is large", _ACTIVATION),
-    Row("normalize", "`standardize` under its deprecated name", "as standardize", one(_ACTIVATION, "linen")),
+    Row(
+        "standardize",
+        "all of it",
+        "squares in half precision; cancels where the mean is large",
+        _ACTIVATION,
+    ),
+    Row(
+        "normalize",
+        "`standardize` under its deprecated name",
+        "as standardize",
+        one(_ACTIVATION, "linen"),
+    ),
     Row("dot_product_attention", "logits and softmax", "softmax in half precision", _ATTENTION),
-    Row("dot_product_attention_weights", "logits and softmax", "softmax in half precision", one(_ATTENTION, "linen")),
+    Row(
+        "dot_product_attention_weights",
+        "logits and softmax",
+        "softmax in half precision",
+        one(_ATTENTION, "linen"),
+    ),
     Row(
         "dot_product_attention_with_rope",
         "rotation, logits and softmax",
@@ -261,7 +323,11 @@ def stateful_classes(module: types.ModuleType) -> dict[str, type]:
     """The classes that `module` exports and that hold parameters, carry state or reduce."""
     bases = (flax.linen.Module, flax.linen.BatchApply, flax.nnx.Pytree)
     exported = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
-    return {name: cls for name, cls in exported.items() if inspect.isclass(cls) and issubclass(cls, bases)}
+    return {
+        name: cls
+        for name, cls in exported.items()
+        if inspect.isclass(cls) and issubclass(cls, bases)
+    }
 
 
 def gaps(wing: str, module: types.ModuleType | None = None) -> list[str]:
@@ -275,8 +341,10 @@ def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
     missing = gaps(wing, module)
     if missing:
         raise LookupError(
-            f"flax.{wing} exports {', '.join(missing)}, which docs/make_layers.py neither lists in LAYERS nor exempts "
-            f"in EXEMPT['{wing}'] with a reason. Cover it in mpmodules/{wing}, list it with its test, and run "
+            f"flax.{wing} exports {', '.join(missing)}, which docs/make_layers.py neither lists in "
+            "LAYERS nor exempts "
+            f"in EXEMPT['{wing}'] with a reason. Cover it in mpmodules/{wing}, list it with its "
+            "test, and run "
             "python docs/make_layers.py."
         )
 
@@ -286,19 +354,30 @@ def page() -> str:
     lines = [
         "# Layers and functions",
         "",
-        "Made by `python docs/make_layers.py`; a test holds it against what the installed Flax exports.",
+        "Made by `python docs/make_layers.py`; a test holds it against what the installed Flax "
+        "exports.",
         "",
-        "Every layer keeps its parameters in param_dtype, multiplies in compute_dtype and returns what the policy "
-        "says. The tables say what else runs in reduction_dtype, what Flax does in half precision without us, and the "
-        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the dtype of every "
+        "Every layer keeps its parameters in param_dtype, multiplies in compute_dtype and returns "
+        "what the policy "
+        "says. The tables say what else runs in reduction_dtype, what Flax does in half precision "
+        "without us, and the "
+        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the "
+        "dtype of every "
         "matmul and every sum, forward and backward, under every policy.",
         "",
     ]
     for title, rows in (("Layers", LAYERS), ("Functions", FUNCTIONS)):
-        lines += [f"## {title}", "", "| name | wing | in reduction_dtype | upstream | test |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {title}",
+            "",
+            "| name | wing | in reduction_dtype | upstream | test |",
+            "|---|---|---|---|---|",
+        ]
         for row in rows:
             tests = "<br>".join(f"`{test}`" for test in dict.fromkeys(row.tests.values()))
-            lines.append(f"| `{row.name}` | {', '.join(row.tests)} | {row.wide} | {row.upstream} | {tests} |")
+            lines.append(
+                f"| `{row.name}` | {', '.join(row.tests)} | {row.wide} | {row.upstream} | {tests} |"
+            )
         lines.append("")
     lines += ["## Exempt", "", "| name | wing | why |", "|---|---|---|"]
     for wing in WINGS:

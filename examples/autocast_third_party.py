@@ -1,29 +1,32 @@
-"""Trains a model that knows nothing of dtypes three ways, without an edit: in float32, ported, and under autocast.
+"""Trains a model that knows nothing of dtypes three ways, without an edit: in float32, ported, and
+under autocast.
 
-    python examples/autocast_third_party.py                                    # all three, mixed_bfloat16
-    python examples/autocast_third_party.py --way port --way autocast --policy mixed_float16
-    python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
-    python examples/autocast_third_party.py --wing nnx --explain               # what autocast does, and why
+    python examples/autocast_third_party.py                                    # all three,
+    mixed_bfloat16 python examples/autocast_third_party.py --way port --way autocast --policy
+    mixed_float16 python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
+    python examples/autocast_third_party.py --wing nnx --explain               # what autocast does,
+    and why
 
-The model is a vision transformer as others publish them: plain `flax.linen` (or `flax.nnx`), no dtype anywhere, with
-its normalisation, its GELU, its attention and one of its projections written by hand in `jax.numpy`. It is run as it
-is:
+The model is a vision transformer as others publish them: plain `flax.linen` (or `flax.nnx`), no
+dtype anywhere, with its normalisation, its GELU, its attention and one of its projections written
+by hand in `jax.numpy`. It is run as it is:
 
-- float32: the model as it came.
-- port: `apply_policy(model, policy, rules, own_code="autocast")`. Flax's layers run as mpmodules' own do, and what is
+- float32: the model as it came. - port: `apply_policy(model, policy, rules, own_code="autocast")`.
+Flax's layers run as mpmodules' own do, and what is
   written by hand runs under autocast, by the policies that hold at each path.
-- autocast: `autocast(fn, policy, rules=rules)` around what is computed with the model, layers included: every matmul
-  runs in half, sums, exponentials and normalisations in float32.
+- autocast: `autocast(fn, policy, rules=rules)` around what is computed with the model, layers
+  included: every matmul runs in half, sums, exponentials and normalisations in float32.
 
-Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its wheel (the test part of
-"Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). A fixed fifth
-is held out.
+Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its
+wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI
+Machine Learning Repository, 1998). A fixed fifth is held out.
 
-Expected: at least 95% of the held-out digits in every way and wing (97.2% in float32, 98.3% ported and 97.5% under
-autocast), in half a minute each on two cores. Both ways save a third of what backward keeps of the activations (24772
-KiB in float32, 17004 ported, 16236 under autocast); the rest is float32 that the hand-written normalisations keep. Both
-multiply all in half but the head, which the default rule keeps in float32, and the head's two matmuls are all that
-`policy.audit` names. Logits are off by 5.1e-3 of their norm, as `policy.compare` has it: the rounding of bfloat16.
+Expected: at least 95% of the held-out digits in every way and wing (97.2% in float32, 98.3% ported
+and 97.5% under autocast), in half a minute each on two cores. Both ways save a third of what
+backward keeps of the activations (24772 KiB in float32, 17004 ported, 16236 under autocast); the
+rest is float32 that the hand-written normalisations keep. Both multiply all in half but the head,
+which the default rule keeps in float32, and the head's two matmuls are all that `policy.audit`
+names. Logits are off by 5.1e-3 of their norm, as `policy.compare` has it: the rounding of bfloat16.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ import optax
 import mpmodules.linen
 import mpmodules.nnx
 import policy as mp
-from policy.inspection.report import Audit
+from policy.audit.report import Audit
 
 try:
     import matplotlib
@@ -66,9 +69,10 @@ WAYS = ("float32", "port", "autocast")
 RULES = ("head=f32",)
 
 
-# ------------------------------------------------------------------------------------------ somebody else's linen model
-# A vision transformer as its authors published it: plain `flax.linen`, no dtype in it, and some of the maths by hand.
-# Letters in shapes: b images, q and k tokens, h heads, d head width, w model width.
+# ------------------------------------------------------------------------------------------
+# somebody else's linen model A vision transformer as its authors published it: plain `flax.linen`,
+# no dtype in it, and some of the maths by hand. Letters in shapes: b images, q and k tokens, h
+# heads, d head width, w model width.
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -105,7 +109,9 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         width = x.shape[-1]
         heads = (self.heads, width // self.heads)
-        query, key, value = (nn.DenseGeneral(heads, name=name)(x) for name in ("query", "key", "value"))  # (b, q, h, d)
+        query, key, value = (
+            nn.DenseGeneral(heads, name=name)(x) for name in ("query", "key", "value")
+        )  # (b, q, h, d)
         mixed = softmax_attention(query, key, value)
         out = self.param("out", nn.initializers.lecun_normal((0, 1)), (*heads, width))
         return jnp.einsum("bqhd,hdw->bqw", mixed, out)
@@ -139,7 +145,8 @@ class ViT(nn.Module):
         return nn.Dense(10, name="head")(Norm(name="norm")(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# ------------------------------------------------------------------------------------------ the same authors' nnx model
+# ------------------------------------------------------------------------------------------ the
+# same authors' nnx model
 
 
 class NnxNorm(flax.nnx.Module):
@@ -154,8 +161,12 @@ class NnxNorm(flax.nnx.Module):
 class NnxAttention(flax.nnx.Module):
     def __init__(self, width: int, heads: int, *, rngs: flax.nnx.Rngs):
         shape = (heads, width // heads)
-        self.query, self.key, self.value = (flax.nnx.LinearGeneral(width, shape, rngs=rngs) for _ in range(3))
-        self.out = flax.nnx.Param(nn.initializers.lecun_normal((0, 1))(rngs.params(), (*shape, width)))
+        self.query, self.key, self.value = (
+            flax.nnx.LinearGeneral(width, shape, rngs=rngs) for _ in range(3)
+        )
+        self.out = flax.nnx.Param(
+            nn.initializers.lecun_normal((0, 1))(rngs.params(), (*shape, width))
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mixed = softmax_attention(self.query(x), self.key(x), self.value(x))
@@ -166,7 +177,9 @@ class NnxBlock(flax.nnx.Module):
     def __init__(self, width: int, heads: int, *, rngs: flax.nnx.Rngs):
         self.norm_0, self.norm_1 = NnxNorm(width), NnxNorm(width)
         self.attention = NnxAttention(width, heads, rngs=rngs)
-        self.up, self.down = (flax.nnx.Linear(*s, rngs=rngs) for s in ((width, 4 * width), (4 * width, width)))
+        self.up, self.down = (
+            flax.nnx.Linear(*s, rngs=rngs) for s in ((width, 4 * width), (4 * width, width))
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.norm_0(x))
@@ -191,7 +204,8 @@ class NnxViT(flax.nnx.Module):
         return self.head(self.norm(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# ------------------------------------------------------------------------------------------------------ the three ways
+# --------------------------------------------------------------------------------------------------
+# the three ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +222,9 @@ Batch = tuple[jax.Array, jax.Array]
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean over the batch, in float32."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +233,8 @@ class Runnable:
 
     Attributes:
       params: its parameters, a tree of arrays.
-      opened: what `apply` and `loss` take, made of them: linen's parameters themselves, or the nnx module.
+      opened: what `apply` and `loss` take, made of them: linen's parameters themselves, or the nnx
+        module.
       apply: logits (b, 10) of images (b, 8, 8, 1).
       loss: a scalar of a batch of images and labels.
     """
@@ -229,7 +246,9 @@ class Runnable:
 
 
 def linen_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> Runnable:
-    """Two calls make the difference: `apply_policy` on the model, or `autocast` around what is computed with it."""
+    """Two calls make the difference: `apply_policy` on the model, or `autocast` around what is
+    computed with it.
+    """
     model = ViT()
     if way == "port":
         model = mpmodules.linen.apply_policy(model, policy, rules, own_code="autocast")
@@ -254,16 +273,23 @@ def nnx_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> 
     return Runnable(flax.nnx.to_pure_dict(params), opened, *_autocast_if(way, apply, policy, rules))
 
 
-def _autocast_if(way: str, apply: Callable[..., Any], policy: mp.Policy, rules: mp.PolicyRules) -> Any:
+def _autocast_if(
+    way: str, apply: Callable[..., Any], policy: mp.Policy, rules: mp.PolicyRules
+) -> Any:
     def loss(held: Any, batch: Any) -> Any:
         images, labels = batch
         return optax.softmax_cross_entropy_with_integer_labels(apply(held, images), labels).mean()
 
     functions = apply, loss
-    return tuple(mp.autocast(fn, policy, rules=rules) for fn in functions) if way == "autocast" else functions
+    return (
+        tuple(mp.autocast(fn, policy, rules=rules) for fn in functions)
+        if way == "autocast"
+        else functions
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +313,9 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is dropped."""
+    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
+    dropped.
+    """
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -318,7 +346,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted, nothing is run."""
+    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -328,18 +358,24 @@ def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int
     return nbytes([x for x in saved if (x.shape, x.dtype) not in given])
 
 
-def train(name: str, model: Runnable, policy: mp.Policy, data: Digits, config: Config, bar: Any) -> Result:
+def train(
+    name: str, model: Runnable, policy: mp.Policy, data: Digits, config: Config, bar: Any
+) -> Result:
     start = time.perf_counter()
     schedule = optax.cosine_onecycle_schedule(steps_of(data, config), config.learning_rate)
     scale = "dynamic" if policy.compute_dtype == jnp.float16 else None
-    tx = mp.mixed_precision(optax.adamw(schedule, weight_decay=config.weight_decay), policy, loss_scale=scale)
+    tx = mp.mixed_precision(
+        optax.adamw(schedule, weight_decay=config.weight_decay), policy, loss_scale=scale
+    )
 
     def loss_fn(params: Any, batch: Any) -> Any:
         return model.loss(model.opened(params), batch)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = mp.value_and_grad(loss_fn, loss_scale=mp.loss_scale_of(opt_state))(params, batch)
+        loss, grads = mp.value_and_grad(loss_fn, loss_scale=mp.loss_scale_of(opt_state))(
+            params, batch
+        )
         params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
         return params, opt_state, loss
 
@@ -348,7 +384,9 @@ def train(name: str, model: Runnable, policy: mp.Policy, data: Digits, config: C
         return (model.apply(model.opened(params), images).argmax(-1) == labels).sum()
 
     sample = (data.train_images[: config.batch_size], data.train_labels[: config.batch_size])
-    params: Any = jax.tree.map(jnp.copy, model.params)  # those of the model are left for comparisons
+    params: Any = jax.tree.map(
+        jnp.copy, model.params
+    )  # those of the model are left for comparisons
     opt_state: Any = tx.init(params)
     losses = []
     for batch in batches(data, config):
@@ -368,7 +406,8 @@ def train(name: str, model: Runnable, policy: mp.Policy, data: Digits, config: C
     )
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def table(results: list[Result]) -> str:
@@ -398,10 +437,16 @@ def table(results: list[Result]) -> str:
 
 def table_of_findings(results: list[Result]) -> str:
     """Counts the findings of `policy.audit` by kind, forward and backward."""
-    kinds = list(dict.fromkeys(finding.kind for result in results for finding in result.audit.findings))
-    counts = [[sum(f.kind == kind for f in result.audit.findings) for result in results] for kind in kinds]
+    kinds = list(
+        dict.fromkeys(finding.kind for result in results for finding in result.audit.findings)
+    )
+    counts = [
+        [sum(f.kind == kind for f in result.audit.findings) for result in results] for kind in kinds
+    ]
     rows = [(kind, *map(str, row)) for kind, row in zip(kinds, counts, strict=True)]
-    return tabulate(rows, ("audit finds", *(result.name for result in results)), disable_numparse=True)
+    return tabulate(
+        rows, ("audit finds", *(result.name for result in results)), disable_numparse=True
+    )
 
 
 def plot(results: list[Result], path: Path) -> None:
@@ -409,8 +454,17 @@ def plot(results: list[Result], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for result in results:
         window = min(10, len(result.losses))
-        axes.plot(np.convolve(result.losses, np.ones(window) / window, mode="valid"), label=result.name, linewidth=1)
-    axes.set(xlabel="step", ylabel="training loss (mean of 10 steps)", yscale="log", title="ViT on 8x8 digits")
+        axes.plot(
+            np.convolve(result.losses, np.ones(window) / window, mode="valid"),
+            label=result.name,
+            linewidth=1,
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="training loss (mean of 10 steps)",
+        yscale="log",
+        title="ViT on 8x8 digits",
+    )
     axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -419,16 +473,31 @@ def plot(results: list[Result], path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--wing", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)")
-    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    parser.add_argument("--way", action="append", choices=WAYS, help="repeatable; default: all of them")
     parser.add_argument(
-        "--rule", action="append", metavar="PATH=TEXT", help=f"repeatable; default: {' '.join(RULES)}; '' for none"
+        "--wing", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)"
     )
-    parser.add_argument("--explain", action="store_true", help="print what autocast does with each operation, and why")
+    parser.add_argument(
+        "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
+    )
+    parser.add_argument(
+        "--way", action="append", choices=WAYS, help="repeatable; default: all of them"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        metavar="PATH=TEXT",
+        help=f"repeatable; default: {' '.join(RULES)}; '' for none",
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="print what autocast does with each operation, and why",
+    )
     parser.add_argument("--epochs", type=int, default=Config.epochs)
     parser.add_argument("--seed", type=int, default=Config.seed)
-    parser.add_argument("--plot", type=Path, default=Path("out/autocast_third_party.png"), help="where the PNG goes")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("out/autocast_third_party.png"), help="where the PNG goes"
+    )
     return parser.parse_args(arguments)
 
 
@@ -441,10 +510,14 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         sys.exit(f"autocast_third_party: {error}")
     config, data = Config(epochs=options.epochs, seed=options.seed), load()
     build = linen_model if options.wing == "linen" else nnx_model
-    policies = {way: mp.get_policy("float32") if way == "float32" else policy for way in options.way or WAYS}
+    policies = {
+        way: mp.get_policy("float32") if way == "float32" else policy for way in options.way or WAYS
+    }
     try:
         models = {way: build(way, obeyed, rules, config.seed) for way, obeyed in policies.items()}
-        for model in models.values():  # traced, so that a rule that matches nothing is told before anything is trained
+        for model in (
+            models.values()
+        ):  # traced, so that a rule that matches nothing is told before anything is trained
             jax.eval_shape(model.apply, model.opened(model.params), data.test_images)
     except ValueError as error:
         sys.exit(f"autocast_third_party: {error}")
@@ -461,7 +534,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
             held = result.model.opened(results[0].params)  # the same weights for all
             print(f"\n{result.name}: {mp.compare(result.model.apply, held, images)}")
             if options.explain and result.name == "autocast":
-                print(f"\nautocast explains itself\n{cast(Any, result.model.apply).explain(held, images)}")
+                print(
+                    f"\nautocast explains itself\n{cast(Any, result.model.apply).explain(held, images)}"
+                )
     plot(results, options.plot)
     print(f"\nloss curves: {os.path.relpath(options.plot)}")
     return results

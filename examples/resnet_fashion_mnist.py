@@ -1,30 +1,36 @@
-"""Trains Flax's imagenet ResNet on Fashion-MNIST under a dtype policy, on one device or on all there are.
+"""Trains Flax's imagenet ResNet on Fashion-MNIST under a dtype policy, on one device or on all
+there are.
 
-    python examples/resnet_fashion_mnist.py                                  # mixed_bfloat16
-    python examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576
-    python examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32'
-    python examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json    # the table, for three seeds
-    python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16       # on several devices
+    python examples/resnet_fashion_mnist.py                                  # mixed_bfloat16 python
+    examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576 python
+    examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32' python
+    examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json    # the table, for
+    three seeds python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16
+    # on several devices
 
-Data: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60000 training and 10000 test images of clothes, 28x28 grey, ten
-classes, from the system package: `apt-get install dataset-fashion-mnist` puts the four gzipped idx files into
-/usr/share/datasets/fashion-mnist. `--data DIR` reads another folder that holds files of those names. Where there are
-none, scikit-learn's digits stand in, and a line says so.
+Data: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60000 training and 10000 test images of
+clothes, 28x28 grey, ten classes, from the system package: `apt-get install dataset-fashion-mnist`
+puts the four gzipped idx files into /usr/share/datasets/fashion-mnist. `--data DIR` reads another
+folder that holds files of those names. Where there are none, scikit-learn's digits stand in, and a
+line says so.
 
-Model and training are those of Flax's example (google/flax, examples/imagenet): the two residual blocks that are told
-which convolution and normalisation to use, a last normalisation of each block that starts at zero, SGD with Nesterov
-momentum, warm-up and a cosine, one-hot cross-entropy and an L2 penalty on what has more than one axis. Upstream threads
-a dtype through each class, picks it by platform, and brings its own loss scaling into the step; here no class knows of
-one. For images this small the first convolution is 3x3, and no pooling follows it.
+Model and training are those of Flax's example (google/flax, examples/imagenet): the two residual
+blocks that are told which convolution and normalisation to use, a last normalisation of each block
+that starts at zero, SGD with Nesterov momentum, warm-up and a cosine, one-hot cross-entropy and an
+L2 penalty on what has more than one axis. Upstream threads a dtype through each class, picks it by
+platform, and brings its own loss scaling into the step; here no class knows of one. For images this
+small the first convolution is 3x3, and no pooling follows it.
 
-With several devices the batch is split over them and the params are on each. Under `jax.jit`, the default, batch
-statistics are those of the whole batch: they are synchronised, and any number of devices trains the same model. With
-`--all-reduce-dtype` each device takes its own statistics of its part, as in Flax's example, whose `pmap` synchronises
-none; running statistics are averaged at every step.
+With several devices the batch is split over them and the params are on each. Under `jax.jit`, the
+default, batch statistics are those of the whole batch: they are synchronised, and any number of
+devices trains the same model. With `--all-reduce-dtype` each device takes its own statistics of its
+part, as in Flax's example, whose `pmap` synchronises none; running statistics are averaged at every
+step.
 
-Expected: at least 90% of the test images under every policy after five epochs, in two minutes and a half on two cores
-(the digits: 98%). A progress bar while it trains; at the end a table and a plot of loss, accuracy and, in float16, the
-loss scale, which doubles until a step overflows and is skipped.
+Expected: at least 90% of the test images under every policy after five epochs, in two minutes and a
+half on two cores (the digits: 98%). A progress bar while it trains; at the end a table and a plot
+of loss, accuracy and, in float16, the loss scale, which doubles until a step overflows and is
+skipped.
 """
 
 from __future__ import annotations
@@ -80,13 +86,16 @@ class Config:
     learning_rate: float = 0.2  # for a batch of 256, and in proportion for others
     momentum: float = 0.9
     weight_decay: float = 1e-4
-    loss_scale: float = 2.0**16  # where a dynamic scale starts: for policies that compute in float16
+    loss_scale: float = (
+        2.0**16
+    )  # where a dynamic scale starts: for policies that compute in float16
     growth_period: int = 200  # finite steps before it doubles
     all_reduce_dtype: str | None = None
     evaluations: int = 2  # an epoch
 
 
-# ----------------------------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------------------
+# the data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +124,9 @@ class Images:
 def read_idx(path: Path, ndim: int) -> np.ndarray:
     """The uint8 array of `ndim` axes in a gzipped idx file.
 
-    An idx file is two zero bytes, a byte for the dtype (8: uint8), a byte for the number of axes, the length of each
-    axis as a big-endian uint32, and the elements (LeCun, Cortes and Burges, "The MNIST database").
+    An idx file is two zero bytes, a byte for the dtype (8: uint8), a byte for the number of axes,
+    the length of each axis as a big-endian uint32, and the elements (LeCun, Cortes and Burges, "The
+    MNIST database").
 
     Raises:
       ValueError: the file is no such thing.
@@ -127,23 +137,32 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} should be a gzipped file, but: {error}") from None
     if len(content) < 4 + 4 * ndim or content[:4] != bytes((0, 0, 8, ndim)):
-        raise ValueError(f"{path} should be an idx file of uint8 with {ndim} axes, but starts with {content[:4].hex()}")
+        raise ValueError(
+            f"{path} should be an idx file of uint8 with {ndim} axes, but starts with "
+            f"{content[:4].hex()}"
+        )
     shape = tuple(np.frombuffer(content, ">u4", ndim, 4).tolist())
     elements = np.frombuffer(content, np.uint8, offset=4 + 4 * ndim)
     if elements.size != math.prod(shape):
-        raise ValueError(f"{path} should hold {math.prod(shape)} bytes for shape {shape}, but holds {elements.size}")
+        raise ValueError(
+            f"{path} should hold {math.prod(shape)} bytes for shape {shape}, but holds "
+            f"{elements.size}"
+        )
     return elements.reshape(shape)
 
 
 def load_fashion_mnist(folder: Path) -> Images:
-    """The four files of a folder. Raises as `read_idx` does, and ValueError where images and labels don't agree."""
+    """The four files of a folder. Raises as `read_idx` does, and ValueError where images and labels
+    don't agree.
+    """
     arrays = []
     for part in ("train", "t10k"):
         images = read_idx(folder / f"{part}-images-idx3-ubyte.gz", 3)
         labels = read_idx(folder / f"{part}-labels-idx1-ubyte.gz", 1)
         if len(images) != len(labels) or labels.max(initial=0) >= CLASSES:
             raise ValueError(
-                f"{folder}: {part} should have one label below {CLASSES} for each image, but has {len(images)} images "
+                f"{folder}: {part} should have one label below {CLASSES} for each image, but has "
+                f"{len(images)} images "
                 f"and {len(labels)} labels up to {labels.max(initial=0)}"
             )
         arrays += [images[..., None], labels.astype(np.int32)]  # (n, 28, 28) -> (n, 28, 28, 1)
@@ -161,18 +180,23 @@ def load_stand_in() -> Images:
 
 
 def load(folder: Path | None) -> Images:
-    """Fashion-MNIST from a folder, or from where its system package puts it; the digits where that isn't installed."""
+    """Fashion-MNIST from a folder, or from where its system package puts it; the digits where that
+    isn't installed.
+    """
     if folder is not None or SYSTEM_DATA.exists():
         return load_fashion_mnist(folder or SYSTEM_DATA)
     print(
-        f"No Fashion-MNIST in {SYSTEM_DATA}, so this trains on scikit-learn's digits. For the real images: "
+        f"No Fashion-MNIST in {SYSTEM_DATA}, so this trains on scikit-learn's digits. For the real "
+        "images: "
         "apt-get install dataset-fashion-mnist, or --data DIR"
     )
     return load_stand_in()
 
 
 def batches(data: Images, config: Config, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs, half of the images mirrored; what is left after the last full one is dropped."""
+    """Shuffled batches of all epochs, half of the images mirrored; what is left after the last full
+    one is dropped.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -180,7 +204,9 @@ def batches(data: Images, config: Config, seed: int) -> Iterator[tuple[np.ndarra
             rows = order[start : start + config.batch_size]
             images = data.normalised(data.train_images[rows])
             if data.flips:
-                images = np.where(rng.random((len(rows), 1, 1, 1)) < 0.5, images[:, :, ::-1], images)
+                images = np.where(
+                    rng.random((len(rows), 1, 1, 1)) < 0.5, images[:, :, ::-1], images
+                )
             yield images, data.train_labels[rows]
 
 
@@ -188,8 +214,8 @@ def steps_per_epoch(data: Images, config: Config) -> int:
     return len(data.train_labels) // config.batch_size
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
 
 
 class ResNetBlock(nn.Module):
@@ -214,7 +240,9 @@ class ResNetBlock(nn.Module):
 
 
 class BottleneckResNetBlock(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1, the last four times as wide, and a shortcut, projected where shapes differ."""
+    """Convolutions of 1x1, 3x3 and 1x1, the last four times as wide, and a shortcut, projected
+    where shapes differ.
+    """
 
     filters: int
     conv: Any
@@ -250,7 +278,9 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
         conv = functools.partial(self.conv, use_bias=False)
-        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5
+        )
         if self.small_images:
             x = conv(self.num_filters, (3, 3), (2, 2), padding=1, name="conv_init")(x)
         else:
@@ -273,7 +303,8 @@ MODELS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 class TrainState(NamedTuple):
@@ -304,7 +335,9 @@ class Result:
         return float(np.mean(self.losses[-100:]))
 
 
-def optimizer(policy: mp.Policy, config: Config, steps: int) -> optax.GradientTransformationExtraArgs:
+def optimizer(
+    policy: mp.Policy, config: Config, steps: int
+) -> optax.GradientTransformationExtraArgs:
     """SGD with Nesterov momentum on a warm-up and a cosine; a dynamic loss scale for float16."""
     peak = config.learning_rate * config.batch_size / 256
     warmup = max(1, int(steps * config.warmup_epochs / config.epochs))
@@ -320,11 +353,15 @@ def optimizer(policy: mp.Policy, config: Config, steps: int) -> optax.GradientTr
 def make_loss(model: nn.Module, weight_decay: float) -> Callable[..., Any]:
     """`loss_fn(params, batch_stats, images, labels) -> loss, new batch_stats`."""
 
-    def loss_fn(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+    def loss_fn(
+        params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, Any]:
         variables: Any = {"params": params, "batch_stats": batch_stats}
         logits, updates = model.apply(variables, images, mutable=["batch_stats"])
         loss = mp.losses.softmax_cross_entropy(logits, jax.nn.one_hot(labels, CLASSES)).mean()
-        kernels = [x.astype(jnp.float32) for x in jax.tree.leaves(params) if x.ndim > 1]  # their squares are summed
+        kernels = [
+            x.astype(jnp.float32) for x in jax.tree.leaves(params) if x.ndim > 1
+        ]  # their squares are summed
         penalty = sum(jnp.sum(jnp.square(kernel)) for kernel in kernels)
         return loss + 0.5 * weight_decay * penalty, updates["batch_stats"]
 
@@ -339,9 +376,13 @@ def make_mesh() -> Mesh:
 def make_step(
     loss_fn: Callable[..., Any], tx: Any, mesh: Mesh, all_reduce_dtype: str | None = None
 ) -> Callable[..., Any]:
-    """`step(state, images, labels) -> state, loss, loss_scale`; the state is donated, the batch split over the mesh."""
+    """`step(state, images, labels) -> state, loss, loss_scale`; the state is donated, the batch
+    split over the mesh.
+    """
 
-    def step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[TrainState, jax.Array, jax.Array]:
+    def step(
+        state: TrainState, images: jax.Array, labels: jax.Array
+    ) -> tuple[TrainState, jax.Array, jax.Array]:
         scale = mp.loss_scale_of(state.opt_state)
         gradients_of = mp.value_and_grad(loss_fn, has_aux=True, loss_scale=scale, grads="compute")
         params = mp.vary(state.params, "batch") if all_reduce_dtype else state.params
@@ -350,14 +391,18 @@ def make_step(
             grads = mp.all_reduce(grads, "batch", all_reduce_dtype)
             loss, batch_stats = lax.pmean((loss, batch_stats), "batch")
         params, opt_state, finite = mp.apply_gradients(tx, state.params, state.opt_state, grads)
-        batch_stats = mp.select_tree(finite, batch_stats, state.batch_stats)  # a skipped step leaves no trace
+        batch_stats = mp.select_tree(
+            finite, batch_stats, state.batch_stats
+        )  # a skipped step leaves no trace
         scale = jnp.float32(mp.loss_scale_of(opt_state).loss_scale)
         return TrainState(params, batch_stats, opt_state), loss, scale
 
     run: Any = step
     everywhere, split = PartitionSpec(), PartitionSpec("batch")
     if all_reduce_dtype:
-        run = jax.shard_map(step, mesh=mesh, in_specs=(everywhere, split, split), out_specs=everywhere)
+        run = jax.shard_map(
+            step, mesh=mesh, in_specs=(everywhere, split, split), out_specs=everywhere
+        )
     replicated, sharded = NamedSharding(mesh, everywhere), NamedSharding(mesh, split)
     places = (replicated, sharded, sharded)
     return jax.jit(run, in_shardings=places, out_shardings=replicated, donate_argnums=0)
@@ -365,14 +410,18 @@ def make_step(
 
 def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[TrainState], float]:
     """The accuracy on the test images, by running statistics, which are float32 under every policy."""
-    replicated, sharded = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("batch")))
+    replicated, sharded = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("batch"))
+    )
     size = min(1000, len(data.test_labels))
     size += -size % mesh.size
     padding = -len(data.test_labels) % size
     images = np.pad(data.normalised(data.test_images), ((0, padding), (0, 0), (0, 0), (0, 0)))
     labels = np.pad(data.test_labels, (0, padding), constant_values=-1)  # no logit's index
 
-    @functools.partial(jax.jit, in_shardings=(replicated, sharded, sharded), out_shardings=replicated)
+    @functools.partial(
+        jax.jit, in_shardings=(replicated, sharded, sharded), out_shardings=replicated
+    )
     def right(state: TrainState, images: jax.Array, labels: jax.Array) -> jax.Array:
         variables = {"params": state.params, "batch_stats": state.batch_stats}
         logits: Any = model.apply(variables, images, train=False)
@@ -386,25 +435,44 @@ def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[Tra
     return accuracy
 
 
-def train(text: str, rules: mp.PolicyRules, data: Images, config: Config, seed: int, bar: Any) -> Result:
-    """One run. The policy is in force wherever the model is traced; nothing else in here depends on it."""
-    start, policy, mesh, model = time.perf_counter(), mp.get_policy(text), make_mesh(), MODELS[config.model]()
+def train(
+    text: str, rules: mp.PolicyRules, data: Images, config: Config, seed: int, bar: Any
+) -> Result:
+    """One run. The policy is in force wherever the model is traced; nothing else in here depends on
+    it.
+    """
+    start, policy, mesh, model = (
+        time.perf_counter(),
+        mp.get_policy(text),
+        make_mesh(),
+        MODELS[config.model](),
+    )
     steps = config.epochs * steps_per_epoch(data, config)
     evaluations = config.epochs * config.evaluations
     evaluated = {steps * i // evaluations for i in range(1, evaluations + 1)}
     tx, loss_fn = optimizer(policy, config, steps), make_loss(model, config.weight_decay)
-    step, evaluate = make_step(loss_fn, tx, mesh, config.all_reduce_dtype), make_evaluation(model, mesh, data)
+    step, evaluate = (
+        make_step(loss_fn, tx, mesh, config.all_reduce_dtype),
+        make_evaluation(model, mesh, data),
+    )
 
     def create(key: jax.Array, images: jax.Array) -> TrainState:
         variables = model.init(key, images, train=False)
-        return TrainState(variables["params"], variables["batch_stats"], tx.init(variables["params"]))
+        return TrainState(
+            variables["params"], variables["batch_stats"], tx.init(variables["params"])
+        )
 
     losses, scales, accuracies = [], [], []
     with mp.use_policy(policy, rules):
-        sample = data.normalised(data.train_images[: config.batch_size]), data.train_labels[: config.batch_size]
+        sample = (
+            data.normalised(data.train_images[: config.batch_size]),
+            data.train_labels[: config.batch_size],
+        )
         create = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))
         state: Any = create(jax.random.key(seed), sample[0][:1])
-        activation_bytes = saved_bytes(lambda p, *rest: loss_fn(p, *rest)[0], state.params, state.batch_stats, *sample)
+        activation_bytes = saved_bytes(
+            lambda p, *rest: loss_fn(p, *rest)[0], state.params, state.batch_stats, *sample
+        )
         for i, batch in enumerate(batches(data, config, seed), 1):
             state, loss, scale = step(state, *batch)
             losses.append(loss)
@@ -432,7 +500,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any) -> int:
-    """The bytes that backward keeps from forward beside what it is given: counted from shapes, nothing is run."""
+    """The bytes that backward keeps from forward beside what it is given: counted from shapes,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, *others), parameters)[1]
@@ -442,7 +512,8 @@ def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any
     return nbytes([x for x in saved if (x.shape, x.dtype) not in given])
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
@@ -474,9 +545,12 @@ def table(results: dict[str, list[Result]]) -> str:
 
 
 def noise(results: dict[str, list[Result]]) -> str:
-    """Whether each policy lies within noise of the first, float32, by the definition in the text that it returns."""
+    """Whether each policy lies within noise of the first, float32, by the definition in the text
+    that it returns.
+    """
     lines = [
-        "Within noise: the means over seeds differ by at most 2 standard errors of that difference, s sqrt(2 / seeds),",
+        "Within noise: the means over seeds differ by at most 2 standard errors of that "
+        "difference, s sqrt(2 / seeds),",
         "where s pools the standard deviations of the two policies.",
     ]
     (_, first), *others = results.items()
@@ -485,18 +559,29 @@ def noise(results: dict[str, list[Result]]) -> str:
         other_mean, other_deviation = mean_and_deviation([run.accuracy for run in runs])
         error = math.sqrt((deviation**2 + other_deviation**2) / 2) * math.sqrt(2 / len(runs))
         verdict = "within" if abs(other_mean - mean) <= 2 * error else "NOT within"
-        lines.append(f"{name}: {other_mean - mean:+.2%}, standard error {error:.2%}: {verdict} noise of float32")
+        lines.append(
+            f"{name}: {other_mean - mean:+.2%}, standard error {error:.2%}: {verdict} noise of "
+            "float32"
+        )
     return "\n".join(lines)
 
 
 def plot(results: dict[str, list[Result]], path: Path) -> None:
-    """Training loss, test accuracy and, where there is one, the loss scale, by policy; a line for each seed."""
+    """Training loss, test accuracy and, where there is one, the loss scale, by policy; a line for
+    each seed.
+    """
     scaled = any(max(run.loss_scales) > 1 for runs in results.values() for run in runs)
     window = min(50, *(len(run.losses) for runs in results.values() for run in runs))
-    figure, panels = plt.subplots(1, 2 + scaled, figsize=(5 * (2 + scaled), 4), layout="constrained")
+    figure, panels = plt.subplots(
+        1, 2 + scaled, figsize=(5 * (2 + scaled), 4), layout="constrained"
+    )
     for i, runs in enumerate(results.values()):
         for run in runs:
-            style: Any = {"color": f"C{i}", "linewidth": 1, "label": run.policy if run is runs[0] else None}
+            style: Any = {
+                "color": f"C{i}",
+                "linewidth": 1,
+                "label": run.policy if run is runs[0] else None,
+            }
             panels[0].plot(np.convolve(run.losses, np.ones(window) / window, mode="valid"), **style)
             panels[1].plot(*zip(*run.accuracies, strict=True), marker=".", **style)
             if max(run.loss_scales) > 1:
@@ -519,7 +604,11 @@ def write_json(results: dict[str, list[Result]], data: Images, config: Config, p
         "date": datetime.date.today().isoformat(),
         "versions": {module.__name__: module.__version__ for module in (jax, flax, optax, np)},
         "devices": [str(device) for device in jax.devices()],
-        "data": {"name": data.name, "training": len(data.train_labels), "test": len(data.test_labels)},
+        "data": {
+            "name": data.name,
+            "training": len(data.train_labels),
+            "test": len(data.test_labels),
+        },
         "config": dataclasses.asdict(config),
         "results": [dataclasses.asdict(run) for runs in results.values() for run in runs],
     }
@@ -538,36 +627,69 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    add("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
+    add(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="repeatable; first match wins",
+    )
     add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} from each seed")
     add("--seed", type=int, default=0, help="the first one (default: 0)")
     add("--seeds", type=positive, default=1, help="how many, counted up from --seed (default: 1)")
     add("--data", type=Path, metavar="DIR", help=f"the four idx files (default: {SYSTEM_DATA})")
     add("--model", choices=tuple(MODELS), default=Config.model, help=f"default: {Config.model}")
     add("--epochs", type=positive, help="default: 5, or 40 for the digits")
-    add("--batch-size", type=positive, default=Config.batch_size, help=f"default: {Config.batch_size}")
-    add("--loss-scale", type=float, default=Config.loss_scale, help="where float16's starts (default: 65536)")
-    add("--growth-period", type=positive, default=Config.growth_period, help="steps before it doubles (default: 200)")
-    add("--all-reduce-dtype", choices=("f32", "bf16", "f16"), help="that devices sum gradients in, under shard_map")
-    add("--plot", type=Path, default=Path("out/resnet_fashion_mnist.png"), help="where the PNG goes")
+    add(
+        "--batch-size",
+        type=positive,
+        default=Config.batch_size,
+        help=f"default: {Config.batch_size}",
+    )
+    add(
+        "--loss-scale",
+        type=float,
+        default=Config.loss_scale,
+        help="where float16's starts (default: 65536)",
+    )
+    add(
+        "--growth-period",
+        type=positive,
+        default=Config.growth_period,
+        help="steps before it doubles (default: 200)",
+    )
+    add(
+        "--all-reduce-dtype",
+        choices=("f32", "bf16", "f16"),
+        help="that devices sum gradients in, under shard_map",
+    )
+    add(
+        "--plot", type=Path, default=Path("out/resnet_fashion_mnist.png"), help="where the PNG goes"
+    )
     add("--json", type=Path, metavar="FILE", help="where what was measured goes")
     return parser.parse_args(arguments)
 
 
-def configured(options: argparse.Namespace, texts: tuple[str, ...], rules: mp.PolicyRules, data: Images) -> Config:
+def configured(
+    options: argparse.Namespace, texts: tuple[str, ...], rules: mp.PolicyRules, data: Images
+) -> Config:
     """The run's configuration.
 
     Raises:
-      ValueError: what a run would stumble over, found from shapes alone: a batch that can't be split over the devices
-        or is larger than the data, a rule that matches no layer, a loss scale that is not positive.
+      ValueError: what a run would stumble over, found from shapes alone: a batch that can't be
+        split over the devices or is larger than the data, a rule that matches no layer, a loss
+        scale that is not positive.
     """
     if options.batch_size % jax.device_count() or options.batch_size > len(data.train_labels):
         raise ValueError(
-            f"--batch-size should be a multiple of the {jax.device_count()} devices and at most the "
+            f"--batch-size should be a multiple of the {jax.device_count()} devices and at most "
+            "the "
             f"{len(data.train_labels)} training images, but got {options.batch_size}"
         )
     names = ("model", "batch_size", "loss_scale", "growth_period", "all_reduce_dtype")
-    config = Config(epochs=options.epochs or data.epochs, **{name: getattr(options, name) for name in names})
+    config = Config(
+        epochs=options.epochs or data.epochs, **{name: getattr(options, name) for name in names}
+    )
     init = functools.partial(MODELS[config.model]().init, train=False)
     for text in texts:
         optimizer(mp.get_policy(text), config, 1)
@@ -596,7 +718,11 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Result]]:
                 results[text].append(train(text, rules, data, config, seed, bar))
     print(table(results))
     if options.compare:
-        print(f"\n{noise(results)}" if options.seeds > 1 else "\nWhat is noise shows with --seeds 2 or more.")
+        print(
+            f"\n{noise(results)}"
+            if options.seeds > 1
+            else "\nWhat is noise shows with --seeds 2 or more."
+        )
     plot(results, options.plot)
     print(f"curves: {os.path.relpath(options.plot)}")
     if options.json:

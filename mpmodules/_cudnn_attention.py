@@ -12,10 +12,19 @@ import numpy as np
 Array = jax.Array
 
 
-def fits_cudnn(query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None) -> bool:
-    """Returns whether the kernel takes these shapes and dtypes on this process's device, forward and backward."""
+def fits_cudnn(
+    query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None
+) -> bool:
+    """Returns whether the kernel takes these shapes and dtypes on this process's device, forward
+    and backward.
+    """
     width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
-    if width > _widest_head() or width % 8 or value.shape[-1] != width or 0 in query.shape + key.shape:
+    if (
+        width > _widest_head()
+        or width % 8
+        or value.shape[-1] != width
+        or 0 in query.shape + key.shape
+    ):
         return False
     if bias is not None and bias.dtype != query.dtype:  # it would be rounded
         return False
@@ -23,9 +32,12 @@ def fits_cudnn(query: Array, key: Array, value: Array, bias: Array | None, mask:
 
 
 def _widest_head() -> int:
-    """Returns the widest head that the kernel takes on this process's device; 0 where there is no such kernel.
+    """Returns the widest head that the kernel takes on this process's device.
 
-    Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256 from 9.0 on.
+    0 where there is no such kernel.
+
+    Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256
+    from 9.0 on.
     """
     device = jax.local_devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
@@ -36,7 +48,13 @@ def _widest_head() -> int:
 
 
 def cudnn_attention(
-    query: Array, key: Array, value: Array, *, bias: Array | None, mask: Array | None, is_causal: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    bias: Array | None,
+    mask: Array | None,
+    is_causal: bool,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) v in one kernel.
 
@@ -49,7 +67,10 @@ def cudnn_attention(
     Returns:
       (B..., T, N, H) in the queries' dtype.
     """
-    batch, logits_shape = query.shape[:-3], (query.shape[-2], query.shape[-3], key.shape[-3])  # (N, T, S)
+    batch, logits_shape = (
+        query.shape[:-3],
+        (query.shape[-2], query.shape[-3], key.shape[-3]),
+    )  # (N, T, S)
     if mask is not None:
         mask = _four_axes(jnp.asarray(mask).astype(bool), batch, logits_shape)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""Docstrings of layers: ours, then that of Flax's layer, with `dtype_policy` among its arguments."""
+"""Docstrings of layers: ours, then that of Flax's layer with `dtype_policy` as an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _SECTION = re.compile(r"^(Args|Attributes):\n", re.MULTILINE)
 
 
 def extend_docstring(cls: type, upstream: type, dtype_policy: str) -> None:
-    """Appends the docstring of Flax's class to that of ours; without docstrings (``python -OO``) there is none.
+    """Appends the docstring of Flax's class to that of ours.
+
+    Without docstrings (``python -OO``) there is none.
 
     Args:
       dtype_policy: describes that argument. It follows Flax's own descriptions, in their section.
@@ -34,4 +36,6 @@ def _with_argument(docstring: str, description: str) -> str:
 
 def _argument(description: str, indent: str) -> str:
     text = f"dtype_policy: {description}"
-    return textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
+    return textwrap.fill(
+        text, 80, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+    )

@@ -1,4 +1,6 @@
-"""Helpers of both wings' normalisations: their reduction axes, and a call taken apart so that JAX traces it once."""
+"""Helpers of both wings' normalisations: their reduction axes, and a call taken apart so that JAX
+traces it once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpmodules._defined_in import package_of
+from mpmodules._defined_in import is_flax
+from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import broadcast_like, is_half
 from mpmodules.moments import Region
 from mpmodules.normalization import normalize
@@ -23,9 +26,9 @@ from policy.policy import Policy
 UNUSED = frozenset(("scale_init", "bias_init", "rngs", "parent", "name"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a layer reduces over: methods of both wings' layers
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def no_region(layer: Any, x: jax.Array) -> Region | None:
@@ -34,9 +37,16 @@ def no_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that a LayerNorm reduces over; None where Flax refuses them, or those of its features."""
+    """Returns the axes that a LayerNorm reduces over.
+
+    Returns None where Flax refuses them, or those of its features.
+    """
     axes = _listed(layer.reduction_axes)
-    return Region.of(axes, x.ndim) if _are_axes((*axes, *_listed(layer.feature_axes)), x.ndim) else None
+    return (
+        Region.of(axes, x.ndim)
+        if _are_axes((*axes, *_listed(layer.feature_axes)), x.ndim)
+        else None
+    )
 
 
 def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
@@ -56,7 +66,8 @@ def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
 def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
     """Returns the axes that an InstanceNorm reduces over, or None where Flax refuses them.
 
-    Those are all but the batch's, which is the first and can't be one of the features', and the features'.
+    Those are all but the batch's, which is the first and can't be one of the features', and the
+    features'.
     """
     features = _listed(layer.feature_axes)
     if not _are_axes(features, x.ndim) or any(axis % x.ndim == 0 for axis in features):
@@ -65,9 +76,16 @@ def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
 
 
 def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that a BatchNorm reduces over, all but the features'; None where Flax refuses them."""
+    """Returns the axes that a BatchNorm reduces over, all but the features'.
+
+    Returns None where Flax refuses them.
+    """
     features = _listed(layer.axis)
-    return Region.of(_without(range(x.ndim), x.ndim, features), x.ndim) if _are_axes(features, x.ndim) else None
+    return (
+        Region.of(_without(range(x.ndim), x.ndim, features), x.ndim)
+        if _are_axes(features, x.ndim)
+        else None
+    )
 
 
 def _listed(axes: int | Sequence[int]) -> list[int]:
@@ -80,7 +98,10 @@ def _are_axes(axes: Iterable[int], ndim: int) -> bool:
 
 
 def _without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:
-    """Returns `axes` of an array of `ndim` axes without those `left_out`; negative ones count from the end."""
+    """Returns `axes` of an array of `ndim` axes without those `left_out`.
+
+    Negative ones count from the end.
+    """
     out = {axis % ndim for axis in _listed(left_out)}
     return [axis % ndim for axis in axes if axis % ndim not in out]
 
@@ -91,32 +112,38 @@ def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted({axis % ndim for axis in _listed(axes)}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A call in closed form
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def takes_exact_moments(
-    layer: Any, method: Callable[..., Any], x: jax.Array, args: Sequence[Any], rest: Iterable[str], policy: Policy
+    layer: Any,
+    method: Callable[..., Any],
+    x: jax.Array,
+    args: Sequence[Any],
+    rest: Iterable[str],
+    policy: Policy,
 ) -> bool:
-    """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32 for the rest.
+    """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32
+    for the rest.
 
-    A user's method, and arguments that Flax refuses, are left to Flax's code. So is an epsilon that is an array: it may
-    be traced, differentiated, or one of many.
+    A user's method, and arguments that Flax refuses, are left to Flax's code. So is an epsilon that
+    is an array: it may be traced, differentiated, or one of many.
 
     Args:
       args, rest: the arguments of the call beside `x`.
     """
-    if not _is_flax_method(method) or not isinstance(layer.epsilon, numbers.Real):
+    if not is_flax(method) or not isinstance(layer.epsilon, numbers.Real):
         return False
     flags = ["use_running_average"] if layer._running else []
     takes_arguments = len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
-    return takes_arguments and bool(x.size) and is_half(x.dtype) and policy.reduction_dtype == jnp.float32
-
-
-def _is_flax_method(method: Callable[..., Any]) -> bool:
-    """Returns whether `method` is Flax's own code, not a user's."""
-    return package_of(method) == "flax"
+    return (
+        takes_arguments
+        and bool(x.size)
+        and is_half(x.dtype)
+        and policy.reduction_dtype == jnp.float32
+    )
 
 
 def normalized(
@@ -130,28 +157,37 @@ def normalized(
     """
     features = feature_axes(layer, x.ndim)
     shape = [size if axis in features else 1 for axis, size in enumerate(x.shape)]
-    scale, bias = (None if p is None else jnp.asarray(p, jnp.float32).reshape(shape) for p in (scale, bias))
+    scale, bias = (
+        None if p is None else jnp.asarray(p, jnp.float32).reshape(shape) for p in (scale, bias)
+    )
     return normalize(x, scale, bias, region=region, epsilon=layer.epsilon, dtype=dtype)
 
 
 def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
     """Updates a BatchNorm's running statistic with a batch's, in the wider dtype of the two."""
-    with jax.numpy_dtype_promotion("standard"):
+    with mixing_allowed():
         return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A BatchNorm without elements to take statistics of
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def has_no_statistics(layer: Any, method: Callable[..., Any], x: Any, args: Sequence[Any], rest: Any) -> bool:
-    """Returns whether a call is to update a layer's running statistics with those of an empty array.
+def has_no_statistics(
+    layer: Any, method: Callable[..., Any], x: Any, args: Sequence[Any], rest: Any
+) -> bool:
+    """Returns whether a call is to update a layer's running statistics with those of an empty
+    array.
 
     Args:
       args, rest: the arguments of the call beside `x`.
     """
-    takes = layer._running and _is_flax_method(method) and layer._takes_statistics(running_average_flag(args, rest))
+    takes = (
+        layer._running
+        and is_flax(method)
+        and layer._takes_statistics(running_average_flag(args, rest))
+    )
     return bool(takes) and getattr(x, "size", None) == 0
 
 
@@ -160,9 +196,16 @@ def running_average_flag(args: Sequence[Any], rest: Mapping[str, Any]) -> bool |
     return args[0] if args else rest.get("use_running_average")
 
 
-def by_running_average(args: Sequence[Any], rest: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call, beside its input, for one that normalises by the running statistics."""
-    return (True, *args[1:]) if args else (), dict(rest) if args else {**rest, "use_running_average": True}
+def by_running_average(
+    args: Sequence[Any], rest: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call, beside its input, for one that normalises by the running
+    statistics.
+    """
+    return (True, *args[1:]) if args else (), dict(rest) if args else {
+        **rest,
+        "use_running_average": True,
+    }
 
 
 def masked_statistics(
@@ -170,8 +213,8 @@ def masked_statistics(
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Computes a BatchNorm's statistics of the elements that a mask keeps.
 
-    Devices of the layer's axis name that have no such element are left out, and the others count alike, as in Flax.
-    Promotes dtypes, so that it runs under standard promotion.
+    Devices of the layer's axis name that have no such element are left out, and the others count
+    alike, as in Flax. Promotes dtypes, so that it runs under standard promotion.
 
     Args:
       layer: its options say how.
@@ -181,8 +224,8 @@ def masked_statistics(
       running: the mean and the variance before the call.
 
     Returns:
-      The mean and the variance to normalise by, and the running ones after the call. Both are the running ones before
-      it, for features of which no element is kept.
+      The mean and the variance to normalise by, and the running ones after the call. Both are the
+      running ones before it, for features of which no element is kept.
     """
     x, mask = x.astype(jnp.promote_types(x.dtype, jnp.float32)), jnp.asarray(mask, bool)
     count = jnp.sum(broadcast_like(mask, x), axes, dtype=x.dtype)
@@ -204,18 +247,22 @@ def masked_statistics(
     else:
         variance = mean(jnp.square(x - jnp.expand_dims(centre, tuple(axes))))
     found = {"mean": centre, "var": variance}
-    updated = {n: jnp.where(share > 0, averaged(layer, running[n], found[n]), running[n]) for n in found}
+    updated = {
+        n: jnp.where(share > 0, averaged(layer, running[n], found[n]), running[n]) for n in found
+    }
     return {n: jnp.where(share > 0, found[n], running[n]) for n in found}, updated
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A call of Flax's code
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class NormalizationCall(abc.ABC):
-    """A call of a normalisation by Flax's code, as a function of layer and input; each wing implements it.
+    """A call of a normalisation by Flax's code, as a function of layer and input.
+
+    Each wing implements it.
 
     Attributes:
       method: Flax's.
@@ -232,16 +279,24 @@ class NormalizationCall(abc.ABC):
     rest: tuple[tuple[str, Any], ...]
 
     def is_of(self, layer: Any, module: str) -> bool:
-        """Returns whether Flax's own method is called on a class of `module`, with only flags beside its input."""
+        """Returns whether Flax's own method is called on a class of `module`, with only flags
+        beside its input.
+        """
         flags = (*self.args, *(value for _, value in self.rest))
-        is_own = type(layer).__module__ == module and _is_flax_method(self.method)
-        return is_own and all(flag is None or isinstance(flag, bool) for flag in flags) and not self.is_masked(layer)
+        is_own = type(layer).__module__ == module and is_flax(self.method)
+        return (
+            is_own
+            and all(flag is None or isinstance(flag, bool) for flag in flags)
+            and not self.is_masked(layer)
+        )
 
     def is_masked(self, layer: Any) -> bool:
-        """Returns whether Flax's own BatchNorm is to take statistics of what a mask keeps."""
+        """Returns whether Flax's own BatchNorm is to take statistics of the elements that a mask
+        keeps.
+        """
         rest = dict(self.rest)
         takes = layer._running and layer._takes_statistics(running_average_flag(self.args, rest))
-        return bool(takes) and rest.get("mask") is not None and _is_flax_method(self.method)
+        return bool(takes) and rest.get("mask") is not None and is_flax(self.method)
 
     @abc.abstractmethod
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -249,7 +304,10 @@ class NormalizationCall(abc.ABC):
 
 
 def frozen(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Hashable], ...] | None:
-    """Returns the fields that determine a layer's program, hashable; None where one of them is not."""
+    """Returns the fields that determine a layer's program, hashable.
+
+    Returns None where one of them is not.
+    """
     found = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in fields if n not in UNUSED)
     try:
         hash(found)

@@ -1,7 +1,9 @@
-"""A port's own code, in modules that know of no policy: where it multiplies or needs float32, autocast runs it.
+"""A port's own code, in modules that know of no policy: where it multiplies or needs float32,
+autocast runs it.
 
-Such a port is traced with its own code in float32 and its layers in their policies' dtypes, each handing on float32;
-autocast then runs what is between the layers. A port whose layers do all of that is called as it is.
+Such a port is traced with its own code in float32 and its layers in their policies' dtypes, each
+handing on float32; autocast then runs the code between the layers. A port whose layers do all of
+that is called as it is.
 """
 
 from __future__ import annotations
@@ -16,24 +18,25 @@ from typing import Any
 import jax
 
 from mpmodules._references import is_reference
-from policy.amp import regions
-from policy.amp.ported import Ported
+from policy.autocast import marks
+from policy.autocast.own_code import Ported
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.scope import Scope, current_scope, enter
-from policy.sources import Source
 
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
 _ADVICE = (
-    ": apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is meant, or "
-    "own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the dtype attributes of such "
-    "modules, and functions of `policy` (einsum, reductions) obey the policy in force."
+    ": apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is "
+    "meant, or own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the "
+    "dtype attributes of such modules, and functions of `policy` (einsum, reductions) obey the "
+    "policy in force."
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
-    """The result of looking at a call of a port: how its own code is to run.
+class Decision:
+    """The decision on the own code of a port's call.
 
     Attributes:
       autocasts: whether autocast is to run it.
@@ -44,29 +47,31 @@ class Shown:
     text: str = ""
 
 
-LAYERS_ONLY, ASKED_FOR = Shown(False), Shown(True)
+LAYERS_ONLY, ASKED_FOR = Decision(False), Decision(True)
 
 
 class Decisions:
     """The results of looking at the first call of each method of each ported model."""
 
     def __init__(self) -> None:
-        self._known: collections.OrderedDict[Hashable, Shown] = collections.OrderedDict()
+        self._known: collections.OrderedDict[Hashable, Decision] = collections.OrderedDict()
         self._told: dict[type, str] = {}
         self._lock = threading.Lock()
 
     def told(self, cls: type, text: str) -> str:
-        """Returns the text of a class's first warning: other calls of it show other shares, and are not told again."""
+        """Returns the text of a class's first warning: other calls of it show other shares, and are
+        not told again.
+        """
         return self._told.setdefault(cls, text)
 
-    def get(self, key: Hashable) -> Shown | None:
+    def get(self, key: Hashable) -> Decision | None:
         """Returns the result for a call, or None."""
         try:
             return self._known.get(key)
         except TypeError:  # a field without a hash
             return None
 
-    def put(self, key: Hashable, shown: Shown) -> None:
+    def put(self, key: Hashable, shown: Decision) -> None:
         """Stores the result for a call; a key without a hash is not stored."""
         try:
             with self._lock:
@@ -77,14 +82,17 @@ class Decisions:
             return
 
 
-def told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Returns what tells calls of one method apart that may run other code: their structure, flags and modes."""
+def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Returns a key for a method's call: calls that may run other code have other structures, flags
+    or modes.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
     return treedef, tuple(leaf if isinstance(leaf, (bool, str)) else None for leaf in leaves)
 
 
 def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source) -> Any:
-    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no boundary.
+    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no
+    boundary.
 
     Args:
       call: calls it.
@@ -95,20 +103,21 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
     if policy is None:
         return call()
     inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
-    with enter(inner, source), regions.computes_in(policy.compute_dtype):
+    with enter(inner, source), marks.computes_in(policy.compute_dtype):
         return call()
 
 
 def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
-    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves it as it is.
+    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves
+    it as it is.
 
     Args:
       call: calls it, its inputs cast.
       scope: the one in force.
       given_carry: the carry that it is called with, or None.
     """
-    with enter(dataclasses.replace(scope, hands_on_float32=False)), regions.layer():
-        return handed_on(call(), given_carry)
+    with enter(dataclasses.replace(scope, hands_on_float32=False)), marks.layer():
+        return marked(call(), given_carry)
 
 
 def tracing() -> contextlib.AbstractContextManager[Any]:
@@ -116,23 +125,33 @@ def tracing() -> contextlib.AbstractContextManager[Any]:
     return enter(dataclasses.replace(current_scope(), hands_on_float32=True))
 
 
-def handed_on(outputs: Any, carry: Any = None) -> Any:
-    """Returns a layer's outputs in float32, marked for autocast; a carry keeps the dtypes of the one given."""
+def marked(outputs: Any, carry: Any = None) -> Any:
+    """Returns a layer's outputs in float32, marked for autocast.
+
+    A carry keeps the dtypes of the one given.
+    """
     if carry is not None and isinstance(outputs, tuple) and len(outputs) == 2:
-        return _carry_handed_on(outputs[0], carry), handed_on(outputs[1])
-    return jax.tree.map(lambda x: x if is_reference(x) else regions.handed_on(x), outputs, is_leaf=is_reference)
-
-
-def _carry_handed_on(new: Any, given: Any) -> Any:
-    if jax.tree.structure(new) != jax.tree.structure(given):
-        return handed_on(new)
+        return _marked_carry(outputs[0], carry), marked(outputs[1])
     return jax.tree.map(
-        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else regions.handed_on(x), new, given
+        lambda x: x if is_reference(x) else marks.handed_on(x), outputs, is_leaf=is_reference
     )
 
 
-def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]) -> Shown:
-    """Returns how much of a model's multiplying is code of its own, by class, and what can be done.
+def _marked_carry(new: Any, given: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(given):
+        return marked(new)
+    return jax.tree.map(
+        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else marks.handed_on(x),
+        new,
+        given,
+    )
+
+
+def describe(
+    name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]
+) -> Decision:
+    """Returns the decision on a model's own code, and a warning with its share of the FLOPs and the
+    remedies.
 
     Args:
       name: of the model's class.
@@ -144,13 +163,16 @@ def described(name: str, call: Ported, classes: Mapping[tuple[str, ...], str], h
     for path, flops in call.own_matmuls().items():
         by_class[_class_at(path, classes) or name] += flops
     if not by_class:
-        return Shown(call.needs_float32())
+        return Decision(call.needs_float32())
     total = call.matmuls()
     flops = {cls: count / total for cls, count in by_class.items()}
-    text = f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes ({_listed(flops)})"
+    text = (
+        f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes "
+        f"({_listed(flops)})"
+    )
     if sum(held.values()) >= 0.005:
         text += f", whose modules hold {_shares(held)} of its parameters ({_listed(held)})"
-    return Shown(True, text + _ADVICE)
+    return Decision(True, text + _ADVICE)
 
 
 def _shares(shares: Mapping[str, float]) -> str:

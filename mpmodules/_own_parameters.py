@@ -1,4 +1,6 @@
-"""Modules that users write, and the parameters of theirs that `keep_params` leaves to their own dtypes."""
+"""Modules that users write, and the parameters of theirs that `keep_params` leaves to their own
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from policy.precedence import warn_once
 
 @functools.cache
 def is_written_by_user(cls: type, upstream: type) -> bool:
-    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's layers.
+    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's
+    layers.
 
     Args:
       cls: a class of modules.
@@ -43,6 +46,6 @@ def warn_of_unknown_names(cls: type, params: Iterable[str], where: str) -> None:
     unknown = sorted(set(keep) - set(known))
     if unknown:
         warn_once(
-            f"{cls.__name__}.keep_params names {', '.join(unknown)}, but {where} has no such parameter. It has: "
-            f"{', '.join(known) or 'none'}."
+            f"{cls.__name__}.keep_params names {', '.join(unknown)}, but {where} has no such "
+            f"parameter. It has: {', '.join(known) or 'none'}."
         )

@@ -1,7 +1,8 @@
 """Optimizer states in `flax.serialization`: `to_state_dict`, `to_bytes` and back.
 
-Flax knows dicts, lists and named tuples; the other classes in a `MixedPrecisionState` are registered here. Numbers that
-are part of a tree's structure (a loss scale's period and bounds, a fixed scale) come from the target, as shapes do.
+Flax knows dicts, lists and named tuples; the other classes in a `MixedPrecisionState` are
+registered here. Numbers that are part of a tree's structure (a loss scale's period and bounds, a
+fixed scale) come from the target, as shapes do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from flax import serialization
 
-from policy.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.optim.state import Layout
 
 
@@ -28,8 +29,9 @@ def _loss_scale_from(target: DynamicLossScale, state: dict[str, Any]) -> Dynamic
     names = _names(target)
     if set(state) != set(names):
         raise ValueError(
-            f"The saved loss scale should have {', '.join(names)}, but got {', '.join(sorted(state)) or 'nothing'}: "
-            "restore into one of the same kind and hysteresis."
+            f"The saved loss scale should have {', '.join(names)}, but got "
+            f"{', '.join(sorted(state)) or 'nothing'}: restore into one of the same kind and "
+            "hysteresis."
         )
     return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in names])
 
@@ -44,19 +46,31 @@ _FIELDS = ("master_weights", "dtypes", "optimizer")
 def _layout_to(layout: Layout) -> dict[str, Any]:
     # as numbers: what maps over a state dict expects arrays
     texts = (layout.master_weights, ",".join(layout.dtypes or ()), layout.optimizer)
-    return {name: np.frombuffer(text.encode(), np.uint8) for name, text in zip(_FIELDS, texts, strict=True)}
+    return {
+        name: np.frombuffer(text.encode(), np.uint8)
+        for name, text in zip(_FIELDS, texts, strict=True)
+    }
 
 
 def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
-    mode, dtypes, optimizer = (bytes(np.asarray(state[name], np.uint8)).decode() for name in _FIELDS)
+    mode, dtypes, optimizer = (
+        bytes(np.asarray(state[name], np.uint8)).decode() for name in _FIELDS
+    )
     saved = Layout(cast("Any", mode), tuple(dtypes.split(",")) if dtypes else None, optimizer)
-    if (saved.storage, saved.dtypes, saved.optimizer) != (target.storage, target.dtypes, target.optimizer):
+    if (saved.storage, saved.dtypes, saved.optimizer) != (
+        target.storage,
+        target.dtypes,
+        target.optimizer,
+    ):
         by = (
-            "" if saved.optimizer == target.optimizer else f" It was made by {saved.optimizer}, not {target.optimizer}."
+            ""
+            if saved.optimizer == target.optimizer
+            else f" It was made by {saved.optimizer}, not {target.optimizer}."
         )
         raise ValueError(
-            f"The optimizer state was saved with {_text(saved)}, and can't be restored into one with {_text(target)}."
-            f"{by} Restore it into a state of the transform that saved it, and convert(state, params, to=tx) that."
+            f"The optimizer state was saved with {_text(saved)}, and can't be restored into one "
+            f"with {_text(target)}.{by} Restore it into a state of the transform that saved it, "
+            "and convert(state, params, to=tx) that."
         )
     return target
 
@@ -74,7 +88,10 @@ def _the_target(target: Any, state: dict[str, Any]) -> Any:
     return target
 
 
-serialization.register_serialization_state(DynamicLossScale, _loss_scale_to, _loss_scale_from, override=True)
-serialization.register_serialization_state(Layout, _layout_to, _layout_from, override=True)
-for _fixed in (NoOpLossScale, StaticLossScale):
-    serialization.register_serialization_state(_fixed, _nothing, _the_target, override=True)
+def register_states() -> None:
+    """Makes `flax.serialization` save and restore the classes in a `MixedPrecisionState`."""
+    register = serialization.register_serialization_state
+    register(DynamicLossScale, _loss_scale_to, _loss_scale_from, override=True)
+    register(Layout, _layout_to, _layout_from, override=True)
+    for fixed in (NoOpLossScale, StaticLossScale):
+        register(fixed, _nothing, _the_target, override=True)

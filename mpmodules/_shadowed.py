@@ -1,6 +1,7 @@
-"""Tells our package `policy` from others of that name that ``import policy`` may find, and says what to do then.
+"""Tells our package `policy` from others of that name that ``import policy`` may find, and says how
+to remove them.
 
-Imports nothing but the standard library, and runs nothing of what it finds.
+Imports nothing but the standard library, and runs none of the files that it finds.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ def require_own_policy() -> None:
 
 
 def explanation(found: Path | None) -> str:
-    """Returns what shadows our `policy`, and the way out.
+    """Returns the message on a package that shadows our `policy`, and the way out.
 
     Args:
       found: the file or the folder that `import policy` finds; None where it finds nothing.
     """
     if found is None:
         return (
-            "mpmodules needs its own package 'policy', but 'import policy' finds nothing: the installation is broken. "
-            "Reinstall it: pip install --force-reinstall --no-deps mpmodules."
+            "mpmodules needs its own package 'policy', but 'import policy' finds nothing: the "
+            "installation is broken. Reinstall it: pip install --force-reinstall --no-deps "
+            "mpmodules."
         )
-    return f"mpmodules needs its own package 'policy', but 'import policy' finds {found}: {_way_out(found)}"
+    return (
+        f"mpmodules needs its own package 'policy', but 'import policy' finds {found}: "
+        f"{_way_out(found)}"
+    )
 
 
 def _found() -> Path | None:
@@ -62,19 +67,29 @@ def _way_out(found: Path) -> str:
     distributions = _distributions(folder)
     if distributions or _is_site(folder):
         what = " and ".join(distributions) or "another distribution"
-        uninstall = " ".join(["pip uninstall", *distributions]) if distributions else "Uninstall that one"
+        uninstall = (
+            " ".join(["pip uninstall", *distributions]) if distributions else "Uninstall that one"
+        )
         return (
-            f"{what} installs a top-level 'policy' too and shadows it. {uninstall}, then reinstall ours, since both "
-            "write to one folder: pip install --force-reinstall --no-deps mpmodules. To keep both, give mpmodules a "
-            "virtual environment of its own."
+            f"{what} installs a top-level 'policy' too and shadows it. {uninstall}, then reinstall "
+            "ours, since both write to one folder: pip install --force-reinstall --no-deps "
+            "mpmodules. To keep both, give mpmodules a virtual environment of its own."
         )
     if folder == Path(sys.path[0] or os.curdir).resolve() and not sys.flags.safe_path:
-        return f"{name} beside your script shadows it. Rename {name}, or run `python -P`, which does not look there."
-    return f"{name} in a folder of sys.path shadows it. Rename {name}, or take {folder} out of sys.path (PYTHONPATH)."
+        return (
+            f"{name} beside your script shadows it. Rename {name}, or run `python -P`, which does "
+            "not look there."
+        )
+    return (
+        f"{name} in a folder of sys.path shadows it. Rename {name}, or take {folder} out of "
+        "sys.path (PYTHONPATH)."
+    )
 
 
 def _distributions(folder: Path) -> list[str]:
-    """Returns the names of the distributions in a folder, other than ours, that installed a `policy`."""
+    """Returns the names of the distributions in a folder, other than ours, that installed a
+    `policy`.
+    """
     names = []
     for distribution in importlib.metadata.distributions(path=[str(folder)]):
         top = (distribution.read_text("top_level.txt") or "").split()
@@ -87,6 +102,3 @@ def _distributions(folder: Path) -> list[str]:
 def _is_site(folder: Path) -> bool:
     folders = [*site.getsitepackages(), site.getusersitepackages()]
     return folder in [Path(each).resolve() for each in folders]
-
-
-require_own_policy()

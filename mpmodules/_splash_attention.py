@@ -1,8 +1,10 @@
-"""Splash attention as a function that JAX can differentiate in either mode, any number of times, and batch.
+"""Splash attention as a function that JAX can differentiate in either mode, any number of times,
+and batch.
 
-JAX's kernel has a `custom_vjp`, which has no forward mode. Here the first derivative is a primitive: forward mode
-evaluates XLA's formula, and transposition, which is reverse mode, calls the kernel's backward pass. Derivatives of
-higher order are XLA's. As a primitive, the kernel is also traced when it is lowered for a TPU, and not before.
+JAX's kernel has a `custom_vjp`, which has no forward mode. Here the first derivative is a
+primitive: forward mode evaluates XLA's formula, and transposition, which is reverse mode, calls the
+kernel's backward pass. Derivatives of higher order are XLA's. As a primitive, the kernel is also
+traced when it is lowered for a TPU, and not before.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Splash:
     Attributes:
       mask: the pairs that are kept; None keeps all.
       is_causal: masks out the keys after each query.
-      insists: lowers to the kernel or not at all, rather than to XLA's formula where the kernel can't be partitioned.
+      insists: lowers to the kernel or not at all, rather than to XLA's formula where the kernel
+        can't be partitioned.
     """
 
     mask: kernels.StaticMask | None
@@ -40,7 +43,11 @@ class Splash:
 
     def formula(self, query: Array, key: Array, value: Array) -> Array:
         """Computes the same attention by XLA's operations."""
-        mask: Any = None if self.mask is None else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
+        mask: Any = (
+            None
+            if self.mask is None
+            else self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
+        )
         return dot_product_attention(
             query, key, value, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32
         )
@@ -77,18 +84,31 @@ def _with_residuals(how: Splash, query: Array, key: Array, value: Array) -> tupl
 def _with_residuals_jvp(how: Splash, primals: Three, tangents: Three) -> tuple[Any, Any]:
     out, log_sum = _with_residuals(how, *primals)
     tangent = _tangent_p.bind(*primals, out, log_sum, *tangents, how=how)
-    return (out, log_sum), (tangent, jnp.zeros_like(log_sum))  # backward's derivative goes by the operands alone
+    return (out, log_sum), (
+        tangent,
+        jnp.zeros_like(log_sum),
+    )  # backward's derivative goes by the operands alone
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(
-    how: Splash, query: Array, key: Array, value: Array, out: Array, log_sum: Array, cotangent: Array
+    how: Splash,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
 ) -> Three:
-    return tuple(_kernel_p.bind(query, key, value, out, log_sum, cotangent, how=how, stage="backward"))
+    return tuple(
+        _kernel_p.bind(query, key, value, out, log_sum, cotangent, how=how, stage="backward")
+    )
 
 
 @_backward.defjvp
-def _backward_jvp(how: Splash, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Three, Three]:
+def _backward_jvp(
+    how: Splash, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Three, Three]:
     def pullback(query: Array, key: Array, value: Array, cotangent: Array) -> Three:
         return jax.vjp(how.formula, query, key, value)[1](cotangent)
 
@@ -96,9 +116,9 @@ def _backward_jvp(how: Splash, primals: tuple[Array, ...], tangents: tuple[Array
     return _backward(how, *primals), derivative
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The kernel as a primitive
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _kernel_p = jex_core.Primitive("splash_attention")
 _kernel_p.multiple_results = True
@@ -120,13 +140,17 @@ def _kernel_avals(query: Any, key: Any, value: Any, *_: Any, how: Splash, stage:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(how: Splash, stage: str, operands: tuple[jax.ShapeDtypeStruct, ...], interpret: bool) -> Any:
+def _program(
+    how: Splash, stage: str, operands: tuple[jax.ShapeDtypeStruct, ...], interpret: bool
+) -> Any:
     """Traces the kernel to a jaxpr.
 
-    It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`, JAX's kernel does
-    not say over which axes its outputs vary. Its `_kernel_avals` here do.
+    It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`,
+    JAX's kernel does not say over which axes its outputs vary. Its `_kernel_avals` here do.
     """
-    run = functools.partial(getattr(kernels, stage), mask=how.mask, is_causal=how.is_causal, interpret=interpret)
+    run = functools.partial(
+        getattr(kernels, stage), mask=how.mask, is_causal=how.is_causal, interpret=interpret
+    )
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(jax.make_jaxpr(run), *operands).result()
 
@@ -143,23 +167,30 @@ def _run_formula(*operands: Array, how: Splash, stage: str) -> list[Array]:
 
 
 def _lower_for_tpu(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
-    """Lowers to the kernel, and to XLA's formula in a program that XLA partitions: Mosaic's kernels can't be."""
+    """Lowers to the kernel, and to XLA's formula in a program that XLA partitions: Mosaic's kernels
+    can't be.
+    """
     if _is_whole(context.module_context.axis_context):
         return _lower_kernel(context, *operands, how=how, stage=stage)
     if how.insists:
         raise ValueError(
-            "implementation='splash' is a kernel that XLA can't partition. Call it within jax.shard_map, or leave it "
-            "out."
+            "implementation='splash' is a kernel that XLA can't partition. Call it within "
+            "jax.shard_map, or leave it out."
         )
     return _lower_formula(context, *operands, how=how, stage=stage)
 
 
 def _lower_elsewhere(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
-    """Lowers to XLA's formula: a program for several platforms has the branch for TPUs lowered for all of them."""
+    """Lowers to XLA's formula: a program for several platforms has the branch for TPUs lowered for
+    all of them.
+    """
     if kernels.INTERPRET:
         return _lower_kernel(context, *operands, how=how, stage=stage)
     if how.insists:
-        raise ValueError("implementation='splash' is a kernel for TPUs. Leave it out, or give implementation='xla'.")
+        raise ValueError(
+            "implementation='splash' is a kernel for TPUs. Leave it out, or give "
+            "implementation='xla'."
+        )
     return _lower_formula(context, *operands, how=how, stage=stage)
 
 
@@ -175,7 +206,9 @@ def _lower_kernel(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
 
 
 def _is_whole(axis_context: Any) -> bool:
-    """Returns whether the program that is lowered sees whole arrays: on one device, or within `shard_map`."""
+    """Returns whether the program that is lowered sees whole arrays: on one device, or within
+    `shard_map`.
+    """
     if hasattr(axis_context, "num_devices"):
         return axis_context.num_devices == 1
     mesh = getattr(axis_context, "mesh", None)
@@ -204,9 +237,9 @@ mlir.register_lowering(_kernel_p, _lower_elsewhere)
 mlir.register_lowering(_kernel_p, _lower_for_tpu, platform="tpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Its derivative, linear in the tangents
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _tangent_p = jex_core.Primitive("splash_attention_tangent")
 _RESIDUALS = 5  # queries, keys, values, what was returned, the softmax's denominators
@@ -227,7 +260,9 @@ def _tangent_transpose(cotangent: Any, *operands: Any, how: Splash) -> list[Any]
 
 
 _tangent_p.def_abstract_eval(lambda *avals, how: avals[0])
-_tangent_p.def_impl(lambda *operands, how: jax.jit(functools.partial(_run_tangent, how=how))(*operands))
+_tangent_p.def_impl(
+    lambda *operands, how: jax.jit(functools.partial(_run_tangent, how=how))(*operands)
+)
 ad.primitive_jvps[_tangent_p] = _tangent_jvp
 ad.primitive_transposes[_tangent_p] = _tangent_transpose
 batching.primitive_batchers[_tangent_p] = functools.partial(_batch, _tangent_p)

@@ -1,6 +1,7 @@
 """JAX's splash attention for TPUs, forward and backward, over arrays of (B..., T, N, H).
 
-Everything here is traced when a program is lowered for a TPU: a program for other platforms never imports the kernel.
+Everything here is traced when a program is lowered for a TPU: a program for other platforms never
+imports the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Array = jax.Array
 
 INTERPRET = False  # True in tests: Pallas's interpreter, on any platform
 LANES = 128  # block lengths are multiples of it
-_BLOCK = 512  # the longest block whose float32 logits leave room for the others in a core's vector memory
+# The longest block whose float32 logits leave room for the others in a core's vector memory.
+_BLOCK = 512
 _LONGEST_KEYS = 2048  # up to which keys and values stay in that memory while backward reads them
 _WIDEST_KEYS = 128  # the widest head for which they do
 
@@ -51,12 +53,22 @@ class StaticMask:
 @contextlib.contextmanager
 def _as_written() -> Iterator[None]:
     """Traces JAX's kernel as it was written: 32-bit indices, standard promotion."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         yield
 
 
 def forward(
-    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: StaticMask | None,
+    is_causal: bool,
+    interpret: bool,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H)."""
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
@@ -66,9 +78,17 @@ def forward(
 
 
 def forward_with_residuals(
-    query: Array, key: Array, value: Array, *, mask: StaticMask | None, is_causal: bool, interpret: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: StaticMask | None,
+    is_causal: bool,
+    interpret: bool,
 ) -> tuple[Array, Array]:
-    """Computes `forward`, and its residual: the logarithms of the softmax's denominators, (B..., N, T) in float32."""
+    """Computes `forward`, and its residual: the logarithms of the softmax's denominators, (B..., N,
+    T) in float32.
+    """
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, interpret)
     with _as_written():
         out, (log_sum,) = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
@@ -87,7 +107,9 @@ def backward(
     is_causal: bool,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    """Computes the cotangents of queries, keys and values, from the results of `forward_with_residuals`."""
+    """Computes the cotangents of queries, keys and values, from the results of
+    `forward_with_residuals`.
+    """
     kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
     with _as_written():
         operands = [_scaled(query), *map(_heads_first, (key, value, out, cotangent))]
@@ -99,14 +121,21 @@ def backward(
 
 
 def _pullback(
-    kernel: Callable[..., Array], inputs: Sequence[Array], out: Array, log_sum: Array, cotangent: Array
+    kernel: Callable[..., Array],
+    inputs: Sequence[Array],
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
 ) -> tuple[Array, ...]:
-    """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward is not run again.
+    """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward
+    is not run again.
 
     Raises:
       NotImplementedError: JAX's kernel has other residuals.
     """
-    program, shapes = jax.make_jaxpr(lambda *operands: jax.vjp(kernel, *operands), return_shape=True)(*inputs)
+    program, shapes = jax.make_jaxpr(
+        lambda *operands: jax.vjp(kernel, *operands), return_shape=True
+    )(*inputs)
     jaxpr: Any = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -169,12 +198,19 @@ def _kernel(
         one = splash.CausalMask((queries, keys)) if is_causal else splash.FullMask((queries, keys))
         masks = [one] * heads
     else:
-        allowed = np.logical_and(mask.array, np.tri(queries, keys, dtype=bool)) if is_causal else mask.array
+        allowed = (
+            np.logical_and(mask.array, np.tri(queries, keys, dtype=bool))
+            if is_causal
+            else mask.array
+        )
         masks = [splash.NumpyMask(each) for each in np.broadcast_to(allowed, lengths)]
     sizes = _block_sizes(queries, keys, width, is_full=mask is None and not is_causal)
     with jax.ensure_compile_time_eval(), _as_written():
         made = splash.make_splash_mha_single_device(
-            splash.MultiHeadMask(masks), block_sizes=sizes, save_residuals=save_residuals, interpret=interpret
+            splash.MultiHeadMask(masks),
+            block_sizes=sizes,
+            save_residuals=save_residuals,
+            interpret=interpret,
         )
         return jax.tree.map(np.asarray, made)
 
@@ -182,8 +218,8 @@ def _kernel(
 def _block_sizes(queries: int, keys: int, width: int, *, is_full: bool) -> Any:
     """Chooses blocks of up to 512 queries by 512 keys.
 
-    Where all keys fit in one block of backward, one kernel returns all three gradients and reads the logits' operands
-    once. Masked blocks can be skipped only where there are several.
+    Where all keys fit in one block of backward, one kernel returns all three gradients and reads
+    the logits' operands once. Masked blocks can be skipped only where there are several.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

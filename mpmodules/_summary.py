@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rich.text import Text  # Flax draws its tables with it
 
 from policy.policy import Policy
-from policy.sources import Source
+from policy.provenance import Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +27,9 @@ def cells_of(policy: Policy | None, source: Source) -> Cells:
 
 
 def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Copies a function of Flax's with other values for some of its module's names. Flax itself is not changed.
+    """Copies a function of Flax's with other values for some of its module's names.
+
+    Flax itself is not changed.
 
     Raises:
       RuntimeError: the function's module has no such name.
@@ -36,18 +38,23 @@ def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     missing = [name for name in names if name not in namespace]
     if code is None or missing:
         raise RuntimeError(
-            f"This version of Flax draws its summaries in another way ({', '.join(missing) or repr(function)} is not "
-            "there), so that no columns can be added. Pass policy_columns=False for Flax's own table."
+            "This version of Flax draws its summaries in another way "
+            f"({', '.join(missing) or repr(function)} is not there), so that no columns can be "
+            "added. Pass policy_columns=False for Flax's own table."
         )
-    twin = types.FunctionType(code, namespace | names, function.__name__, function.__defaults__, function.__closure__)
+    twin = types.FunctionType(
+        code, namespace | names, function.__name__, function.__defaults__, function.__closure__
+    )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
 
 
-def taking_what(upstream: Callable[..., Any]) -> Callable[[F], F]:
+def with_signature_of(upstream: Callable[..., Any]) -> Callable[[F], F]:
     """Shows the signature of Flax's function, and `policy_columns` after it."""
     *parameters, keywords = inspect.signature(upstream).parameters.values()
-    added = inspect.Parameter("policy_columns", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+    added = inspect.Parameter(
+        "policy_columns", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"
+    )
 
     def mark(function: F) -> F:
         function.__signature__ = inspect.Signature([*parameters, added, keywords])  # type: ignore[attr-defined]
@@ -57,7 +64,10 @@ def taking_what(upstream: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def with_columns(
-    table: Any, cells: Sequence[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None
+    table: Any,
+    cells: Sequence[Cells],
+    column_kwargs: Mapping[str, Any],
+    policy_columns: bool | None,
 ) -> Any:
     """Inserts our columns in a `rich` table of Flax's, after a module's path and class.
 
@@ -76,7 +86,11 @@ def with_columns(
             for header in HEADERS:
                 wider.add_column(header, **column_kwargs)
         wider.add_column(column.header, column.footer, **column_kwargs)
-    for row, ours in zip(zip(*(column.cells for column in table.columns), strict=True), cells, strict=True):
+    for row, ours in zip(
+        zip(*(column.cells for column in table.columns), strict=True), cells, strict=True
+    ):
         path, kind, *rest = row
-        wider.add_row(Text(path), kind, *map(Text, ours), *rest)  # as texts: brackets in names are no markup
+        wider.add_row(
+            Text(path), kind, *map(Text, ours), *rest
+        )  # as texts: brackets in names are no markup
     return wider

@@ -1,7 +1,8 @@
-"""The functions among Flax's activations that half precision breaks, under their names and arguments there.
+"""The functions among Flax's activations that half precision breaks, under their names and
+arguments there.
 
-Half in, reduction_dtype inside, half out; the residual is the half input itself. In float32 each is JAX's own function,
-bit for bit where no policy holds.
+Half in, reduction_dtype inside, half out; the residual is the half input itself. In float32 each is
+JAX's own function, bit for bit where no policy holds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
 ) -> Any:
-    """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`. See `policy.reductions.logsumexp`."""
+    """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`.
+
+    See `policy.reductions.logsumexp`.
+
+    Example:
+      >>> activations.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
+      Array(17.55, dtype=float16)
+    """
     return reductions.logsumexp(a, axis, b, keepdims, return_sign, where)
 
 
@@ -44,17 +52,26 @@ def standardize(
     *,
     algorithm: str | None = None,
 ) -> jax.Array:
-    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype; returns the dtype of `x`.
+    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype.
 
-    Under a policy, and for half inputs, a variance that is not given does not cancel where the mean is large
-    (`policy.reductions.standardize`). Without a policy, float32 gives the result of `jax.nn.standardize`.
+    Returns the dtype of `x`.
+
+    Under a policy, and for half inputs, a variance that is not given does not cancel where the mean
+    is large (`policy.reductions.standardize`). Without a policy, float32 gives the result of
+    `jax.nn.standardize`.
 
     Args:
       algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.
+
+    Example:
+      >>> activations.standardize(jnp.asarray([1.0, 3.0], jnp.bfloat16))
+      Array([-1, 1], dtype=bfloat16)
     """
     dtypes = [jnp.result_type(v) for v in (x, mean, variance) if v is not None]
     out = dtypes[0] if jnp.issubdtype(dtypes[0], jnp.inexact) else None
-    if algorithm is None and (current_policy() is not None or any(functional.is_half(dtype) for dtype in dtypes)):
+    if algorithm is None and (
+        current_policy() is not None or any(functional.is_half(dtype) for dtype in dtypes)
+    ):
         return reductions.standardize(x, axis, mean, variance, epsilon, where, dtype=out)
 
     def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:
@@ -65,10 +82,15 @@ def standardize(
 
 
 def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
-    """Computes x where it is not negative and slope * x elsewhere, in reduction_dtype, rounded once to x's dtype.
+    """Computes x where it is not negative and slope * x elsewhere, in reduction_dtype, rounded once
+    to x's dtype.
 
     Args:
       x: floating, any shape.
       slope: (), any floating dtype. Its gradient is summed over x in reduction_dtype.
+
+    Example:
+      >>> activations.prelu(jnp.asarray([-2.0, 3.0], jnp.bfloat16), jnp.asarray(0.25))
+      Array([-0.5, 3], dtype=bfloat16)
     """
     return widely(lambda x, slope: jnp.where(x >= 0, x, slope * x), x, slope, dtype=x.dtype)

@@ -1,12 +1,14 @@
-"""A mypy plugin: classes of a user's own that derive from `mpmodules.nnx.Module` take `dtype_policy=`.
+"""A mypy plugin: classes of a user's own that derive from `mpmodules.nnx.Module` take
+`dtype_policy=`.
 
 In the settings of a project, in ``pyproject.toml``::
 
     [tool.mypy]
     plugins = ["mpmodules.mypy_plugin"]
 
-The metaclass takes that argument, and no ``__init__`` has to declare it. mypy reads ``__init__`` and no metaclass, so
-without the plugin it reports ``Unexpected keyword argument "dtype_policy"``. Everything else of mpmodules needs none.
+The metaclass takes that argument, and no ``__init__`` has to declare it. mypy reads ``__init__``
+and no metaclass, so without the plugin it reports ``Unexpected keyword argument "dtype_policy"``.
+Everything else of mpmodules needs none.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ def plugin(version: str) -> type[Plugin]:
 
 
 class _DtypePolicyPlugin(Plugin):
-    def get_function_signature_hook(self, fullname: str) -> Callable[[FunctionSigContext], FunctionLike] | None:
-        """Returns what changes the signature of a call of `fullname`, where that may be a class."""
+    def get_function_signature_hook(
+        self, fullname: str
+    ) -> Callable[[FunctionSigContext], FunctionLike] | None:
+        """Returns the hook for the signature of a call of `fullname`, where that may be a class."""
         symbol = self.lookup_fully_qualified(fullname)  # None for a class that a function defines
         return _with_dtype_policy if symbol is None or isinstance(symbol.node, TypeInfo) else None
 
@@ -35,7 +39,9 @@ class _DtypePolicyPlugin(Plugin):
 def _with_dtype_policy(context: FunctionSigContext) -> CallableType:
     signature = context.default_signature
     built = get_proper_type(signature.ret_type)
-    if not (signature.is_type_obj() and isinstance(built, Instance) and built.type.has_base(_MODULE)):
+    if not (
+        signature.is_type_obj() and isinstance(built, Instance) and built.type.has_base(_MODULE)
+    ):
         return signature
     # The constructors of our own classes are to be right by themselves.
     if "dtype_policy" in signature.arg_names or built.type.fullname.startswith("mpmodules."):

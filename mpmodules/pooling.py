@@ -1,7 +1,7 @@
-"""Pooling for both wings: windows are summed in reduction_dtype, whatever the input is, forward and backward.
+"""Pooling for both wings: windows are summed in reduction_dtype, forward and backward.
 
-Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32 and wider each
-function is Flax's own.
+Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32
+and wider each function is Flax's own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from mpmodules._promotion import mixing_allowed
 from policy.reductions import reduction_dtype, widely
 
 Padding = str | Sequence[tuple[int, int]]
@@ -33,10 +34,10 @@ def pool(
 ) -> jax.Array:
     """Reduces each window of `inputs` to one value; `flax.linen.pool` in reduction_dtype.
 
-    A maximum or minimum is exact in any dtype, but its gradient is a sum over the windows that an input is in. Where
-    at most four windows overlap (3x3 with strides of 2), both stay in the input's dtype: a sum of four terms rounds
-    three times, by 1.5 ulp of its largest partial sum at most. Where more than four windows overlap, both are in
-    reduction_dtype.
+    A maximum or minimum is exact in any dtype, but its gradient is a sum over the windows that an
+    input is in. Where at most four windows overlap (3x3 with strides of 2), both stay in the
+    input's dtype: a sum of four terms rounds three times, by 1.5 ulp of its largest partial sum at
+    most. Where more than four windows overlap, both are in reduction_dtype.
 
     Args:
       inputs: (batch..., window dims..., features), or without any batch axis. Half in, half out.
@@ -48,6 +49,11 @@ def pool(
 
     Returns:
       (batch..., windows..., features) in the inputs' dtype.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 2), jnp.bfloat16)
+      >>> pooling.pool(x, 0.0, jax.lax.add, (2,), (2,), "VALID").shape
+      (1, 2, 2)
     """
     inputs = jnp.asarray(inputs)
 
@@ -69,7 +75,10 @@ def _most_windows(window_shape: Sequence[int], strides: Sequence[int] | None) ->
 
 
 def _start(init: Any, dtype: Any) -> Any:
-    """Returns the initial value in the reduction's dtype; a concrete one stays concrete, since JAX reads its value."""
+    """Returns the initial value in the reduction's dtype.
+
+    A concrete one stays concrete, since JAX reads its value.
+    """
     if not hasattr(init, "dtype"):
         return init
     return init.astype(dtype) if isinstance(init, Tracer) else np.asarray(init).astype(dtype)
@@ -89,10 +98,15 @@ def avg_pool(
 
     Returns:
       (batch..., windows..., features) in the inputs' dtype; integers give reduction_dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> pooling.avg_pool(x, (2,), (2,))[0, :, 0]
+      Array([0.5, 2.5], dtype=bfloat16)
     """
 
     def run(x: jax.Array) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):  # Flax divides by a count of another dtype
+        with mixing_allowed():  # Flax divides by a count of another dtype
             return flax_pooling.avg_pool(x, window_shape, strides, padding, count_include_pad)  # type: ignore[arg-type]
 
     return widely(run, jnp.asarray(inputs))
@@ -106,7 +120,13 @@ def max_pool(
 ) -> jax.Array:
     """Returns the maximum of each window, which is exact; arguments as in `pool`.
 
-    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the input's dtype.
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
+    input's dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> pooling.max_pool(x, (2,), (2,))[0, :, 0]
+      Array([1, 3], dtype=bfloat16)
     """
     return pool(inputs, -jnp.inf, lax.max, window_shape, strides, padding)
 
@@ -119,6 +139,12 @@ def min_pool(
 ) -> jax.Array:
     """Returns the minimum of each window, which is exact; arguments as in `pool`.
 
-    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the input's dtype.
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
+    input's dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> pooling.min_pool(x, (2,), (2,))[0, :, 0]
+      Array([0, 2], dtype=bfloat16)
     """
     return pool(inputs, jnp.inf, lax.min, window_shape, strides, padding)

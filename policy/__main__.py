@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from policy.inspection.command import main
+from policy.command_line.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

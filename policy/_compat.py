@@ -1,4 +1,4 @@
-"""What differs between the JAX versions that are supported."""
+"""Differences between the supported JAX versions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 
 def set_global(context: Any, value: Any) -> None:
-    """Sets a `jax.make_user_context`'s value for every thread: public since jax 0.10.1, until then its holder's."""
+    """Sets the value of a `jax.make_user_context` for every thread.
+
+    The method is public since jax 0.10.1; before that it belongs to the wrapped object.
+    """
     holder = context if hasattr(context, "set_global") else context._obj
     holder.set_global(value)

@@ -1,4 +1,4 @@
-"""Matmuls that return their accumulator, and multiply half operands backward too."""
+"""Matmuls that return their accumulator and multiply in half precision backward too."""
 
 from __future__ import annotations
 
@@ -17,37 +17,50 @@ Array = jax.Array
 
 
 def einsum(subscripts: str, lhs: ArrayLike, rhs: ArrayLike, *, precision: Any = None) -> Array:
-    """`jnp.einsum` of two operands that hands on its accumulator: reduction_dtype from half operands, never rounded.
+    """Contracts two operands as `jnp.einsum` does and returns the unrounded accumulator.
 
-    For matmuls whose result goes into a softmax, a loss or a sum: the logits of an attention written by hand. Forward
-    and backward multiply the operands' dtype, where `preferred_element_type` alone would make both backward matmuls
-    float32 times half.
+    Use it for matmuls whose result goes into a softmax, a loss or a sum, such as the logits of a
+    hand-written attention. The forward and the backward matmuls multiply in the operands' dtype;
+    `preferred_element_type` alone would make both backward matmuls multiply float32 by half
+    precision.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> q, k = jnp.ones((2, 64), jnp.bfloat16), jnp.ones((3, 64), jnp.bfloat16)
+    >>> policy.einsum("qd,kd->qk", q, k).dtype
+    dtype('float32')
 
     Args:
-      subscripts: as in `jnp.einsum`, of two operands.
-      lhs, rhs: floating, of one dtype.
+      subscripts: as in `jnp.einsum`, for two operands.
+      lhs, rhs: floating arrays of one dtype.
       precision: as in `jax.lax`.
 
     Returns:
-      the contraction, in the policy's reduction_dtype, else float32; in the operands' dtype where that is wider.
+      The contraction in the policy's reduction_dtype, or float32 without a policy; in the operands'
+      dtype where that is wider.
 
     Raises:
-      TypeError: an operand is not floating, or they have two dtypes.
+      TypeError: an operand is not floating, or the two have different dtypes.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.inexact):
-        raise TypeError(f"einsum takes two floating operands of one dtype, but got {lhs.dtype} and {rhs.dtype}.")
+        raise TypeError(
+            f"einsum takes two floating operands of one dtype, but got {lhs.dtype} and {rhs.dtype}."
+        )
     contract = functools.partial(jnp.einsum, subscripts, precision=precision)
     wide = reduction_dtype(lhs)
     return contract(lhs, rhs) if wide == lhs.dtype else accumulating(contract, wide)(lhs, rhs)
 
 
-def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -> Callable[..., Array]:
-    """A bilinear operation that returns its accumulator, with both backward operations in the operands' dtype.
+def accumulating(
+    bilinear: Callable[..., Array], accumulator_dtype: DTypeLike
+) -> Callable[..., Array]:
+    """Returns a bilinear operation that keeps its accumulator; backward keeps the operands' dtype.
 
-    `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`. With that alone, JAX
-    would run both backward operations as float32 times half, or refuse (convolutions); here the tangent runs in the
-    operands' dtype and is widened, so that the transpose rounds the cotangent first. Both modes of derivative work.
+    `bilinear(lhs, rhs, preferred_element_type=...)` is called forward with `accumulator_dtype`.
+    With that alone, JAX would multiply float32 by half precision in both backward operations, or
+    refuse to (convolutions). Here the tangent is computed in the operands' dtype and then widened,
+    so its transpose rounds the cotangent first. Forward and reverse mode both work.
     """
     dtype = jnp.dtype(accumulator_dtype)
 
@@ -64,10 +77,14 @@ def accumulating(bilinear: Callable[..., Array], accumulator_dtype: DTypeLike) -
 
 
 def bilinear_tangent(
-    bilinear: Callable[..., Array], operands: tuple[Array, Array], tangents: tuple[Any, Any], y: Array
+    bilinear: Callable[..., Array],
+    operands: tuple[Array, Array],
+    tangents: tuple[Any, Any],
+    y: Array,
 ) -> Array:
-    """The tangent of a bilinear operation, run in the operands' dtype and returned in that of `y`, its result."""
+    """Computes the tangent of a bilinear operation in the operands' dtype, cast to `y`'s."""
     pairs = ((tangents[0], operands[1]), (operands[0], tangents[1]))
-    known = [not any(isinstance(x, SymbolicZero) for x in pair) for pair in pairs]  # a frozen operand costs nothing
+    # a frozen operand costs nothing
+    known = [not any(isinstance(x, SymbolicZero) for x in pair) for pair in pairs]
     parts = [bilinear(*pair) for pair, is_known in zip(pairs, known, strict=True) if is_known]
     return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)

@@ -1,4 +1,4 @@
-"""The boundary: where a call's floating inputs are cast to compute_dtype and its outputs to output_dtype."""
+"""The policy boundary: casts inputs of calls to compute_dtype and outputs to output_dtype."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from typing import Any
 
 import jax
 
+from policy._jaxpr.scope_names import BOUNDARY
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.scope import Scope
-
-# The casts carry this name on JAX's name stack, so that reports can tell them from the model's own.
-SCOPE_NAME = "policy_boundary"
 
 IsLeaf = Callable[[Any], bool]
 
 
 def module_crosses(scope: Scope, policy: Policy | None) -> bool:
-    """Returns whether a module's call is a boundary: its policy is not the one in force, or none is open yet."""
+    """Returns whether a module's call is a boundary.
+
+    It is one if the module's policy differs from the one in force, or if no boundary is open yet.
+    """
     return policy is not None and (not scope.boundary_open or policy != scope.policy)
 
 
 def layer_crosses(scope: Scope, policy: Policy | None, own: bool) -> bool:
-    """Returns whether a bare layer's call is a boundary: it carries a policy that is not the one in force."""
+    """Returns whether a bare layer's call is a boundary.
+
+    It is one if the layer has its own policy and that differs from the one in force.
+    """
     return own and policy is not None and policy != scope.policy
 
 
 def inside(scope: Scope, policy: Policy | None) -> Scope:
-    """The scope in which the body of a call that crossed into `policy` runs."""
+    """Returns the scope for the body of a call that crossed into `policy`."""
     return dataclasses.replace(scope, policy=policy, boundary_open=policy is not None)
 
 
 def returns(scope: Scope, policy: Policy) -> Policy:
-    """The policy whose output_dtype a call returns that crossed into `policy` from `scope`."""
+    """Returns the policy whose output_dtype holds for a call that crossed into `policy`."""
     return policy.returned_to(scope.policy if scope.boundary_open else None)
 
 
@@ -48,14 +52,19 @@ def cast_inputs(
     keep: Collection[str] = (),
     signature: Callable[[], inspect.Signature] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with their floating arrays in compute_dtype.
+    """Casts the floating arrays among a call's arguments to compute_dtype.
 
     Args:
-      policy: the policy entered. Where its `cast_inputs` is False, nothing is cast.
+      policy: the policy entered. If its `cast_inputs` is False, nothing is cast.
       args, kwargs: the call's arguments, without `self`.
-      is_leaf: what the walk stops at, and returns by identity: references, whose holders a copy would lose.
-      keep: the names of arguments to leave as they come.
-      signature: gives the method's signature without `self`; needed to find `keep` among positional arguments.
+      is_leaf: stops the walk at references, which are returned by identity because a copy would
+        lose their holder.
+      keep: the names of arguments to leave uncast.
+      signature: returns the method's signature without `self`; needed to find `keep` among
+        positional arguments.
+
+    Returns:
+      The new `(args, kwargs)`.
     """
     kwargs = dict(kwargs)
     if not policy.cast_inputs:
@@ -63,17 +72,19 @@ def cast_inputs(
     kept_positions: set[int] = set()
     if keep and args and signature is not None:
         kept_positions = _kept_positions(signature(), len(args), keep)
-    with jax.named_scope(SCOPE_NAME):
+    with jax.named_scope(BOUNDARY):
 
         def cast(tree: Any) -> Any:
             return cast_floating(tree, policy.compute_dtype, is_leaf=is_leaf)
 
         new_args = tuple(arg if i in kept_positions else cast(arg) for i, arg in enumerate(args))
-        return new_args, {name: value if name in keep else cast(value) for name, value in kwargs.items()}
+        return new_args, {
+            name: value if name in keep else cast(value) for name, value in kwargs.items()
+        }
 
 
 def _kept_positions(signature: inspect.Signature, count: int, keep: Collection[str]) -> set[int]:
-    """The positions, among the first `count`, of the parameters named in `keep`."""
+    """Returns the positions, among the first `count`, of the parameters named in `keep`."""
     kept: set[int] = set()
     for position, parameter in enumerate(signature.parameters.values()):
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -84,6 +95,9 @@ def _kept_positions(signature: inspect.Signature, count: int, keep: Collection[s
 
 
 def cast_outputs(policy: Policy, outputs: Any, *, is_leaf: IsLeaf | None = None) -> Any:
-    """A call's outputs with their floating arrays in output_dtype; references are returned by identity."""
-    with jax.named_scope(SCOPE_NAME):
+    """Casts the floating arrays among a call's outputs to output_dtype.
+
+    References are returned by identity.
+    """
+    with jax.named_scope(BOUNDARY):
         return cast_floating(outputs, policy.output_dtype, is_leaf=is_leaf)

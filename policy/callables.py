@@ -1,4 +1,4 @@
-"""Refuses values, classes and unbound modules that are handed over as functions to trace."""
+"""Input checks for arguments that should be functions."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ from typing import Any
 
 
 def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
-    """Refuses what is no function of arrays: values, classes, and linen modules without their variables.
+    """Raises unless `fn` is a function of arrays.
+
+    Refuses values, classes and unbound linen modules.
 
     Args:
-      fn: a function, or a module that can be called.
-      what: what takes it, for messages.
-      takes: what it takes.
+      fn: a function, or a callable module.
+      what: the name of the caller, for the message.
+      takes: the description of the expected argument, for the message.
 
     Raises:
-      TypeError: it is none.
+      TypeError: `fn` is not such a function.
     """
     if isinstance(fn, type):
-        raise TypeError(f"{what} takes {takes}, but got the class {fn.__name__}: pass an instance, or a method of one.")
+        raise TypeError(
+            f"{what} takes {takes}, but got the class {fn.__name__}: pass an instance, or a method "
+            "of one."
+        )
     if not callable(fn):
         raise TypeError(f"{what} takes {takes}, but got {shown(fn)} of type {type(fn).__name__}.")
     if _is_unbound_linen_module(fn):
         name = type(fn).__name__
         raise TypeError(
-            f"{what} takes {takes}, but got the linen module {name}, which has no variables of its own: pass its "
+            f"{what} takes {takes}, but got the linen module {name}, which has no variables of its "
+            "own: pass its "
             "apply, model.apply, and the variables as the first argument."
         )
 
 
 def shown(value: Any) -> str:
-    """Returns a value's text for messages, a long one shortened."""
+    """Returns the text of a value for messages; a long text is shortened."""
     text = repr(value)
     return text if len(text) <= 200 and "\n" not in text else f"{text.splitlines()[0][:80]} ..."
 

@@ -1,4 +1,4 @@
-"""Casts of trees. They touch floating arrays only, and never an array that has the dtype already."""
+"""Casts of trees. Only floating arrays are cast, and only if they have another dtype."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ T = TypeVar("T")
 
 
 def require_available(dtype: DTypeLike) -> np.dtype:
-    """`dtype` itself, refused where JAX would silently make something narrower of it.
+    """Returns `dtype` as a NumPy dtype, or raises if JAX would silently narrow it.
 
     Raises:
-      ValueError: float64 while x64 is disabled.
+      ValueError: `dtype` is float64 while x64 is disabled.
     """
     dtype = jnp.dtype(dtype)
     if dtype.itemsize == 8 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"A policy asks for {dtype.name}, but JAX runs with x64 disabled and would silently use float32. "
+            f"A policy asks for {dtype.name}, but JAX runs with x64 disabled and would silently "
+            "use float32. "
             "Call jax.config.update('jax_enable_x64', True) first, or choose float32."
         )
     return dtype
 
 
 def is_floating(x: Any) -> bool:
-    """Whether `x` is a floating array: a JAX array or tracer, a NumPy array or scalar, or a `ShapeDtypeStruct`."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) and jnp.issubdtype(
-        x.dtype, jnp.floating
-    )
+    """Returns whether `x` is a floating array.
+
+    Arrays are JAX arrays and tracers, NumPy arrays and scalars, and `ShapeDtypeStruct`s.
+    """
+    return isinstance(
+        x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    ) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def cast_array(x: Any, dtype: DTypeLike, *, complex_too: bool = False) -> Any:
-    """`x` in `dtype` where `x` is a floating array, else `x` itself.
+    """Casts `x` to `dtype` if it is a floating array; returns other values unchanged.
 
-    With `complex_too`, a complex array is cast to the complex dtype whose parts are as wide as `dtype`, at least
-    complex64 (JAX has no narrower one).
+    With `complex_too`, complex arrays are cast to the complex dtype whose parts have the width of
+    `dtype`, but at least to complex64, the narrowest that JAX has.
     """
     if not is_floating(x):
-        if not (complex_too and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)):
+        if not (
+            complex_too and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
+        ):
             return x
         dtype = jnp.complex128 if jnp.dtype(dtype).itemsize == 8 else jnp.complex64
     if x.dtype == dtype and not getattr(x, "weak_type", False):
@@ -53,16 +59,29 @@ def cast_array(x: Any, dtype: DTypeLike, *, complex_too: bool = False) -> Any:
 
 
 def cast_floating(
-    tree: T, dtype: DTypeLike, *, is_leaf: Callable[[Any], bool] | None = None, complex_too: bool = False
+    tree: T,
+    dtype: DTypeLike,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    complex_too: bool = False,
 ) -> T:
     """Casts the floating arrays of a tree to `dtype`.
 
-    Integers, booleans, PRNG keys, complex numbers (unless `complex_too`) and everything that is not an array pass
-    through as they are, and so does an array that has the dtype already. `is_leaf` stops the walk, as in
-    `jax.tree.map`: what it stops at is returned by identity unless it is itself a floating array.
+    Integers, booleans, PRNG keys, complex numbers (unless `complex_too`), non-arrays and arrays
+    that already have the dtype are returned unchanged. `is_leaf` stops the walk as in
+    `jax.tree.map`; the nodes it stops at are returned by identity unless they are floating arrays
+    themselves.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> tree = policy.cast_floating({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.bfloat16)
+    >>> tree["w"].dtype, tree["step"].dtype
+    (dtype(bfloat16), dtype('int32'))
 
     Raises:
       ValueError: `dtype` is float64 while x64 is disabled.
     """
     dtype = require_available(dtype)
-    return jax.tree.map(lambda x: cast_array(x, dtype, complex_too=complex_too), tree, is_leaf=is_leaf)
+    return jax.tree.map(
+        lambda x: cast_array(x, dtype, complex_too=complex_too), tree, is_leaf=is_leaf
+    )

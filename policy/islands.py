@@ -1,4 +1,4 @@
-"""Islands: blocks and functions inside of which compute is reduction_dtype, in layers and under autocast alike."""
+"""Full-precision islands: blocks and functions that compute in reduction_dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 
-from policy.boundary import SCOPE_NAME
+from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 from policy.callables import require_function
 from policy.casting import cast_floating
 from policy.policy import Policy
@@ -20,31 +20,35 @@ from policy.scope import Scope, current_scope, enter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The name of the scope that `full_precision` opens: it stays on JAX's name stack through every transformation.
-ISLAND = "policy_full_precision"
-
 
 @overload
 def full_precision(fn: F) -> F: ...
 @overload
 def full_precision(fn: None = None) -> _Block: ...
 def full_precision(fn: F | None = None) -> F | _Block:
-    """Makes an island, inside of which compute_dtype is reduction_dtype (float32 under a half policy).
+    """Opens an island in which compute_dtype is reduction_dtype (float32 in mixed precision).
 
-    ``with full_precision():`` is a block, ``@full_precision`` a function. Inside of both, modules and their layers
-    compute and hand on reduction_dtype, whatever their own policies say, parameters of a user's modules are read in it,
-    and `policy.compute_dtype` returns it; autocast runs operations there in float32. An explicit `dtype` argument of a
-    layer holds.
+    ``with full_precision():`` is a block and ``@full_precision`` decorates a function. Inside,
+    modules and their layers compute and return reduction_dtype whatever their own policies are,
+    parameters of users' modules are read in it, `policy.compute_dtype` returns it, and autocast
+    runs operations in float32. An explicit `dtype` argument of a layer still holds.
 
-    A block casts no arrays: what is computed there of half arrays alone is half, unless they are cast to
-    `policy.compute_dtype`. A function is a boundary too: in a module's call under a policy, its floating arguments are
-    cast to reduction_dtype and its floating outputs to the compute_dtype of the code around it.
+    A block casts no arrays: operations on half-precision arrays alone stay in half precision unless
+    the code casts to `policy.compute_dtype`. A function is also a boundary: in a module's call
+    under a policy, its floating arguments are cast to reduction_dtype and its floating outputs to
+    the compute_dtype of the surrounding code.
+
+    >>> import policy
+    >>> with policy.use_policy("mixed_bfloat16"):
+    ...     with policy.full_precision():
+    ...         policy.compute_dtype()
+    dtype('float32')
 
     Args:
-      fn: the function. None makes a block, which is a decorator too that casts nothing.
+      fn: the function. None returns a block, which can also be used as a decorator without casts.
 
     Raises:
-      TypeError: `fn` is no function.
+      TypeError: `fn` is not a function.
     """
     if fn is None:
         return _Block()
@@ -56,13 +60,13 @@ def full_precision(fn: F | None = None) -> F | _Block:
         if scope.policy is None or not scope.boundary_open:
             with _Block():
                 return fn(*args, **kwargs)
-        with jax.named_scope(SCOPE_NAME):
+        with jax.named_scope(BOUNDARY):
             args, kwargs = _cast((args, kwargs), scope.policy.reduction_dtype)
         with _Block():
             outputs = fn(*args, **kwargs)
         if scope.hands_on_float32:  # of a model that is traced in float32
             return outputs
-        with jax.named_scope(SCOPE_NAME):
+        with jax.named_scope(BOUNDARY):
             return _cast(outputs, scope.policy.compute_dtype)
 
     return island  # type: ignore[return-value]
@@ -73,7 +77,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 
 class _Block(contextlib.ContextDecorator):
-    """An island as a block; may be entered again, and by several threads."""
+    """An island as a block; it may be re-entered, also by several threads."""
 
     def __init__(self) -> None:
         self._entered = threading.local()
@@ -93,7 +97,7 @@ def _island(scope: Scope) -> Scope:
 
 
 def in_island(policy: Policy | None) -> Policy | None:
-    """Returns a policy as it holds in an island: it computes and returns reduction_dtype."""
+    """Returns `policy` as it holds in an island: computing and returning reduction_dtype."""
     if policy is None:
         return None
     return policy.replace(
@@ -104,5 +108,5 @@ def in_island(policy: Policy | None) -> Policy | None:
 
 
 def as_in_force(policy: Policy | None, scope: Scope) -> Policy | None:
-    """Returns a module's policy as it holds in `scope`: inside of an island, its island's."""
+    """Returns a module's policy as it holds in `scope`: in an island, the island's version."""
     return in_island(policy) if scope.in_full_precision else policy

@@ -1,11 +1,13 @@
-"""Losses in reduction_dtype: half-precision logits in, float32 losses out.
+"""Losses computed and returned in reduction_dtype, from logits of any floating dtype.
 
-The logits are widened inside the loss, and what backward keeps of half logits is those logits: it computes the softmax
-again from them. Results are in reduction_dtype: float32 under every policy but float64's.
+The logits are widened inside the loss. The residuals are the logits in their own dtype; the softmax
+is recomputed from them in the backward pass. Results are in reduction_dtype: float32 under every
+policy except float64's.
 
-What cross-entropy with integer labels materialises of (batch, classes) logits is what the backend makes of exp in the
-forward sum (XLA:CPU: one float32 buffer, as many bytes as optax takes in bfloat16; nothing where the exponential is
-fused into the sum) and the gradient in the logits' own dtype.
+Of (batch, classes) logits, cross-entropy with integer labels materialises the exponential of the
+forward sum as the backend decides (XLA:CPU: one float32 buffer, as many bytes as optax takes in
+bfloat16; nothing if the exponential is fused into the sum) and the gradient in the logits' own
+dtype.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
+from policy.checkpointing import keeping_inputs
 from policy.reductions import reduction_dtype, widely
-from policy.remembering import keeping_inputs
 
 Axis = int | tuple[int, ...]
 
@@ -36,18 +38,29 @@ def softmax_cross_entropy_with_integer_labels(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """-log softmax(logits)[label], with label smoothing and z-loss.
+    """Computes -log softmax(logits)[label], with label smoothing and z-loss.
 
-    With classes K, smoothing s and z-loss weight z: ``lse - (1 - s) logits[label] - s mean(logits) + z lse^2``, where
-    lse = log sum exp(logits) (Szegedy et al. 2016, "Rethinking the Inception Architecture"; z-loss: Chowdhery et al.
-    2022, "PaLM", section 5).
+    With classes K, smoothing s and z-loss weight z the loss is ``lse - (1 - s) logits[label] - s
+    mean(logits) + z lse^2``, where lse = log sum exp(logits) (Szegedy et al. 2016, "Rethinking the
+    Inception Architecture"; z-loss: Chowdhery et al. 2022, "PaLM", section 5).
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> logits = jnp.array([[2.0, 0.0], [0.0, 2.0]], jnp.bfloat16)
+    >>> loss = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, 0]))
+    >>> loss.dtype
+    dtype('float32')
+    >>> [f"{x:.3f}" for x in loss]
+    ['0.127', '2.127']
 
     Args:
       logits: (..., K) floating (the classes along `axis`).
-      labels: (...) integers in [0, K), of any width; a negative one counts from the end, as in NumPy.
-      axis: the axis of the classes. Of a tuple, a label is the flat index into those axes.
-      where: of `logits`' rank and broadcastable to it: False leaves a class out of the softmax (and of the smoothing).
-        (...), without the classes: False leaves an example out. What has no class left costs 0.
+      labels: (...) integers in [0, K), of any width; a negative one counts from the end, as in
+        NumPy.
+      axis: the axis of the classes. With a tuple, a label is the flat index into those axes.
+      where: of `logits`' rank and broadcastable to it: False leaves a class out of the softmax (and
+        of the smoothing). (...), without the classes: False leaves an example out. An example
+        without any class costs 0.
       label_smoothing: in [0, 1): the share of the target spread evenly over the classes.
       z_loss: at least 0: the weight of lse^2, which keeps the logits from drifting.
 
@@ -55,12 +68,16 @@ def softmax_cross_entropy_with_integer_labels(
       (...) in reduction_dtype.
 
     Raises:
-      ValueError: `labels` are no integers or of another shape, `logits` are complex, or a weight is out of range.
+      ValueError: `labels` are not integers or have another shape, `logits` are complex, or a weight
+        is out of range.
     """
     logits = jnp.asarray(logits)
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"labels should be integers, but got {labels.dtype}; softmax_cross_entropy takes dense ones.")
+        raise ValueError(
+            f"labels should be integers, but got {labels.dtype}; softmax_cross_entropy takes dense "
+            "ones."
+        )
     _check_labels(labels.shape, logits.shape, axis)
     _check_weights(label_smoothing, z_loss)
 
@@ -75,22 +92,32 @@ def softmax_cross_entropy_with_integer_labels(
         where = None if where is None else _flat_classes(where, axis)
         logits, axis = _flat_classes(logits, axis), -1
     labels = _class_indices(jnp.expand_dims(labels, axis), logits.shape[axis])  # (..., 1)
-    return _sparse_cross_entropy(logits, labels, where, axis, label_smoothing, z_loss, wide).squeeze(axis)
+    return _sparse_cross_entropy(
+        logits, labels, where, axis, label_smoothing, z_loss, wide
+    ).squeeze(axis)
 
 
 def _check_labels(labels: tuple[int, ...], logits: tuple[int, ...], axis: Any) -> None:
-    axes = {a % len(logits) for a in (axis if isinstance(axis, tuple) else (axis,))} if logits else set()
+    axes = (
+        {a % len(logits) for a in (axis if isinstance(axis, tuple) else (axis,))}
+        if logits
+        else set()
+    )
     examples = tuple(length for i, length in enumerate(logits) if i not in axes)
     fits = len(labels) == len(examples)
     if not (fits and all(1 in (a, b) or a == b for a, b in zip(labels, examples, strict=True))):
         raise ValueError(
-            f"labels should have the shape of logits without their classes, {examples}, but got {labels} for logits of "
+            f"labels should have the shape of logits without their classes, {examples}, but got "
+            f"{labels} for logits of "
             f"shape {logits}."
         )
 
 
 def _class_mask(where: ArrayLike | None, logits: jax.Array, axis: Any) -> jax.Array | None:
-    """`where` in the shape of the logits: as optax has it, a mask of another rank is one of examples."""
+    """Returns `where` in the shape of the logits.
+
+    As in optax, a mask of another rank masks examples.
+    """
     if where is None:
         return None
     where = jnp.asarray(where, bool)
@@ -100,56 +127,84 @@ def _class_mask(where: ArrayLike | None, logits: jax.Array, axis: Any) -> jax.Ar
 
 
 def _flat_classes(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """`x` with `axes` last, in their order, and made one."""
+    """Moves `axes` to the end of `x`, in their order, and flattens them into one."""
     x = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
     return x.reshape(*x.shape[: x.ndim - len(axes)], -1)
 
 
 def _class_indices(labels: jax.Array, classes: int) -> jax.Array:
-    """Labels in an integer dtype that counts all classes (an 8-bit one may not), none of them below 0 but by error."""
+    """Returns labels in an integer dtype that can count all classes, with negative ones wrapped."""
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
     return (
-        labels if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) else jnp.where(labels < 0, labels + classes, labels)
+        labels
+        if jnp.issubdtype(labels.dtype, jnp.unsignedinteger)
+        else jnp.where(labels < 0, labels + classes, labels)
     )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def _sparse_cross_entropy(
-    logits: jax.Array, labels: jax.Array, where: Any, axis: int, smoothing: float, z_loss: float, wide: Any
+    logits: jax.Array,
+    labels: jax.Array,
+    where: Any,
+    axis: int,
+    smoothing: float,
+    z_loss: float,
+    wide: Any,
 ) -> jax.Array:
     return _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)[0]
 
 
 def _sparse_forward(
-    logits: jax.Array, labels: jax.Array, where: Any, axis: int, smoothing: float, z_loss: float, wide: Any
+    logits: jax.Array,
+    labels: jax.Array,
+    where: Any,
+    axis: int,
+    smoothing: float,
+    z_loss: float,
+    wide: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss, the largest logit, and the lse of the logits minus that, all (..., 1)."""
+    """Returns the loss, the largest logit and the lse relative to it, each (..., 1)."""
     largest = jnp.max(logits, axis, keepdims=True, where=where, initial=-jnp.inf)
     largest = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0)).astype(wide)
-    # Every logit minus the largest: lse and the chosen logit of a large mean would differ by too few of their digits.
+    # Every logit minus the largest: lse and the chosen logit of a large mean would differ by too
+    # few of their digits.
     some = None if where is None else jnp.any(where, axis, keepdims=True)
     total = jnp.sum(jnp.exp(logits.astype(wide) - largest), axis, keepdims=True, where=where)
     rest = jnp.log(total if some is None else jnp.where(some, total, 1))
     chosen = jnp.take_along_axis(logits, labels, axis=axis).astype(wide) - largest
     loss = rest - (1 - smoothing) * chosen
     if smoothing:
-        loss = loss - smoothing * jnp.mean(logits.astype(wide) - largest, axis, where=where, keepdims=True)
+        loss = loss - smoothing * jnp.mean(
+            logits.astype(wide) - largest, axis, where=where, keepdims=True
+        )
     loss = loss + z_loss * jnp.square(largest + rest) if z_loss else loss
     return (loss if some is None else jnp.where(some, loss, 0)), largest, rest
 
 
 @_sparse_cross_entropy.defjvp
 def _sparse_jvp(
-    axis: int, smoothing: float, z_loss: float, wide: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    axis: int,
+    smoothing: float,
+    z_loss: float,
+    wide: Any,
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
 ) -> tuple[jax.Array, jax.Array]:
     logits, labels, where = primals
     loss, largest, rest = _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)
 
     def derivative(
-        logits: jax.Array, largest: jax.Array, rest: jax.Array, labels: jax.Array, where: Any, tangent: Any
+        logits: jax.Array,
+        largest: jax.Array,
+        rest: jax.Array,
+        labels: jax.Array,
+        where: Any,
+        tangent: Any,
     ) -> jax.Array:
-        # One elementwise pass over the logits, whose transpose is one too: no scatter, no one-hot matrix in memory.
+        # One elementwise pass over the logits, whose transpose is one too: no scatter, no one-hot
+        # matrix in memory.
         kept = jnp.ones((1,) * logits.ndim, bool) if where is None else where
         classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis % logits.ndim)
         count = jnp.sum(jnp.broadcast_to(kept, logits.shape), axis, keepdims=True).astype(wide)
@@ -160,7 +215,7 @@ def _sparse_jvp(
             kept, smoothing / count, 0
         )
         slope = probability - target
-        if where is not None:  # what has no class left costs 0, whatever its logits are
+        if where is not None:  # an example without any class costs 0, even if its logits are NaN
             slope = jnp.where(jnp.any(where, axis, keepdims=True), slope, 0)
         return jnp.sum(slope * tangent.astype(wide), axis, keepdims=True)
 
@@ -176,23 +231,32 @@ def softmax_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """-sum(labels log softmax(logits)), with label smoothing and z-loss.
+    """Computes -sum(labels log softmax(logits)), with label smoothing and z-loss.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> logits = jnp.array([[2.0, 0.0]], jnp.bfloat16)
+    >>> [f"{x:.3f}" for x in losses.softmax_cross_entropy(logits, jnp.array([[0.5, 0.5]]))]
+    ['1.127']
 
     Args:
       logits: (..., K) floating.
-      labels: (..., K) probabilities over the classes, floating or one-hot integers; a class of probability 0 adds 0.
+      labels: (..., K) probabilities over the classes, floating or one-hot integers; a class of
+        probability 0 adds 0.
       axis, where, label_smoothing, z_loss: as in `softmax_cross_entropy_with_integer_labels`.
 
     Returns:
       (...) in reduction_dtype.
 
     Raises:
-      ValueError: a weight is out of range, or `labels` are the integers of classes.
+      ValueError: a weight is out of range, or `labels` are class indices.
     """
     if jnp.ndim(labels) < jnp.ndim(logits) and jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         raise ValueError(
-            f"labels should be probabilities over the classes, but got {jnp.result_type(labels)} of shape "
-            f"{jnp.shape(labels)} for logits of shape {jnp.shape(logits)}: softmax_cross_entropy_with_integer_labels "
+            f"labels should be probabilities over the classes, but got {jnp.result_type(labels)} "
+            "of shape "
+            f"{jnp.shape(labels)} for logits of shape {jnp.shape(logits)}: "
+            "softmax_cross_entropy_with_integer_labels "
             "takes the classes themselves."
         )
     _check_weights(label_smoothing, z_loss)
@@ -201,9 +265,12 @@ def softmax_cross_entropy(
     def run(logits: jax.Array, labels: jax.Array) -> jax.Array:
         if label_smoothing:
             some = jnp.ones((1,) * logits.ndim, bool) if kept is None else kept
-            count = jnp.sum(jnp.broadcast_to(some, logits.shape), axis, keepdims=True).astype(logits.dtype)
+            count = jnp.sum(jnp.broadcast_to(some, logits.shape), axis, keepdims=True).astype(
+                logits.dtype
+            )
             labels = (1 - label_smoothing) * labels + jnp.where(some, label_smoothing / count, 0)
-        # An example without any class left: over all of them, so that no NaN comes back where its loss counts 0.
+        # An example without any class left: over all of them, so that no NaN comes back where its
+        # loss counts 0.
         classes = None if kept is None else kept | ~jnp.any(kept, axis, keepdims=True)
         logs = _without_impossible(jax.nn.log_softmax(logits, axis, classes), labels, kept)
         loss = -jnp.sum(labels * logs, axis, where=kept)
@@ -215,8 +282,13 @@ def softmax_cross_entropy(
     return widely(run, logits, labels, dtype=reduction_dtype(logits, labels))
 
 
-def _without_impossible(logs: jax.Array, weights: jax.Array, kept: jax.Array | None = None) -> jax.Array:
-    """Logarithms to be multiplied by `weights`, 0 where a weight of 0 meets -inf (or `kept` is False): no NaN there."""
+def _without_impossible(
+    logs: jax.Array, weights: jax.Array, kept: jax.Array | None = None
+) -> jax.Array:
+    """Returns log-probabilities to be multiplied by `weights`, without NaN.
+
+    They are 0 where a weight of 0 meets -inf, or where `kept` is False.
+    """
     impossible = (weights == 0) & (logs == -jnp.inf)
     return jnp.where(impossible if kept is None else impossible | ~kept, 0, logs)
 
@@ -229,30 +301,58 @@ def _check_weights(label_smoothing: float, z_loss: float) -> None:
 
 
 def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """-labels log sigmoid(logits) - (1 - labels) log sigmoid(-logits), elementwise.
+    """Computes -labels log sigmoid(logits) - (1 - labels) log sigmoid(-logits), elementwise.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> logits, labels = jnp.zeros(2, jnp.bfloat16), jnp.array([0.0, 1.0])
+    >>> loss = losses.sigmoid_binary_cross_entropy(logits, labels)
+    >>> loss.dtype, f"{loss[0]:.3f}"
+    (dtype('float32'), '0.693')
 
     Args:
-      logits: floating, any shape; `labels`: probabilities of the same shape, or broadcastable to it.
+      logits: floating, any shape.
+      labels: probabilities of the same shape, or broadcastable to it.
 
     Returns:
       The shape of `logits`, in reduction_dtype.
     """
-    return widely(optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype(logits, labels))
+    return widely(
+        optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype(logits, labels)
+    )
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> jax.Array:
-    """(predictions - targets)^2, elementwise, in reduction_dtype; without targets predictions^2."""
+    """Computes (predictions - targets)^2 elementwise in reduction_dtype.
+
+    Without targets it computes predictions^2.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> losses.squared_error(jnp.array([300.0], jnp.float16))
+    Array([90000.], dtype=float32)
+    """
     given = (predictions,) if targets is None else (predictions, targets)
     return widely(optax.squared_error, *given, dtype=reduction_dtype(*given))
 
 
 def kl_divergence(
-    log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+    log_predictions: ArrayLike,
+    targets: ArrayLike,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
 ) -> jax.Array:
-    """sum(targets (log(targets) - log_predictions)) over `axis`, in reduction_dtype; a target of 0 adds 0.
+    """Computes sum(targets (log(targets) - log_predictions)) over `axis`, in reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> half = jnp.array([0.5, 0.5])
+    >>> f"{losses.kl_divergence(jnp.log(half), jnp.array([1.0, 0.0])):.3f}"
+    '0.693'
 
     Args:
-      log_predictions: (..., K) log probabilities; `targets`: (..., K) probabilities.
+      log_predictions: (..., K) log probabilities.
+      targets: (..., K) probabilities; a target of 0 adds 0.
       where: broadcastable to them; False leaves an element out.
     """
 
@@ -264,9 +364,18 @@ def kl_divergence(
 
 
 def kl_divergence_with_log_targets(
-    log_predictions: ArrayLike, log_targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+    log_predictions: ArrayLike,
+    log_targets: ArrayLike,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
 ) -> jax.Array:
-    """sum(exp(log_targets) (log_targets - log_predictions)) over `axis`, in reduction_dtype.
+    """Computes sum(exp(log_targets) (log_targets - log_predictions)), in reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> half = jnp.log(jnp.array([0.5, 0.5], jnp.bfloat16))
+    >>> losses.kl_divergence_with_log_targets(half, half)
+    Array(0., dtype=float32)
 
     Args:
       log_predictions, log_targets: (..., K) log probabilities; a target of -inf adds 0.
@@ -278,27 +387,37 @@ def kl_divergence_with_log_targets(
         logs = jnp.where(log_targets == -jnp.inf, 0, log_targets)
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
-    return widely(run, log_predictions, log_targets, dtype=reduction_dtype(log_predictions, log_targets))
+    return widely(
+        run, log_predictions, log_targets, dtype=reduction_dtype(log_predictions, log_targets)
+    )
 
 
 @jax.custom_jvp
-def _divergence(targets: jax.Array, log_targets: jax.Array, log_predictions: jax.Array) -> jax.Array:
-    """targets (log_targets - log_predictions); a target of 0 gives 0."""
+def _divergence(
+    targets: jax.Array, log_targets: jax.Array, log_predictions: jax.Array
+) -> jax.Array:
+    """Computes targets (log_targets - log_predictions); a target of 0 gives 0."""
     return targets * (log_targets - _without_impossible(log_predictions, targets))
 
 
-def _divergence_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _divergence_jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
     # By hand, so that backward keeps the predictions for the targets' own gradient only.
     targets, log_targets, log_predictions = primals
     out = _divergence(*primals)
-    by_targets, by_log_targets, by_predictions = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+    by_targets, by_log_targets, by_predictions = (
+        None if isinstance(t, SymbolicZero) else t for t in tangents
+    )
     tangent = jnp.zeros_like(out)
     if by_predictions is not None:
         tangent = tangent - targets * by_predictions
     if by_log_targets is not None:
         tangent = tangent + targets * by_log_targets
     if by_targets is not None:
-        tangent = tangent + (log_targets - _without_impossible(log_predictions, targets)) * by_targets
+        tangent = (
+            tangent + (log_targets - _without_impossible(log_predictions, targets)) * by_targets
+        )
     return out, tangent
 
 
@@ -313,11 +432,21 @@ def ctc_loss(
     blank_id: int = 0,
     log_epsilon: float = -1e5,
 ) -> jax.Array:
-    """Connectionist temporal classification (Graves et al. 2006): `optax.ctc_loss` in reduction_dtype.
+    """Computes `optax.ctc_loss` in reduction_dtype.
+
+    Connectionist temporal classification: Graves et al. 2006.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> logits, logit_paddings = jnp.zeros((1, 4, 3), jnp.bfloat16), jnp.zeros((1, 4))
+    >>> labels, label_paddings = jnp.array([[1, 2]]), jnp.zeros((1, 2))
+    >>> jax.eval_shape(losses.ctc_loss, logits, logit_paddings, labels, label_paddings)
+    ShapeDtypeStruct(shape=(1,), dtype=float32)
 
     Args:
       logits: (B, T, K) floating.
-      logit_paddings: (B, T), 1 where a frame is padding; `label_paddings`: (B, N) likewise.
+      logit_paddings: (B, T), 1 for padding frames; `label_paddings`: (B, N) likewise.
       labels: (B, N) integers.
       blank_id: the class of the blank.
       log_epsilon: stands for log(0).
@@ -329,7 +458,12 @@ def ctc_loss(
     def run(logits: jax.Array, logit_paddings: jax.Array, label_paddings: jax.Array) -> jax.Array:
         with jax.numpy_rank_promotion("allow"):  # optax relies on it
             return optax.ctc_loss(
-                logits, logit_paddings, jnp.asarray(labels), label_paddings, blank_id=blank_id, log_epsilon=log_epsilon
+                logits,
+                logit_paddings,
+                jnp.asarray(labels),
+                label_paddings,
+                blank_id=blank_id,
+                log_epsilon=log_epsilon,
             )
 
     return widely(run, logits, logit_paddings, label_paddings, dtype=reduction_dtype(logits))
@@ -342,7 +476,12 @@ def cosine_similarity(
     axis: Axis | None = -1,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """The cosine of the angle between predictions and targets over `axis`, in reduction_dtype.
+    """Computes the cosine of the angle between predictions and targets, in reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> f"{losses.cosine_similarity(jnp.array([3.0, 0.0]), jnp.array([1.0, 1.0])):.3f}"
+    '0.707'
 
     Args:
       predictions, targets: (..., d) floating.
@@ -350,11 +489,13 @@ def cosine_similarity(
       where: broadcastable to them; False leaves an element out.
 
     Returns:
-      (...): between -1 and 1.
+      (...), between -1 and 1.
     """
 
     def run(predictions: jax.Array, targets: jax.Array) -> jax.Array:
-        return optax.cosine_similarity(predictions, targets, epsilon=epsilon, axis=axis, where=where)
+        return optax.cosine_similarity(
+            predictions, targets, epsilon=epsilon, axis=axis, where=where
+        )
 
     return widely(run, predictions, targets, dtype=reduction_dtype(predictions, targets))
 
@@ -366,5 +507,11 @@ def cosine_distance(
     axis: Axis | None = -1,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """1 - `cosine_similarity`, in reduction_dtype."""
+    """Computes 1 - `cosine_similarity`, in reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import losses
+    >>> losses.cosine_distance(jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))
+    Array(1., dtype=float32)
+    """
     return 1.0 - cosine_similarity(predictions, targets, epsilon, axis, where)

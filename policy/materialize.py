@@ -1,8 +1,9 @@
-"""A half-precision array that XLA for GPUs writes once and reads in half, rather than keep what it was rounded from.
+"""Half-precision arrays that XLA for GPUs writes to memory in half precision.
 
-XLA drops a cast to half precision that a cast to float32 follows. On a GPU, where a matmul's operands lie in memory,
-the cotangent that a matmul reads in half and a bias's gradient sums in float32 is then written twice: in half, and in
-float32. On a TPU both are fused into what makes the cotangent, and there is nothing to hold up.
+XLA drops a cast to half precision that is followed by a cast to float32. On a GPU the operands of a
+matmul are in memory. A cotangent that a matmul reads in half precision and a bias gradient sums in
+float32 is then written twice, once in each dtype. On a TPU both readers are fused with the producer
+of the cotangent, and no barrier is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _materialize_p = jex_core.Primitive("materialize")
 
 
 def materialized(x: jax.Array) -> jax.Array:
-    """`x` itself; a program for GPUs keeps it in memory in its own dtype. Linear: so is its cotangent."""
+    """Returns `x` unchanged; programs for GPUs keep it in memory in its own dtype.
+
+    It is linear, and its cotangent is materialized too.
+    """
     return _materialize_p.bind(x)
 
 
@@ -33,5 +37,7 @@ batching.defvectorized(_materialize_p)
 mlir.register_lowering(_materialize_p, lambda context, x: [x])
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(
-        _materialize_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False), platform=_platform
+        _materialize_p,
+        mlir.lower_fun(lax.optimization_barrier, multiple_results=False),
+        platform=_platform,
     )

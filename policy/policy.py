@@ -16,18 +16,21 @@ from policy.casting import cast_floating
 
 T = TypeVar("T")
 
-# Every name that the text form takes, by dtype; the first one is what `str(policy)` prints.
+# Every name in the text form, by dtype; `str(policy)` prints the first one.
 dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.bfloat16: ("bfloat16", "bf16"),
     jnp.float16: ("float16", "f16"),
     jnp.float32: ("float32", "f32", "full"),
     jnp.float64: ("float64", "f64"),
 }
-_name_to_dtype = {name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names}
+_name_to_dtype = {
+    name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
+}
 
 _MIXED = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 _INSIDE = ("f32_inside", "float32_inside")
-CALLER = "caller"  # the output dtype of a policy that hands on the compute_dtype of the code around it
+# the output dtype of a policy that hands on the compute_dtype of the code around it
+CALLER = "caller"
 _KEYS = {
     "p": "param_dtype",
     "params": "param_dtype",
@@ -42,17 +45,34 @@ _KEYS = {
 
 
 def half_dtype() -> np.dtype:
-    """The 16-bit float that the default backend prefers: bfloat16 on TPU, float16 elsewhere (as jmp has it)."""
+    """Returns the backend's 16-bit float, as in jmp: bfloat16 on TPU, float16 elsewhere.
+
+    >>> import policy
+    >>> policy.half_dtype().itemsize
+    2
+    """
     return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
 
 
 def cast_to_full(tree: T) -> T:
-    """Casts the floating arrays of a tree to float32."""
+    """Casts the floating arrays of a tree to float32.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.cast_to_full({"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
+    dtype('float32')
+    """
     return cast_floating(tree, jnp.float32)
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts the floating arrays of a tree to the 16-bit float that the default backend prefers."""
+    """Casts the floating arrays of a tree to `half_dtype()`.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.cast_to_half(jnp.ones(2)).dtype == policy.half_dtype()
+    True
+    """
     return cast_floating(tree, half_dtype())
 
 
@@ -62,10 +82,10 @@ def dtype_names() -> tuple[str, ...]:
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """The dtype that a name such as ``bf16``, ``float32``, ``full`` or ``half`` stands for.
+    """Returns the dtype of a name such as ``bf16``, ``float32``, ``full`` or ``half``.
 
     Raises:
-      ValueError: the name stands for no dtype that a policy takes.
+      ValueError: no dtype that a policy takes has this name.
     """
     if name == "half":
         return half_dtype()
@@ -77,16 +97,22 @@ def parse_dtype(name: str) -> np.dtype:
 
 
 def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
-    """`value` as a dtype that a policy field can hold, or a ValueError that names the field."""
+    """Returns `value` as a dtype for a policy field.
+
+    Raises ValueError, naming the field, if it is unsuitable.
+    """
     if isinstance(value, str) and value in dtype_names():
         return parse_dtype(value)
-    if value is None:  # jnp.dtype(None) is float64, never what was meant
-        raise ValueError(f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'.")
+    if value is None:  # jnp.dtype(None) is float64, never intended
+        raise ValueError(
+            f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'."
+        )
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         raise ValueError(
-            f"Policy({field}={value!r}): not a dtype. Give a floating dtype such as jnp.bfloat16 or 'bf16'."
+            f"Policy({field}={value!r}): not a dtype. Give a floating dtype such as jnp.bfloat16 "
+            "or 'bf16'."
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
@@ -95,8 +121,10 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
         )
     if dtype.itemsize < 2:
         raise ValueError(
-            f"Policy({field}={dtype.name}): floats of 8 bits or fewer are for matmul operands only; use float16 "
-            "or bfloat16 here and give the layer an 8-bit dot_general (flax.linen.Fp8DirectDotGeneralOp)."
+            f"Policy({field}={dtype.name}): floats of 8 bits or fewer are for matmul operands "
+            "only; use float16 "
+            "or bfloat16 here and give the layer an 8-bit dot_general "
+            "(flax.linen.Fp8DirectDotGeneralOp)."
         )
     return dtype
 
@@ -105,7 +133,7 @@ P = ParamSpec("P")
 
 
 def _naming_get_policy(init: Callable[P, None]) -> Callable[P, None]:
-    """Returns Policy's constructor with errors on missing and unknown arguments that say how a text is read."""
+    """Makes errors on missing and unknown arguments of Policy mention `get_policy`."""
 
     @functools.wraps(init)
     def __init__(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -125,19 +153,30 @@ def _naming_get_policy(init: Callable[P, None]) -> Callable[P, None]:
 class Policy:
     """The dtypes that numbers are stored, multiplied, summed and returned in.
 
-    Attributes:
-      param_dtype: what parameters are created and kept in.
-      compute_dtype: what matmuls, convolutions and activations run in.
-      output_dtype: what a module hands to whoever called it from outside the policy. "caller" stands for the
-        compute_dtype of the code around the module, and is stored as `compute_dtype`, which is returned where there is
-        no such code: at a model's output.
-      follows_caller: whether `output_dtype` was given as "caller".
-      reduction_dtype: what statistics, softmax, losses and accumulations run in. None stands for the wider of
-        float32 and `compute_dtype`, and is stored as that dtype.
-      cast_inputs: whether floating inputs are cast to `compute_dtype` at a boundary. False leaves them as they
-        come (positions, rotary tables, diffusion times).
+    Policies are values: frozen and hashable, with equality and hash independent of the dtype-likes
+    they were made from.
 
-    Policies are values: frozen, hashable, equal and of equal hash whatever dtype-like they were made from.
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> mixed = policy.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+    >>> mixed
+    Policy('params=float32,compute=bfloat16,output=float32')
+    >>> mixed.cast_to_compute(jnp.ones(2)).dtype
+    dtype(bfloat16)
+    >>> mixed.replace(output_dtype="bf16").short
+    'p=f32,c=bf16,o=bf16'
+
+    Attributes:
+      param_dtype: the dtype that parameters are created and stored in.
+      compute_dtype: the dtype of matmuls, convolutions and activations.
+      output_dtype: the dtype that a module returns to callers outside the policy. "caller" stands
+        for the compute_dtype of the calling code. It is stored as `compute_dtype`, which is used at
+        a model's output, where there is no such code.
+      follows_caller: True if `output_dtype` was given as "caller".
+      reduction_dtype: the dtype of statistics, softmax, losses and accumulations. None stands for
+        the wider of float32 and `compute_dtype`, and is stored as that dtype.
+      cast_inputs: True if a boundary casts floating inputs to `compute_dtype`. False leaves them
+        uncast (positions, rotary tables, diffusion times).
 
     Raises:
       ValueError: a field is not a floating dtype of at least 16 bits.
@@ -178,7 +217,13 @@ class Policy:
         object.__setattr__(self, "cast_inputs", cast_inputs)
 
     def replace(self, **changes: Any) -> Policy:
-        """This policy with some fields changed; a default `reduction_dtype` follows a changed `compute_dtype`."""
+        """Returns a copy with some fields changed.
+
+        A default `reduction_dtype` follows a changed `compute_dtype`.
+
+        Raises:
+          TypeError: a name is not a field.
+        """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if fields.pop("follows_caller"):
             fields["output_dtype"] = CALLER
@@ -186,29 +231,43 @@ class Policy:
             fields["reduction_dtype"] = None
         unknown = sorted(set(changes) - set(fields))
         if unknown:
-            raise TypeError(f"Policy.replace: no field {', '.join(unknown)}; the fields are {', '.join(fields)}.")
+            raise TypeError(
+                f"Policy.replace: no field {', '.join(unknown)}; the fields are "
+                f"{', '.join(fields)}."
+            )
         return Policy(**(fields | changes))
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
-        """This policy with another `output_dtype`."""
+        """Returns a copy with another `output_dtype`."""
         return self.replace(output_dtype=output_dtype)
 
     def returned_to(self, caller: Policy | None) -> Policy:
-        """This policy as it holds for the outputs of a call by code under `caller`, or by none."""
+        """Returns the policy for the outputs of a call from code under `caller`, or under none."""
         if not self.follows_caller:
             return self
-        return self.replace(output_dtype=self.compute_dtype if caller is None else caller.compute_dtype)
+        return self.replace(
+            output_dtype=self.compute_dtype if caller is None else caller.compute_dtype
+        )
 
     def cast_to_param(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to `param_dtype`; everything else passes through as it is."""
+        """Casts the floating arrays of a tree to `param_dtype`.
+
+        Other leaves are returned unchanged.
+        """
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to `compute_dtype`; everything else passes through as it is."""
+        """Casts the floating arrays of a tree to `compute_dtype`.
+
+        Other leaves are returned unchanged.
+        """
         return cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to `output_dtype`; everything else passes through as it is."""
+        """Casts the floating arrays of a tree to `output_dtype`.
+
+        Other leaves are returned unchanged.
+        """
         return cast_floating(tree, self.output_dtype)
 
     def __str__(self) -> str:
@@ -228,10 +287,16 @@ class Policy:
 
     @property
     def short(self) -> str:
-        """The short text form, ``p=f32,c=bf16,o=f32``: what tables show, and `get_policy` takes."""
+        """The short text form, ``p=f32,c=bf16,o=f32``, as shown in tables.
+
+        `get_policy` parses it.
+        """
         names = {long: short for long, short, *_ in dtype_to_names.values()}
         parts = (part.split("=") for part in str(self).split(","))
-        return ",".join(f"{key if key == 'inputs' else key[0]}={names.get(value, value)}" for key, value in parts)
+        return ",".join(
+            f"{key if key == 'inputs' else key[0]}={names.get(value, value)}"
+            for key, value in parts
+        )
 
     def __reduce__(self):
         return get_policy, (str(self),)
@@ -242,30 +307,39 @@ def _default_reduction_dtype(compute_dtype: np.dtype) -> np.dtype:
 
 
 def get_policy(policy: Policy | str) -> Policy:
-    """The policy that a text stands for; a `Policy` is returned as it is.
+    """Returns the policy for a text; a `Policy` is returned unchanged.
 
     The text is one of
 
-    - a preset: ``float32``, ``bfloat16``, ``float16``, ``float64`` (all three fields), ``mixed_bfloat16`` =
-      (float32, bfloat16, float32), ``mixed_float16`` = (float32, float16, float32), ``f32_inside`` = (float32, float32,
-      caller), for a layer inside of a model: it computes in float32 and hands on what the code around it computes in;
-    - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (what this backend prefers);
-    - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with ``reduction=DTYPE`` and
-      ``inputs=keep`` where they are not the default. Spaces are allowed. A missing part follows jmp's grammar:
-      params are float32, compute is as params, output is as compute. ``output=caller`` is the compute_dtype of the code
-      around the module.
+    - a preset: ``float32``, ``bfloat16``, ``float16``, ``float64`` (all three fields),
+      ``mixed_bfloat16`` = (float32, bfloat16, float32), ``mixed_float16`` = (float32, float16,
+      float32), or ``f32_inside`` = (float32, float32, caller) for a layer inside a model that
+      computes in float32 and returns the compute_dtype of the surrounding code;
+    - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (the
+      backend's preferred one);
+    - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with
+      ``reduction=DTYPE`` and ``inputs=keep`` if they are not the default. Spaces are allowed.
+      Missing parts follow jmp's grammar: params default to float32, compute to params, output to
+      compute. ``output=caller`` is the compute_dtype of the code around the module.
 
     `str(policy)` is such a text, and ``get_policy(str(policy)) == policy``.
 
+    >>> import policy
+    >>> policy.get_policy("mixed_bfloat16")
+    Policy('params=float32,compute=bfloat16,output=float32')
+    >>> policy.get_policy("p=f32,c=bf16").output_dtype
+    dtype(bfloat16)
+
     Raises:
-      ValueError: the text has an unknown key or dtype, or says a key twice.
+      ValueError: the text has an unknown key or dtype, or gives a key twice.
       TypeError: `policy` is neither a Policy nor a text.
     """
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
         raise TypeError(
-            f"A policy should be a Policy or its text form such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', "
+            "A policy should be a Policy or its text form such as 'mixed_bfloat16' or "
+            "'p=f32,c=bf16,o=f32', "
             f"but got {policy!r} of type {type(policy).__name__}."
         )
     text = policy.replace(" ", "")
@@ -278,7 +352,8 @@ def get_policy(policy: Policy | str) -> Policy:
             dtype = parse_dtype(text)
         except ValueError as error:
             raise ValueError(
-                f"{error} A policy's text is such a dtype, a preset ({', '.join((*_MIXED, _INSIDE[0]))}), or "
+                f"{error} A policy's text is such a dtype, a preset "
+                f"({', '.join((*_MIXED, _INSIDE[0]))}), or "
                 "'params=DTYPE,compute=DTYPE,output=DTYPE'."
             ) from None
         return Policy(dtype, dtype, dtype)
@@ -286,13 +361,14 @@ def get_policy(policy: Policy | str) -> Policy:
 
 
 def _parse_fields(text: str) -> dict[str, Any]:
-    """The keyword arguments of Policy that a ``key=value,...`` text stands for."""
+    """Returns Policy's keyword arguments for a ``key=value,...`` text."""
     fields: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
         if key not in _KEYS:
             raise ValueError(
-                f"Unknown key '{key}' in '{text}': it should be params, compute, output, reduction or inputs "
+                f"Unknown key '{key}' in '{text}': it should be params, compute, output, reduction "
+                "or inputs "
                 "(short p, c, o, r)."
             )
         field = _KEYS[key]
@@ -300,7 +376,10 @@ def _parse_fields(text: str) -> dict[str, Any]:
             raise ValueError(f"Key '{key}' in '{text}' says {field} a second time.")
         if field == "cast_inputs":
             if value not in ("keep", "cast"):
-                raise ValueError(f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or 'cast'.")
+                raise ValueError(
+                    f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or "
+                    "'cast'."
+                )
             fields[field] = value == "cast"
         elif field == "output_dtype" and value == CALLER:
             fields[field] = CALLER

@@ -1,4 +1,7 @@
-"""Who obeys which policy: the framework-free half. What a framework knows of a module comes in as arguments."""
+"""Precedence of policies, rules and dtype arguments.
+
+Framework-free: facts about modules come in as arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.policy import Policy
+from policy.provenance import NO_SOURCE, Source
 from policy.scope import require_usable
-from policy.sources import NO_SOURCE, Source
 
 
 class DtypePolicyWarning(UserWarning):
-    """A policy is in force that part of the program does not obey."""
+    """Warns that part of a program doesn't obey the policy in force."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +26,11 @@ class Effective:
     """The policy that one module obeys in one call.
 
     Attributes:
-      policy: what holds, with explicit dtype arguments put in field by field; None where no policy holds.
-      base: the same before the explicit arguments: what decides whether the call is a boundary.
-      source: where it comes from.
-      dtype: the computation dtype that was given explicitly, where a policy can't hold it (complex); else None.
+      policy: the effective policy, with explicit dtype arguments inserted field by field; None
+        without a policy.
+      base: the policy before the explicit arguments; it decides whether the call is a boundary.
+      source: the provenance of the policy.
+      dtype: an explicit computation dtype that no policy can hold (complex); otherwise None.
     """
 
     policy: Policy | None
@@ -36,23 +40,29 @@ class Effective:
 
     @property
     def own(self) -> bool:
-        """Whether the module itself carries the policy (an argument or a rule), rather than inheriting it."""
+        """True if the policy is the module's own (an argument or a rule), not inherited."""
         return self.source.own
 
 
 def with_explicit_dtypes(
-    base: Policy | None, *, source: Source, dtype: Any = None, param_dtype: Any = None, what: str, where: str
+    base: Policy | None,
+    *,
+    source: Source,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    what: str,
+    where: str,
 ) -> Effective:
-    """Forms the effective policy of a layer, field by field.
+    """Returns the effective policy of a layer, formed field by field.
 
-    An explicit `dtype` replaces compute_dtype, and the output_dtype of a layer that inherits its policy; an explicit
-    `param_dtype` replaces param_dtype. Where they disagree with `base`, the layer obeys them and a
-    `DtypePolicyWarning` says so, once for each `where`.
+    An explicit `dtype` replaces compute_dtype, and also output_dtype if the layer inherits its
+    policy; an explicit `param_dtype` replaces param_dtype. If they disagree with `base`, the layer
+    obeys them and a `DtypePolicyWarning` is emitted, once for each `where`.
 
     Args:
       base: the policy that holds without the arguments, or None.
-      source: where `base` comes from.
-      dtype, param_dtype: the layer's own dtype arguments; None where they were not given.
+      source: the provenance of `base`.
+      dtype, param_dtype: the layer's own dtype arguments; None if they were not given.
       what: the layer's class, for messages.
       where: the layer's path, for messages.
 
@@ -87,7 +97,8 @@ def with_explicit_dtypes(
     ]
     if defeated:
         warn_once(
-            f"{what} at '{where}' obeys its own {' and '.join(defeated)} against the policy in force, '{base}'. "
+            f"{what} at '{where}' obeys its own {' and '.join(defeated)} against the policy in "
+            f"force, '{base}'. "
             "Delete the argument to let the policy decide, or give the layer a dtype_policy."
         )
     if defeated:
@@ -98,8 +109,10 @@ def with_explicit_dtypes(
 def _require_honourable(dtype: np.dtype, argument: str, what: str, where: str) -> None:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
-            f"{what} at '{where}' cannot honour {argument}={dtype.name} under a policy: it should be a floating dtype "
-            "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands: give the layer an 8-bit "
+            f"{what} at '{where}' cannot honour {argument}={dtype.name} under a policy: it should "
+            "be a floating dtype "
+            "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands: give the "
+            "layer an 8-bit "
             "dot_general instead."
         )
 
@@ -109,7 +122,7 @@ _filters_then: Any = None
 
 
 def warn_once(message: str) -> None:
-    """Warns with a `DtypePolicyWarning`, once for each message while the same warning filters are in force."""
+    """Emits a `DtypePolicyWarning`, once per message while the warning filters stay the same."""
     global _filters_then
     if warnings.filters is not _filters_then:  # a new catch_warnings block listens afresh
         _warned.clear()

@@ -1,9 +1,10 @@
-"""Reductions, and functions around them that half precision breaks: computed in reduction_dtype, returned as they came.
+"""Reductions and fragile functions, computed in reduction_dtype and returned in the input's dtype.
 
-Each one widens its input to reduction_dtype (the policy's in force, else float32; never narrower than the input),
-computes there, and rounds once to `dtype`, by default the input's own. What backward keeps of a half input is that
-input, and what is as small as a sum, but no float32 copy: the rest is computed again (`policy.remembering`), which XLA
-fuses into what reads it. In float32 and wider each one is JAX's own function.
+Each function widens its input to reduction_dtype (the policy's in force, otherwise float32; never
+narrower than the input), computes there, and rounds once to `dtype`, by default the input's own.
+The residuals of a half-precision input are that input and values as small as a sum, but no float32
+copy. Everything else is rematerialised (`policy.checkpointing`), and XLA fuses it into its readers.
+In float32 and wider each function is JAX's own.
 """
 
 from __future__ import annotations
@@ -18,35 +19,64 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from policy.casting import is_floating, require_available
-from policy.remembering import keeping_inputs
+from policy.checkpointing import keeping_inputs
 from policy.scope import current_policy
 
 Axis = int | Sequence[int] | None
 
 
 def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
-    """Returns the dtype for a reduction of `arrays`: the policy's reduction_dtype, else float32; never narrower."""
+    """Returns the dtype for a reduction of `arrays`, never narrower than they are.
+
+    It is the policy's reduction_dtype, or float32 without a policy.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.reduction_dtype(jnp.ones(2, jnp.bfloat16))
+    dtype('float32')
+    """
     policy = current_policy()
     dtype = jnp.dtype(jnp.float32) if policy is None else require_available(policy.reduction_dtype)
-    return _widest([dtype, *(jnp.result_type(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact))])
+    return _widest(
+        [
+            dtype,
+            *(
+                jnp.result_type(x)
+                for x in arrays
+                if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            ),
+        ]
+    )
 
 
 def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None = None) -> Any:
-    """``function(*arrays)`` with the arrays in reduction_dtype, and its floating results rounded once to `dtype`.
+    """Calls ``function(*arrays)`` in reduction_dtype and rounds floating results once to `dtype`.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> x = jnp.full(4096, 0.1, jnp.bfloat16)
+    >>> y = reductions.widely(lambda x: x.sum() - 400, x)
+    >>> y.dtype, f"{float(y):.1f}"
+    (dtype(bfloat16), '10.0')
 
     Args:
       function: arrays in, a tree of arrays out; pure.
-      *arrays: floating arrays of any shapes; integers are widened too, None is handed on.
-      dtype: of the results; None is the floating dtype that the arrays have in common, float32 for integers.
+      *arrays: floating arrays of any shapes; integers are widened too, None is passed on.
+      dtype: of the results; None is the floating dtype that the arrays promote to, float32 for
+        integers.
     """
     given = [x for x in arrays if x is not None]
     wide = reduction_dtype(*given)
-    floating = [jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    floating = [
+        jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
     out = jnp.dtype(dtype) if dtype is not None else _widest(floating) if floating else wide
 
     def run(*arrays: Any) -> Any:
         results = function(*(None if x is None else _as(x, wide) for x in arrays))
-        return jax.tree.map(lambda y: _as(y, out) if jnp.issubdtype(y.dtype, jnp.inexact) else y, results)
+        return jax.tree.map(
+            lambda y: _as(y, out) if jnp.issubdtype(y.dtype, jnp.inexact) else y, results
+        )
 
     if all(dtype == wide for dtype in floating):
         return run(*arrays)  # nothing was widened: nothing to keep small
@@ -54,20 +84,23 @@ def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None =
 
 
 def _widest(dtypes: Sequence[Any]) -> np.dtype:
-    with jax.numpy_dtype_promotion("standard"):  # a question about dtypes, not a promotion of anyone's arrays
+    # a question about dtypes, not a promotion of anyone's arrays
+    with jax.numpy_dtype_promotion("standard"):
         return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 def _as(x: Any, dtype: DTypeLike) -> jax.Array:
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
+        dtype, jnp.complexfloating
+    ):
         return x
     return x if x.dtype == dtype and is_floating(x) else x.astype(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Softmax and its relatives
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def softmax(
@@ -78,17 +111,22 @@ def softmax(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """exp(x) / sum(exp(x)) over `axis`; `jax.nn.softmax` in reduction_dtype.
+    """Computes exp(x) / sum(exp(x)) over `axis`: `jax.nn.softmax` in reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.softmax(jnp.zeros(4, jnp.bfloat16))
+    Array([0.25, 0.25, 0.25, 0.25], dtype=bfloat16)
 
     Args:
       x: floating, any shape.
-      axis: what sums to one.
+      axis: the axes along which the result sums to one.
       where: False leaves an entry out; it gets 0.
-      initial: taken for the sake of the signature of older versions; not used, as in JAX.
+      initial: accepted for the signature of older versions; unused, as in JAX.
       dtype: of the result; None is x's.
 
     Returns:
-      x's shape. Where `where` leaves no entry, 0.
+      x's shape; 0 everywhere if `where` leaves no entry.
     """
     del initial
     return widely(lambda x: jax.nn.softmax(x, axis, where=where), x, dtype=dtype)
@@ -102,7 +140,15 @@ def log_softmax(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x - log(sum(exp(x))) over `axis`; `jax.nn.log_softmax` in reduction_dtype. Arguments as in `softmax`."""
+    """Computes x - log(sum(exp(x))) over `axis`: `jax.nn.log_softmax` in reduction_dtype.
+
+    Arguments as in `softmax`.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.log_softmax(jnp.zeros(2, jnp.bfloat16), dtype=jnp.float32)
+    Array([-0.6931472, -0.6931472], dtype=float32)
+    """
     del initial
     return widely(lambda x: jax.nn.log_softmax(x, axis, where=where), x, dtype=dtype)
 
@@ -117,32 +163,51 @@ def logsumexp(
     *,
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """log(sum(b * exp(x))) over `axis`; `jax.scipy.special.logsumexp` in reduction_dtype.
+    """Computes log(sum(b * exp(x))) over `axis`: `jax.scipy.special.logsumexp` in reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> f"{float(reductions.logsumexp(jnp.zeros(4, jnp.bfloat16), dtype=jnp.float32)):.3f}"
+    '1.386'
 
     Returns:
-      x's shape without `axis` (with it as 1 where `keepdims`), in `dtype` or x's; with `return_sign` a pair with the
-      sign of the sum. An empty axis gives -inf.
+      x's shape without `axis` (with 1 in its place if `keepdims`), in `dtype` or x's; with
+      `return_sign` a pair with the sign of the sum. An empty axis gives -inf.
     """
 
     def run(x: jax.Array, b: jax.Array | None) -> Any:
-        return jax.scipy.special.logsumexp(x, axis, b=b, keepdims=keepdims, return_sign=return_sign, where=where)
+        return jax.scipy.special.logsumexp(
+            x, axis, b=b, keepdims=keepdims, return_sign=return_sign, where=where
+        )
 
     return widely(run, x, b, dtype=dtype)
 
 
 def log_sigmoid(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
-    """-log(1 + exp(-x)), elementwise, in reduction_dtype; `dtype` or x's out."""
+    """Computes -log(1 + exp(-x)) elementwise in reduction_dtype; returns `dtype` or x's.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.log_sigmoid(jnp.zeros((), jnp.float16), dtype=jnp.float32)
+    Array(-0.6931472, dtype=float32)
+    """
     return widely(jax.nn.log_sigmoid, x, dtype=dtype)
 
 
 def softplus(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
-    """log(1 + exp(x)), elementwise, in reduction_dtype; `dtype` or x's out."""
+    """Computes log(1 + exp(x)) elementwise in reduction_dtype; returns `dtype` or x's.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.softplus(jnp.float16(20))
+    Array(20., dtype=float16)
+    """
     return widely(jax.nn.softplus, x, dtype=dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Statistics and sums
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def mean(
@@ -153,7 +218,15 @@ def mean(
     keepdims: bool = False,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """The arithmetic mean over `axis`, summed in reduction_dtype; `dtype` or x's out. Integers give reduction_dtype."""
+    """Computes the arithmetic mean over `axis`, summed in reduction_dtype; returns `dtype` or x's.
+
+    Integers give reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> float(reductions.mean(jnp.full(4, 60000, jnp.float16)))
+    60000.0
+    """
     return widely(lambda x: jnp.mean(x, axis, keepdims=keepdims, where=where), x, dtype=dtype)
 
 
@@ -166,7 +239,15 @@ def var(
     keepdims: bool = False,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """The variance over `axis`, in two passes in reduction_dtype; `dtype` or x's (real) out. `ddof` as in NumPy."""
+    """Computes the variance over `axis`, in two passes in reduction_dtype.
+
+    Returns `dtype` or x's (real) dtype. `ddof` is as in NumPy.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.var(jnp.array([1000.0, 1002.0], jnp.float16))
+    Array(1., dtype=float16)
+    """
 
     def run(x: jax.Array) -> jax.Array:
         return jnp.var(x, axis, ddof=ddof, keepdims=keepdims, where=where)
@@ -183,7 +264,15 @@ def std(
     keepdims: bool = False,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """The standard deviation over `axis`, in two passes in reduction_dtype; `dtype` or x's (real) out."""
+    """Computes the standard deviation over `axis`, in two passes in reduction_dtype.
+
+    Returns `dtype` or x's (real) dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.std(jnp.array([-300.0, 300.0], jnp.float16))
+    Array(300., dtype=float16)
+    """
 
     def run(x: jax.Array) -> jax.Array:
         return jnp.std(x, axis, ddof=ddof, keepdims=keepdims, where=where)
@@ -192,7 +281,7 @@ def std(
 
 
 def _real(x: ArrayLike) -> np.dtype | None:
-    """The dtype of the real part of complex numbers; None for others."""
+    """Returns the dtype of the real part of complex numbers; None for others."""
     dtype = jnp.result_type(x)
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else None
 
@@ -207,14 +296,21 @@ def standardize(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """(x - mean) / sqrt(variance + epsilon) over `axis`, in reduction_dtype; `dtype` or x's out.
+    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype.
 
-    Unlike `jax.nn.standardize`, whose E[x^2] - E[x]^2 cancels where the mean is large, a variance that is not given is
-    taken in two passes.
+    Returns `dtype` or x's.
+
+    A variance that is not given is computed in two passes, unlike `jax.nn.standardize`, whose
+    E[x^2] - E[x]^2 cancels where the mean is large.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.standardize(jnp.array([999.0, 1001.0], jnp.float16))
+    Array([-1.,  1.], dtype=float16)
 
     Args:
       x: floating, any shape.
-      mean, variance: broadcastable to x, or None to take them over `axis`.
+      mean, variance: broadcastable to x, or None to compute them over `axis`.
     """
 
     def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:
@@ -222,7 +318,7 @@ def standardize(
         centred = x - _expanded(centre, x)
         if variance is None:
             spread = jnp.mean(jnp.square(centred), axis, keepdims=True, where=where)
-            if mean is not None:  # the variance about the data's own mean, whatever mean was given
+            if mean is not None:  # the variance about the data's own mean, even with another mean
                 spread = jnp.var(x, axis, keepdims=True, where=where)
         else:
             spread = variance
@@ -232,16 +328,24 @@ def standardize(
 
 
 def _expanded(statistic: jax.Array, x: jax.Array) -> jax.Array:
-    """A statistic with leading axes of 1, so that it broadcasts against `x` without rank promotion."""
+    """Prepends axes of length 1 to a statistic, to broadcast it without rank promotion."""
     return statistic.reshape((1,) * (x.ndim - statistic.ndim) + statistic.shape)
 
 
 def cumsum(
     x: ArrayLike, axis: int | None = None, dtype: DTypeLike | None = None, *, reverse: bool = False
 ) -> jax.Array:
-    """Running sums along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out.
+    """Computes running sums along `axis` (of the flattened array if None) in reduction_dtype.
 
-    Integers are summed as integers, exactly, and booleans counted as JAX counts them, unless `dtype` is a floating one.
+    Returns `dtype` or x's.
+
+    Integers are summed as integers, exactly, and booleans are counted as in JAX, unless `dtype` is
+    floating.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> float(reductions.cumsum(jnp.ones(4096, jnp.float16))[-1])
+    4096.0
     """
     return _running(jax.lax.cumsum, x, axis, dtype, reverse)
 
@@ -249,25 +353,37 @@ def cumsum(
 def cumprod(
     x: ArrayLike, axis: int | None = None, dtype: DTypeLike | None = None, *, reverse: bool = False
 ) -> jax.Array:
-    """Running products along `axis` (of the flattened array where None), in reduction_dtype; `dtype` or x's out.
+    """Computes running products along `axis` (of the flattened array if None) in reduction_dtype.
 
-    Integers as in `cumsum`.
+    Returns `dtype` or x's. Integers as in `cumsum`.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.cumprod(jnp.full(4, 2, jnp.bfloat16))
+    Array([2, 4, 8, 16], dtype=bfloat16)
     """
     return _running(jax.lax.cumprod, x, axis, dtype, reverse)
 
 
-def _running(operation: Callable[..., jax.Array], x: Any, axis: int | None, dtype: Any, reverse: bool) -> jax.Array:
+def _running(
+    operation: Callable[..., jax.Array], x: Any, axis: int | None, dtype: Any, reverse: bool
+) -> jax.Array:
     x = jnp.atleast_1d(jnp.asarray(x))
     x, along = (x.reshape(-1), 0) if axis is None else (x, axis)
     if not -x.ndim <= along < x.ndim:
-        raise ValueError(f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got {axis}.")
+        raise ValueError(
+            f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got "
+            f"{axis}."
+        )
     return _exactly_or_widely(lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype)
 
 
 def _exactly_or_widely(function: Callable[[jax.Array], jax.Array], x: Any, dtype: Any) -> jax.Array:
-    """``widely(function, x)``, but of integers in their own dtype, or in the integer one that is asked for."""
+    """Calls ``widely(function, x)``; for integers, `function` in an integer dtype."""
     x = jnp.asarray(x)
-    counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (dtype and jnp.issubdtype(dtype, jnp.inexact))
+    counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (
+        dtype and jnp.issubdtype(dtype, jnp.inexact)
+    )
     if not counts:
         return widely(function, x, dtype=dtype)
     wide = dtype or (jnp.dtype(int) if x.dtype == bool else x.dtype)
@@ -285,13 +401,20 @@ def segment_sum(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Sums the rows of `data` by segment, in reduction_dtype and without a one-hot matrix; `dtype` or data's out.
+    """Sums the rows of `data` by segment in reduction_dtype, without a one-hot matrix.
+
+    Returns `dtype` or data's.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.segment_sum(jnp.ones(4, jnp.float16), jnp.array([0, 1, 1, 1]), 2)
+    Array([1., 3.], dtype=float16)
 
     Args:
       data: (n, ...) floating; integers as in `cumsum`.
       segment_ids: (n,) integers; ids outside of [0, num_segments) are left out.
-      num_segments: how many segments there are; needed under jit.
-      indices_are_sorted, unique_indices, bucket_size, mode: as `jax.ops.segment_sum` has them.
+      num_segments: the number of segments; needed under jit.
+      indices_are_sorted, unique_indices, bucket_size, mode: as in `jax.ops.segment_sum`.
 
     Returns:
       (num_segments, ...).
@@ -299,19 +422,31 @@ def segment_sum(
 
     def run(data: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(
-            data, jnp.asarray(segment_ids), num_segments, indices_are_sorted, unique_indices, bucket_size, mode
+            data,
+            jnp.asarray(segment_ids),
+            num_segments,
+            indices_are_sorted,
+            unique_indices,
+            bucket_size,
+            mode,
         )
 
     return _exactly_or_widely(run, data, dtype)
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The l2 norm of all floating and complex arrays of a tree together.
+    """Computes the l2 norm of all floating and complex arrays of a tree together.
 
-    Squares and sums in reduction_dtype. `optax.global_norm` of 4096 times 300 in float16 is inf; this is 19200.
+    Squares and sums are in reduction_dtype. `optax.global_norm` of 4096 times 300 in float16 is
+    inf; this is 19200.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.global_norm({"w": jnp.full(4096, 300, jnp.float16)})
+    Array(19200., dtype=float32)
 
     Returns:
-      () in reduction_dtype: float32, or wider where the tree is. 0 for an empty tree.
+      () in reduction_dtype: float32, or wider if the tree is. 0 for an empty tree.
     """
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     wide = reduction_dtype(*leaves)

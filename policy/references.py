@@ -1,4 +1,7 @@
-"""Objects that casts pass on by identity: the libraries whose modules hold state say which."""
+"""Objects that casts pass on by identity.
+
+Libraries with stateful modules register predicates for them.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,5 @@ REFERENCES: list[Callable[[Any], bool]] = []
 
 
 def is_reference(x: Any) -> bool:
-    """Returns whether `x` is, or is tied to, state that a copy would lose."""
+    """Returns whether `x` is state, or is tied to state, that a copy would lose."""
     return any(knows(x) for knows in REFERENCES)

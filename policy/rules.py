@@ -1,4 +1,4 @@
-"""Ordered rules: a path pattern or a layer class, and the policy that holds where it matches."""
+"""Ordered rules: pairs of a path pattern or layer class and the policy for matching modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from policy.paths import folded
+from policy._jaxpr.paths import folded
 from policy.policy import Policy, get_policy
 
 # A model's class and a colon, before any group: `Net:encoder/.*`, but not `(?:encoder|decoder)/.*`.
@@ -19,9 +19,9 @@ Pattern = str | type
 
 
 def layer_class(cls: type) -> type:
-    """The class that a class pattern stands for: a layer of ours stands for the framework's layer of the same name.
+    """Returns the class that a class pattern matches; the framework's class for one of our layers.
 
-    A layer says so with an attribute of its own, `_upstream_class`; a subclass does not inherit the saying.
+    A layer declares it in its own attribute `_upstream_class`, which subclasses do not inherit.
     """
     return cls.__dict__.get("_upstream_class", cls)
 
@@ -39,23 +39,31 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 class PolicyRules:
     """Ordered rules from path patterns and layer classes to policies.
 
-    ``PolicyRules([("encoder/layer_3/.*", "f32"), (nn.LayerNorm, "mixed_bfloat16")])``, or a dict of the same. A path
-    pattern is a regular expression matched in full against a module's path, its names joined by ``/`` (the root's path
-    is empty). A pattern that begins with a model's class and a colon holds in that model alone, and ``Net:`` is the
-    model itself: so inspection tools name the model, and its modules where a program has several. A path that a tool
-    printed matches the module there whatever characters it holds. A class pattern matches its instances, and the
-    framework's own layer of that name. At one module the first rule that matches wins, and what it says holds for
-    everything below, until a rule matches there.
+    A path pattern is a regular expression that must match a module's full path, its names joined by
+    ``/`` (the root's path is empty). A pattern that begins with a model's class and a colon applies
+    to that model only, and ``Net:`` is the model itself; inspection tools name models so, and their
+    modules if a program has several. A path printed by a tool matches its module even if it
+    contains special characters. A class pattern matches its instances and the framework's own layer
+    of that name. The first matching rule wins at a module, and applies to everything below until a
+    rule matches there.
 
-    Rules are values: immutable, hashable, equal where their rules are.
+    Rules are values: immutable, hashable and compared by their contents.
+
+    >>> import policy
+    >>> rules = policy.PolicyRules({"encoder/layer_3/.*": "f32", "encoder/.*": "mixed_bfloat16"})
+    >>> rules.match("encoder/layer_3/mlp").compute_dtype
+    dtype('float32')
+    >>> rules.match("head") is None
+    True
 
     Args:
       rules: pairs, or a mapping, of pattern and policy (or a policy's text form).
-      strict: whether a rule that matches no module is an error.
+      strict: raise if a rule matches no module.
 
     Raises:
-      ValueError: a pattern is no regular expression, or stands twice.
-      TypeError: a pattern is neither a text nor a class, or a policy is neither a Policy nor a text.
+      ValueError: a pattern is not a regular expression, or occurs twice.
+      TypeError: a pattern is neither a text nor a class, or a policy is neither a Policy nor a
+        text.
     """
 
     __slots__ = ("_hash", "rules", "strict")
@@ -68,14 +76,19 @@ class PolicyRules:
         elif isinstance(rules, Mapping):
             pairs = list(rules.items())
         elif isinstance(rules, str) or not isinstance(rules, Iterable):
-            raise TypeError(f"Policy rules should be a dict or a list of (pattern, policy) pairs, but got {rules!r}.")
+            raise TypeError(
+                "Policy rules should be a dict or a list of (pattern, policy) pairs, but got "
+                f"{rules!r}."
+            )
         else:
             pairs = list(rules)
         checked = tuple(_checked_rule(pair) for pair in pairs)
         seen: set[Pattern] = set()
         for pattern, _ in checked:
             if pattern in seen:
-                raise ValueError(f"Rule {name_of(pattern)} stands twice; only the first could ever match.")
+                raise ValueError(
+                    f"Rule {name_of(pattern)} stands twice; only the first could ever match."
+                )
             seen.add(pattern)
         object.__setattr__(self, "rules", checked)
         object.__setattr__(self, "strict", bool(strict))
@@ -83,16 +96,20 @@ class PolicyRules:
 
     @classmethod
     def from_texts(cls, texts: Iterable[str], *, strict: bool = True) -> PolicyRules:
-        """Rules from ``PATH=TEXT`` pairs, as a command line has them: ``["head=f32", "block_.*=p=f32,c=bf16,o=f32"]``.
+        """Parses rules from ``PATH=TEXT`` pairs: ``["head=f32", "block_.*=p=f32,c=bf16"]``.
 
-        The first ``=`` that a policy follows divides, since both may hold more of them.
+        A text is split at the first ``=`` that is followed by a valid policy, since both sides may
+        contain others.
 
         Raises:
-          ValueError: a text without ``=``, and what the constructor refuses.
-          TypeError: one text instead of several.
+          ValueError: a text has no ``=``, or the constructor refuses the rules.
+          TypeError: `texts` is a single text.
         """
         if isinstance(texts, str):
-            raise TypeError(f"Texts of policy rules should be a list of PATH=TEXT, but got the one text {texts!r}.")
+            raise TypeError(
+                "Texts of policy rules should be a list of PATH=TEXT, but got the one text "
+                f"{texts!r}."
+            )
         return cls([_divided(text) for text in texts], strict=strict)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -108,7 +125,10 @@ class PolicyRules:
         return iter(self.rules)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PolicyRules) and (self.rules, self.strict) == (other.rules, other.strict)
+        return isinstance(other, PolicyRules) and (self.rules, self.strict) == (
+            other.rules,
+            other.strict,
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -126,49 +146,64 @@ class PolicyRules:
         return any(isinstance(pattern, str) for pattern, _ in self.rules)
 
     def match(self, path: str | None, cls: type | None = None, *, model: str = "") -> Policy | None:
-        """The policy of the first rule that matches a module by its own path or class, or None.
+        """Returns the policy of the first rule that matches a module's path or class, or None.
 
         Args:
-          path: the module's path, its names joined by ``/``; None where no path is known, which no pattern matches.
-          cls: the module's class, where there is one.
-          model: what the model that the path leads into is called: by its class, or by the name it was given.
+          path: the module's path, its names joined by ``/``; None if it is unknown, which no path
+            pattern matches.
+          cls: the module's class, if it has one.
+          model: the name of the model that the path starts from: its class or the name it was
+            given.
         """
         rule = self.rule_for(path, cls, model=model)
         return None if rule is None else rule[1]
 
-    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> tuple[Pattern, Policy] | None:
-        """The first rule that matches, as `match` has it: its pattern and its policy."""
+    def rule_for(
+        self, path: str | None, cls: type | None = None, *, model: str = ""
+    ) -> tuple[Pattern, Policy] | None:
+        """Returns the first matching rule as (pattern, policy) or None; see `match`."""
         return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
 
     def of_model(self, model: str) -> PolicyRules:
-        """These rules without those that name another model."""
-        kept = [rule for rule in self.rules if not isinstance(rule[0], str) or _is_of(rule[0], model)]
+        """Returns these rules without those that name another model."""
+        kept = [
+            rule for rule in self.rules if not isinstance(rule[0], str) or _is_of(rule[0], model)
+        ]
         return self if len(kept) == len(self.rules) else PolicyRules(kept, strict=self.strict)
 
-    def check(self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None], *, model: str = "") -> None:
-        """Refuses rules that match none of the modules given.
+    def check(
+        self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None], *, model: str = ""
+    ) -> None:
+        """Raises if a rule matches none of the given modules.
 
         Args:
-          paths: the modules' paths, or a mapping of path to the module's class (or classes). Without classes, class
-            rules are not checked.
-          model: what the model is called that the paths lead into.
+          paths: the modules' paths, or a mapping from path to the module's class (or classes).
+            Without classes, class rules are not checked.
+          model: the name of the model that the paths start from.
 
         Raises:
-          ValueError: names every rule that matched nothing, and lists the paths (of many, those that differ in a number
-            alone as one, ``layers/0..29/norm``). Never where `strict` is False.
+          ValueError: names every rule without a match and lists the paths. Long lists are folded:
+            paths that differ in one number are shown as one, ``layers/0..29/norm``. Never raised if
+            `strict` is False.
         """
         if not self.strict:
             return
         seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
-        classes = {cls for group in seen.values() for cls in group} if isinstance(paths, Mapping) else None
+        classes = (
+            {cls for group in seen.values() for cls in group}
+            if isinstance(paths, Mapping)
+            else None
+        )
         self.check_places([(path, model) for path in seen], classes)
 
-    def check_places(self, places: Iterable[tuple[str, str]], classes: Iterable[type] | None = None) -> None:
-        """Refuses rules that match none of the modules given, as `check` does.
+    def check_places(
+        self, places: Iterable[tuple[str, str]], classes: Iterable[type] | None = None
+    ) -> None:
+        """Raises if a rule matches none of the given modules, as `check` does.
 
         Args:
-          places: pairs of a module's path and of what its model is called, "" outside of any.
-          classes: those of the modules; None: class rules are not checked.
+          places: pairs of a module's path and its model's name, "" outside of any model.
+          classes: the modules' classes; if None, class rules are not checked.
         """
         if not self.strict:
             return
@@ -189,11 +224,14 @@ class PolicyRules:
             plural = "s" if len(unmatched) > 1 else ""
             names = ", ".join(map(name_of, unmatched))
             hint = _without_class(unmatched, places)
-            raise ValueError(f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}")
+            raise ValueError(
+                f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}"
+            )
 
 
-# Arguments for rules. A pattern is a text or a class, which is checked when the rules are made; its type is Any, since
-# mappings are invariant in their keys, and a dict of texts and classes is a ``dict[object, str]`` to mypy.
+# Arguments for rules. A pattern is a text or a class, which is checked when the rules are made; its
+# type is Any, since mappings are invariant in their keys, and a dict of texts and classes is a
+# ``dict[object, str]`` to mypy.
 RulesLike = PolicyRules | Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]]
 
 
@@ -220,7 +258,7 @@ def _classes(classes: type | Iterable[type] | None) -> tuple[type, ...]:
 
 
 def matches(pattern: Pattern, path: str | None, cls: type | None = None, model: str = "") -> bool:
-    """Returns whether a rule's pattern matches a module, by what `PolicyRules.match` takes."""
+    """Returns whether a rule's pattern matches a module; arguments as in `PolicyRules.match`."""
     if isinstance(pattern, str):
         if path is None:
             return False
@@ -236,23 +274,25 @@ def _is_path(pattern: str, path: str) -> bool:
 
 
 def _is_of(pattern: str, model: str) -> bool:
-    """Returns whether a pattern names a model, or none."""
+    """Returns whether a pattern names no model or this one."""
     of, _ = _model_and_path(pattern)
     return of is None or of == model or _compiled(of).fullmatch(model) is not None
 
 
 @functools.cache
 def _model_and_path(pattern: str) -> tuple[str | None, str]:
-    """Returns what a pattern has before and behind the colon that ends a model's name; None where it names none."""
+    """Splits a pattern into the model's name before the colon, or None, and the rest."""
     found = _OF_MODEL.fullmatch(pattern)
     return (None, pattern) if found is None else (found[1], found[2])
 
 
 def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str]]) -> str:
-    """Returns a hint where a pattern would match without the class that it begins with."""
+    """Returns a hint if a pattern would match without the class that it begins with."""
     for pattern in unmatched:
         first, _, below = pattern.partition("/") if isinstance(pattern, str) else ("", "", "")
-        if below and any(model and re.fullmatch(first, model) and _is_path(below, path) for path, model in places):
+        if below and any(
+            model and re.fullmatch(first, model) and _is_path(below, path) for path, model in places
+        ):
             return f" Paths begin below the model's class: {below!r}."
     return ""
 
@@ -262,18 +302,32 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
         pattern, policy = pair
     except (TypeError, ValueError):
         is_text = isinstance(pair, str) and "=" in pair
-        hint = "PolicyRules.from_texts takes a list of PATH=TEXT" if is_text else "Rules are written {'head': 'f32'}"
-        raise TypeError(f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}.") from None
+        hint = (
+            "PolicyRules.from_texts takes a list of PATH=TEXT"
+            if is_text
+            else "Rules are written {'head': 'f32'}"
+        )
+        raise TypeError(
+            f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}."
+        ) from None
     if isinstance(pattern, str):
         try:
             _compiled(pattern)
         except re.error as error:
-            hint = f" Any name is '.*', not '*': '{pattern.replace('*', '.*')}'." if pattern[:1] == "*" else ""
-            raise ValueError(f"Rule '{pattern}' is not a regular expression: {error}.{hint}") from None
+            hint = (
+                f" Any name is '.*', not '*': '{pattern.replace('*', '.*')}'."
+                if pattern[:1] == "*"
+                else ""
+            )
+            raise ValueError(
+                f"Rule '{pattern}' is not a regular expression: {error}.{hint}"
+            ) from None
     elif not isinstance(pattern, type):
         is_module = hasattr(pattern, "dtype_policy")
         got = f"a {type(pattern).__name__}: give its class" if is_module else repr(pattern)
-        raise TypeError(f"A rule's pattern should be a path pattern or a layer class, but got {got}.")
+        raise TypeError(
+            f"A rule's pattern should be a path pattern or a layer class, but got {got}."
+        )
     try:
         return pattern, get_policy(policy)
     except (TypeError, ValueError) as error:

@@ -14,23 +14,29 @@ import jax
 from policy._compat import set_global
 from policy.casting import require_available
 from policy.policy import Policy, get_policy
+from policy.provenance import Source, coming_from, source_in_force
 from policy.rules import PolicyRules, RulesLike
-from policy.sources import Source, coming_from, source_in_force
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The contents of the context, all of them: it keys every trace, so a counter here would retrace for ever.
+    """The complete contents of the context.
+
+    It is a key of every trace, so a counter here would retrace at each call.
 
     Attributes:
       policy: the policy in force, or None.
       rules: the rules in force, or None.
-      boundary_open: whether a module's call is under way whose inputs were cast to the policy already.
-      in_float32: whether half dtypes are traced as float32, for a reference; every scope inside of it says so too.
-      hands_on_float32: whether layers return float32 to the code around them, which autocast then runs in half.
-      marks_reads: whether reads of a user's parameters are marked, in a trace that gives each use a cast of its own.
-      in_full_precision: whether a `full_precision` block is open: inside of it, compute is reduction_dtype.
-      options: what else changes the traces of a model that was put under the policy, for the key alone.
+      boundary_open: True inside a module's call whose inputs have been cast to the policy.
+      in_float32: True while half dtypes are traced as float32 for a reference; nested scopes
+        inherit it.
+      hands_on_float32: True if layers return float32 to the surrounding code, which autocast then
+        runs in half precision.
+      marks_reads: True if reads of a user's parameters are marked, in a trace that gives each use
+        its own cast.
+      in_full_precision: True inside a `full_precision` block, where compute_dtype is
+        reduction_dtype.
+      options: other values that change the traces of a model under the policy; used as a key only.
     """
 
     policy: Policy | None = None
@@ -48,21 +54,31 @@ _context = jax.make_user_context(Scope())
 
 
 def current_scope() -> Scope:
-    """The scope in force in this thread."""
+    """Returns the scope in force in this thread."""
     return _context.value
 
 
 def current_policy() -> Policy | None:
-    """The policy in force in this thread: the innermost `use_policy` block's or open module call's, else the global."""
+    """Returns the policy in force in this thread, or None.
+
+    It is that of the innermost `use_policy` block or open module call, otherwise the global one.
+
+    >>> import policy
+    >>> policy.current_policy() is None
+    True
+    >>> with policy.use_policy("bfloat16"):
+    ...     policy.current_policy().compute_dtype
+    dtype(bfloat16)
+    """
     return _context.value.policy
 
 
 @contextlib.contextmanager
 def enter(scope: Scope, source: Source | None = None):
-    """Makes `scope` the one in force. A scope equal to the one in force is not entered again.
+    """Puts `scope` in force for a block. A scope equal to the current one is not entered again.
 
     Args:
-      source: what gave its policy, for summaries; None where that is what gave the policy in force already.
+      source: the provenance of its policy, for summaries; None keeps the current source.
     """
     if _context.value.in_float32:
         scope = dataclasses.replace(scope, in_float32=True)
@@ -70,13 +86,22 @@ def enter(scope: Scope, source: Source | None = None):
         if scope == _context.value:
             yield
         else:
-            with _context(scope):  # a fresh context object for each entry: one object can't be entered twice
+            # a fresh context object for each entry: one object can't be entered twice
+            with _context(scope):
                 yield
 
 
-def _checked(policy: Policy | str | None, rules: RulesLike | None) -> tuple[Policy | None, PolicyRules | None]:
+def _checked(
+    policy: Policy | str | None, rules: RulesLike | None
+) -> tuple[Policy | None, PolicyRules | None]:
     policy = None if policy is None else get_policy(policy)
-    rules = None if rules is None else PolicyRules(rules) if not isinstance(rules, PolicyRules) else rules
+    rules = (
+        None
+        if rules is None
+        else PolicyRules(rules)
+        if not isinstance(rules, PolicyRules)
+        else rules
+    )
     for used in (policy, *(rule_policy for _, rule_policy in rules or ())):
         if used is not None:
             require_usable(used)
@@ -84,7 +109,7 @@ def _checked(policy: Policy | str | None, rules: RulesLike | None) -> tuple[Poli
 
 
 def require_usable(policy: Policy) -> Policy:
-    """`policy` itself, refused where this process can't honour it.
+    """Returns `policy`, or raises if this process can't honour it.
 
     Raises:
       ValueError: a field is float64 while x64 is disabled.
@@ -95,20 +120,29 @@ def require_usable(policy: Policy) -> Policy:
 
 
 class use_policy(contextlib.ContextDecorator):
-    """``with use_policy("mixed_bfloat16"):`` puts a policy, and rules, in force for a block. Also a decorator.
+    """Puts a policy and rules in force for a block, or as a decorator for each call.
 
-    linen modules obey the policy in force where they are called, nnx modules the one in force where they were built.
-    An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no policy in force. The scope belongs
-    to this thread: a new thread sees the global policy. It is part of JAX's jit cache key, so a jitted function that
-    is called under another policy is traced again, and going back reuses the first program. One that is dropped without
-    having been entered warns: by itself it does nothing.
+    linen modules obey the policy in force where they are called, nnx modules the one in force where
+    they were built. An inner block without rules keeps the outer ones; ``use_policy(None)`` puts no
+    policy in force. The scope belongs to this thread: a new thread sees the global policy. It is
+    part of JAX's jit cache key, so a jitted function is retraced under another policy and its first
+    program is reused afterwards. A `use_policy` object that is dropped without having been entered
+    emits a warning, since it has no effect.
+
+    >>> import policy
+    >>> with policy.use_policy("mixed_bfloat16"):
+    ...     policy.compute_dtype()
+    dtype(bfloat16)
+    >>> policy.compute_dtype() is None
+    True
 
     Args:
       policy: a Policy, its text form, or None.
-      rules: `PolicyRules`, or what they are made from.
+      rules: `PolicyRules`, or an argument for their constructor.
 
     Raises:
-      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is disabled.
+      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is
+        disabled.
     """
 
     def __init__(self, policy: Policy | str | None, rules: RulesLike | None = None):
@@ -117,15 +151,17 @@ class use_policy(contextlib.ContextDecorator):
         self._is_used = False
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, each call of it in a block of its own."""
+        """Wraps `function` so that each call runs in a block of its own."""
         self._is_used = True
         return super().__call__(function)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):
             warnings.warn(
-                f"use_policy({str(self._policy)!r}) was made and dropped without a block: nothing obeyed it. Write "
-                "`with use_policy(...):` around the calls, or set_policy(...) for the whole process.",
+                f"use_policy({str(self._policy)!r}) was made and dropped without a block: nothing "
+                "obeyed it. Write "
+                "`with use_policy(...):` around the calls, or set_policy(...) for the whole "
+                "process.",
                 stacklevel=2,
             )
 
@@ -133,7 +169,9 @@ class use_policy(contextlib.ContextDecorator):
         self._is_used = True
         outer = current_scope()
         rules = outer.rules if self._rules is None else self._rules
-        entered = enter(dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope"))
+        entered = enter(
+            dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope")
+        )
         entered.__enter__()
         self._entered.__dict__.setdefault("stack", []).append(entered)
         return self._policy
@@ -143,12 +181,19 @@ class use_policy(contextlib.ContextDecorator):
 
 
 def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> None:
-    """Sets the global policy and rules: what is in force in every thread outside of any `use_policy` block.
+    """Sets the global policy and rules, in force in every thread outside of `use_policy` blocks.
 
-    ``set_policy(None)`` takes them away. Jitted functions are traced again where the policy changed.
+    ``set_policy(None)`` removes them. Jitted functions are retraced where the policy changed.
+
+    >>> import policy
+    >>> policy.set_policy("mixed_bfloat16")
+    >>> policy.current_policy().short
+    'p=f32,c=bf16,o=f32'
+    >>> policy.set_policy(None)
 
     Raises:
-      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is disabled.
+      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is
+        disabled.
     """
     policy, rules = _checked(policy, rules)
     set_global(_context, Scope(policy, rules))

@@ -1,4 +1,7 @@
-"""Assertions about dtypes and programs, for test suites. All but `assert_close_in_ulps` trace and run nothing."""
+"""Assertions about dtypes and programs, for test suites.
+
+All but `assert_close_in_ulps` only trace and run nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from policy.amp.parameters import Params
-from policy.inspection.checks.sums import terms_of
-from policy.inspection.differentiating import traced_call
-from policy.inspection.findings import findings_of
-from policy.inspection.graph import Graph, Node, is_joint
-from policy.inspection.kept_dtypes import origin_of, parameters_of
-from policy.inspection.kinds import MIXED, PROMOTION
-from policy.inspection.operations import HALVES, accumulation_of, is_inexact, kind_of, operands_of, result_of, sums
-from policy.inspection.report import Finding
-from policy.inspection.same_program import first_difference
-from policy.inspection.walk import Site
-from policy.paths import Path, divided, once, spelled
+from policy._jaxpr.graph import Graph, Node, is_joint
+from policy._jaxpr.operations import (
+    HALVES,
+    accumulation_of,
+    is_inexact,
+    kind_of,
+    operands_of,
+    result_of,
+    sums,
+)
+from policy._jaxpr.paths import Path, divided, once, spelled
+from policy._jaxpr.same_program import first_difference
+from policy._jaxpr.trace import trace
+from policy._jaxpr.walk import Site
+from policy.audit.checks.sums import terms_of
+from policy.audit.finding_kinds import MIXED, PROMOTION
+from policy.audit.findings import findings_of
+from policy.audit.report import Finding
+from policy.parameters import Params
 from policy.policy import dtype_to_names, parse_dtype
 from policy.rules import PolicyRules, matches
-from policy.tracing import trace
+from policy.traced.gradients import traced_call
+from policy.traced.kept_dtypes import origin_of, parameters_of
 from policy.ulps import what_is_off
 
 DTypes = DTypeLike | Collection[DTypeLike]
@@ -43,22 +54,27 @@ def assert_reductions_in(
 ) -> None:
     """Asserts that every sum of floating numbers runs in `dtype`.
 
-    Sums are: reductions by addition or multiplication, cumulative and windowed ones, scatter-adds (the gradient of an
-    embedding), and collectives that sum. What rounds nothing is left
-    out, as in an audit: sums of one number, scatters whose indices differ, and maxima.
+    Sums are reductions by addition or multiplication, cumulative and windowed ones, scatter-adds
+    (the gradient of an embedding), and collectives that sum. Operations that round nothing are
+    skipped, as in an audit: sums of one number, scatters to distinct indices, and maxima.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> from policy.testing import assert_reductions_in
+    >>> assert_reductions_in(reductions.softmax, (jnp.ones((2, 8), jnp.bfloat16),), "f32")
 
     Args:
       fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules.
-      args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
-      dtype: a dtype, or several that are right.
-      backward: whether the gradients are asserted about as well; `policy.audit` says of what.
-      params: which arguments gradients are taken by; see `policy.audit`.
-      allow: path patterns of what is left out: regular expressions that match a module's path in full, as
-        rules do, and hold for what is below it.
+      args, kwargs: the arguments of the call; any array may be a `jax.ShapeDtypeStruct`.
+      dtype: the accepted dtype, or several.
+      backward: whether to check the gradients as well; defined as in `policy.audit`.
+      params: the arguments that gradients are taken by; see `policy.audit`.
+      allow: path patterns to leave out: regular expressions that must match a module's full path,
+        as in rules, and that include everything below it.
 
     Raises:
-      AssertionError: names the path, the operation, its dtypes and its source line, of every one in another dtype; or
-        there is no sum at all, so that nothing would be asserted.
+      AssertionError: names the path, operation, dtypes and source line of every sum in another
+        dtype; or the program has no sum, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
     accepted = _names(dtype)
@@ -82,10 +98,16 @@ def assert_dots_in(
 ) -> None:
     """Asserts that every floating matmul and convolution multiplies numbers of `dtype`.
 
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_dots_in
+    >>> x = jnp.ones((2, 2), jnp.bfloat16)
+    >>> assert_dots_in(jnp.matmul, (x, x), "bf16")
+
     Args:
-      dtype: a dtype, or several that are right: both operands have one of them.
-      accumulation: what sums are declared to be made in, by `preferred_element_type` or the dot algorithm; "backend"
-        is what a half matmul leaves open. None: not asserted.
+      dtype: the accepted dtype, or several: both operands have one of them.
+      accumulation: the accepted accumulation dtypes, as declared by `preferred_element_type` or the
+        dot algorithm; "backend" is a half-precision matmul's that declares none. None: not
+        asserted.
       fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
 
     Raises:
@@ -112,27 +134,38 @@ def assert_no_silent_promotion(
     params: Params = None,
     allow: Collection[str] = (),
 ) -> None:
-    """Asserts that no bfloat16 or float16 meets float32 where nobody cast it, in arithmetic or in a matmul.
+    """Asserts that no bfloat16 or float16 meets float32 without an explicit cast.
 
-    What `policy.audit` reports as "silent-promotion" and "mixed-matmul". A result that is narrowed again before it goes
-    on, as within a normalisation, is none.
+    These are the findings "silent-promotion" and "mixed-matmul" of `policy.audit`. A result that is
+    narrowed again before it is used elsewhere, as within a normalisation, is accepted.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_no_silent_promotion
+    >>> assert_no_silent_promotion(lambda x: 2 * x, (jnp.ones(2, jnp.bfloat16),))
 
     Args:
       fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
 
     Raises:
-      AssertionError: names the path, the operation, its dtypes and its source line, of every one; or nothing runs in
-        half precision, so that nothing would be asserted.
+      AssertionError: names the path, operation, dtypes and source line of every promotion; or
+        nothing runs in half precision, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
     jaxpr = _jaxpr(fn, args, kwargs, backward, params)
     sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
-    _require_any([s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}], "half value", allow)
+    _require_any(
+        [s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}],
+        "half value",
+        allow,
+    )
     paths = {spelled(site.path) for site in sites}
-    findings = [f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths]
+    findings = [
+        f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths
+    ]
     if findings:
         raise AssertionError(
-            "bfloat16 or float16 meets float32 where nobody cast it:\n" + "\n".join(map(_told_of_finding, findings))
+            "bfloat16 or float16 meets float32 where nobody cast it:\n"
+            + "\n".join(map(_told_of_finding, findings))
         )
 
 
@@ -145,38 +178,52 @@ def assert_params_keep_dtype(
     params: int = 0,
     returned: int = 0,
 ) -> None:
-    """Asserts that parameters come out of a step in the dtypes that they went in with, or out of an init in `dtype`.
+    """Asserts that a step keeps its parameters' dtypes, or that an init returns `dtype`.
 
-    `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument `params` comes back,
-    at its place in the tree, in its own dtype. `assert_params_keep_dtype(init, (key, x), "f32")`: each floating leaf
-    that is returned has `dtype`. A function with nnx modules among its arguments changes them in place: each of their
-    floating `nnx.Param`s has its own dtype, or `dtype`, afterwards.
+    `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument
+    `params` comes back, at its place in the tree, in its own dtype. `assert_params_keep_dtype(init,
+    (key, x), "f32")`: each floating leaf of the result has `dtype`. A function with nnx modules
+    among its arguments changes them in place: afterwards each of their floating `nnx.Param`s has
+    its own dtype, or `dtype`.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_params_keep_dtype
+    >>> step = lambda params: {"w": params["w"] * 2}
+    >>> assert_params_keep_dtype(step, ({"w": jnp.ones(2, jnp.bfloat16)},))
 
     Args:
       fn: the step, or the init; see `assert_reductions_in`.
-      args, kwargs: what it is called with; `jax.ShapeDtypeStruct` will do for any array.
-      dtype: a dtype, or several that are right; None: that of the parameter that went in.
-      params: which of `args` holds the parameters.
-      returned: which of a tuple that the function returns does. What is no tuple is taken whole.
+      args, kwargs: the arguments of the call; any array may be a `jax.ShapeDtypeStruct`.
+      dtype: the accepted dtype, or several; None: the dtype of the parameter that went in.
+      params: the position in `args` of the parameters.
+      returned: the position of the parameters in a returned tuple. Any other result is taken whole.
 
     Raises:
-      AssertionError: names each parameter, both its dtypes, and the operation and source line that made it; or one
-        does not come back; or there is no floating one, so that nothing would be asserted.
+      AssertionError: names each changed parameter, both dtypes, and the operation and source line
+        that made it; or a parameter is not returned; or there is no floating one, so that nothing
+        would be asserted.
     """
     accepted = None if dtype is None else _names(dtype)
-    before, after, jaxpr = parameters_of(fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None)
+    before, after, jaxpr = parameters_of(
+        fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None
+    )
     if not any(is_inexact(str(dtype)) for dtype in before.values()):
-        raise AssertionError("assert_params_keep_dtype found no floating parameter: nothing would be asserted.")
+        raise AssertionError(
+            "assert_params_keep_dtype found no floating parameter: nothing would be asserted."
+        )
     told = []
     for name, was in before.items():
-        place, now = after.get(name, (None, None))
-        if now is None:
+        if name not in after:
             told.append(f"  {name}: {was} does not come back")
-        elif is_inexact(was) and now not in (accepted or {was}):
+            continue
+        place, now = after[name]
+        if is_inexact(was) and now not in (accepted or {was}):
             should = _listed(accepted) if accepted else was
             told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
     if told:
-        raise AssertionError(f"{len(told)} of {len(before)} parameters of {_name(fn)} change:\n" + "\n".join(told))
+        raise AssertionError(
+            f"{len(told)} of {len(before)} parameters of {_name(fn)} change:\n" + "\n".join(told)
+        )
 
 
 def assert_same_program(
@@ -189,20 +236,28 @@ def assert_same_program(
 ) -> None:
     """Asserts that two functions are traced to one program.
 
-    The same operations, with the same parameters and dtypes, on the same values in the same order. The names of
-    variables and of jitted functions and source lines don't count; constants that are closed over count by value.
-    Of a custom derivative, what runs is compared, and not the rule: give `jax.grad` of both for that.
+    The programs have the same operations, with the same parameters and dtypes, on the same values
+    in the same order. Names of variables and jitted functions and source lines are ignored;
+    closed-over constants are compared by value. Of a custom derivative the primal program is
+    compared, not the rule: pass `jax.grad` of both functions for that.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.testing import assert_same_program
+    >>> assert_same_program(lambda x: x + 1, lambda y: y + 1, (jnp.ones(2),))
 
     Args:
       f, g: the functions; see `assert_reductions_in`.
-      args, kwargs: what both are called with.
-      g_args: what `g` is called with, where that is something else.
+      args, kwargs: the arguments of both calls.
+      g_args: the arguments of `g`, if they differ.
 
     Raises:
       AssertionError: shows the first difference: its path, operations, dtypes and source lines.
     """
     kwargs = dict(kwargs or {})
-    jaxprs = (trace(fn, *given, **kwargs).jaxpr for fn, given in ((f, args), (g, args if g_args is None else g_args)))
+    jaxprs = (
+        trace(fn, *given, **kwargs).jaxpr
+        for fn, given in ((f, args), (g, args if g_args is None else g_args))
+    )
     difference = first_difference(*jaxprs)
     if difference is not None:
         raise AssertionError(f"{_name(f)} and {_name(g)} are not the same program. {difference}")
@@ -211,22 +266,30 @@ def assert_same_program(
 def assert_close_in_ulps(
     actual: Any, desired: Any, ulps: float, dtype: DTypeLike | None = None, *, floor: float = 0.0
 ) -> None:
-    """Asserts that numbers are right to so many units in the last place.
+    """Asserts that numbers are correct to a number of units in the last place.
 
-    An ulp is the distance between neighbours at the magnitude of what is right, in the dtype of `actual`: below its
-    normal numbers the distance of its subnormal ones. An infinity counts as the number after the largest, and a NaN is
-    right where the truth is one, or can't be anything else in that dtype.
+    An ulp is the spacing of floats at the magnitude of the true value, in the dtype of `actual`;
+    below the smallest normal number it is the spacing of the subnormal ones. An infinity counts as
+    the number after the largest. A NaN is right where the truth is NaN, or can't be represented
+    otherwise in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> from policy.testing import assert_close_in_ulps
+    >>> assert_close_in_ulps(jnp.bfloat16(1 / 3), np.float64(1 / 3), 0.5)
 
     Args:
-      actual: an array, or a tree of them. Integers and booleans are to be equal; complex numbers are compared by parts.
-      desired: a tree of the same structure and shapes: the truth, best in float64.
-      ulps: how many are allowed.
-      dtype: whose ulps; by default those of each array's own dtype.
+      actual: an array, or a tree of arrays. Integers and booleans must be equal; complex numbers
+        are compared by parts.
+      desired: a tree of the same structure and shapes with the true values, preferably in float64.
+      ulps: the allowed error in ulps.
+      dtype: the dtype whose ulps are counted; by default each array's own.
       floor: the magnitude below which an ulp gets no smaller.
 
     Raises:
-      AssertionError: names the array's path, the number and the index of the worst one, and how many are wrong.
-      ValueError: there is nothing to compare, or the trees or shapes are not the same.
+      AssertionError: names the array's path, the number and index of the worst error, and the count
+        of wrong numbers.
+      ValueError: there is nothing to compare, or the trees or shapes differ.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(actual)
     truths, other = jax.tree.flatten(desired)
@@ -243,40 +306,59 @@ def assert_close_in_ulps(
         raise AssertionError("\n".join(told))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which equations, and what is said of them
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Selection of equations, and messages about them
+# --------------------------------------------------------------------------------------------------
 
 
-def _jaxpr(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool, params: Params) -> Any:
-    if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(args, Sequence):
-        raise TypeError(f"args should be a tuple of the function's arguments, but got a {type(args).__name__}.")
+def _jaxpr(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool, params: Params
+) -> Any:
+    if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(
+        args, Sequence
+    ):
+        raise TypeError(
+            f"args should be a tuple of the function's arguments, but got a {type(args).__name__}."
+        )
     return traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr
 
 
 def _nodes(jaxpr: Any) -> list[Node]:
-    """Returns the nodes of a program that a result depends on."""
+    """Returns the live nodes of a program: those that a result depends on."""
     return [node for node in Graph(jaxpr).nodes if not is_joint(node)]
 
 
 def _rounds(node: Node) -> bool:
-    """Returns whether a node is a sum of more than one floating number: what an audit looks at."""
+    """Returns whether a node sums more than one floating number, as an audit checks."""
     equation = node.site.equation
     return sums(equation) and any(map(is_inexact, operands_of(equation))) and bool(terms_of(node))
 
 
 def _multiplies(site: Site) -> bool:
-    return kind_of(site.name) in ("dot", "convolution") and any(map(is_inexact, operands_of(site.equation)))
+    return kind_of(site.name) in ("dot", "convolution") and any(
+        map(is_inexact, operands_of(site.equation))
+    )
 
 
 def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
-    """The nodes that no pattern leaves out."""
+    """Returns the nodes that no pattern leaves out."""
     if isinstance(allow, str):
-        raise TypeError(f"allow should be a collection of path patterns, as ({allow!r},), but got the string itself.")
-    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses what is no regular expression
-    known = {path: list(_names_of(path)) for path in ({node.site.path for node in nodes} if patterns else ())}
+        raise TypeError(
+            f"allow should be a collection of path patterns, as ({allow!r},), but got the string "
+            "itself."
+        )
+    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
+    known = {
+        path: list(_names_of(path))
+        for path in ({node.site.path for node in nodes} if patterns else ())
+    }
     matched = {
-        path: {pattern for pattern, _ in patterns for name, model in names if matches(pattern, name, model=model)}
+        path: {
+            pattern
+            for pattern, _ in patterns
+            for name, model in names
+            if matches(pattern, name, model=model)
+        }
         for path, names in known.items()
     }
     unmatched = sorted(set(allow).difference(*matched.values()))
@@ -287,7 +369,7 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
 
 
 def _names_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Returns what rules match for a path and those above it: the path below the model, and the model's name."""
+    """Yields (path below the model, model's name) for a path and those above it."""
     for length in range(1, len(path) + 1):
         model, below = divided(path[:length]) or ("", path[:length])
         yield "/".join(once(below)), model
@@ -303,7 +385,8 @@ def _require_none(wrong: list[Site], should: str, of: Callable[[Any], str] | Non
     if wrong:
         told = dict.fromkeys(_told(site, of) for site in wrong)
         raise AssertionError(
-            f"{len(wrong)} {'operation' if len(wrong) == 1 else 'operations'} {should}:\n" + "\n".join(told)
+            f"{len(wrong)} {'operation' if len(wrong) == 1 else 'operations'} {should}:\n"
+            + "\n".join(told)
         )
 
 
@@ -322,8 +405,12 @@ def _told_of_finding(finding: Finding) -> str:
 
 
 def _names(dtype: DTypes) -> frozenset[str]:
-    """The names of the dtypes that are right."""
-    given = [dtype] if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection) else list(dtype)
+    """Returns the names of the accepted dtypes."""
+    given = (
+        [dtype]
+        if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection)
+        else list(dtype)
+    )
     if not given:
         raise ValueError("No dtype was given that would be right.")
     return frozenset(map(_dtype_name, given))
@@ -336,7 +423,8 @@ def _dtype_name(dtype: Any) -> str:
         return jnp.dtype(dtype).name
     except TypeError:
         raise TypeError(
-            f"dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got {dtype!r}."
+            "dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got "
+            f"{dtype!r}."
         ) from None
 
 

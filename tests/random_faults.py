@@ -16,13 +16,28 @@ import pytest
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns pytest's exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--examples", type=int, default=300, help="examples of each test")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="repeats a run")
     options = parser.parse_args(arguments)
     os.environ["MPMODULES_RANDOM_EXAMPLES"] = str(options.examples)
-    print(f"python -m tests.random_faults --examples {options.examples} --seed {options.seed}", flush=True)
-    return int(pytest.main(["-m", "random", "--hypothesis-profile=long", f"--hypothesis-seed={options.seed}", "tests"]))
+    print(
+        f"python -m tests.random_faults --examples {options.examples} --seed {options.seed}",
+        flush=True,
+    )
+    return int(
+        pytest.main(
+            [
+                "-m",
+                "random",
+                "--hypothesis-profile=long",
+                f"--hypothesis-seed={options.seed}",
+                "tests",
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def catalogue():
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "make_layers", module)  # dataclasses look their module up
+        patch.setitem(
+            __import__("sys").modules, "make_layers", module
+        )  # dataclasses look their module up
         spec.loader.exec_module(module)
         yield module
 
@@ -38,7 +40,10 @@ def test_a_new_layer_of_flaxs_is_a_gap_that_names_it(catalogue, wing):
     newer.__dict__["HyperDense"] = type("HyperDense", (theirs.Module,), {})
     newer.__dict__["of_no_interest"] = lambda x: x
     assert catalogue.gaps(wing, newer) == ["HyperDense"]
-    with pytest.raises(LookupError, match=rf"flax.{wing} exports HyperDense, which docs/make_layers.py neither lists"):
+    with pytest.raises(
+        LookupError,
+        match=rf"flax.{wing} exports HyperDense, which docs/make_layers.py neither lists",
+    ):
         catalogue.require_complete(wing, newer)
 
 
@@ -66,8 +71,14 @@ def test_every_function_of_ours_in_place_of_flaxs_is_listed(catalogue):
     steps = {"grad", "value_and_grad"}  # of training, not of a model
     for wing, ours in (("linen", linen), ("nnx", nnx)):
         theirs = catalogue.upstream(wing)
-        listed = {row.name for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests}
-        replaced = {n for n in dir(theirs) if not n.startswith("_") and getattr(ours, n) is not getattr(theirs, n)}
+        listed = {
+            row.name for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests
+        }
+        replaced = {
+            n
+            for n in dir(theirs)
+            if not n.startswith("_") and getattr(ours, n) is not getattr(theirs, n)
+        }
         assert replaced <= listed | set(catalogue.EXEMPT[wing]) | steps
 
 

@@ -6,7 +6,10 @@ import pytest
 
 from tests.eight_devices import ROOT, run_python
 
-PAGES = {page.name: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in ROOT.glob("docs/*.md")}
+PAGES = {
+    page.name: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    for page in ROOT.glob("docs/*.md")
+}
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
@@ -14,7 +17,12 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     program = tmp_path / page.replace(".md", ".py")
     program.write_text("\n".join(PAGES[page]))
     run_python(
-        "-W", "error", program, XLA_FLAGS="", JAX_NUMPY_DTYPE_PROMOTION="strict", JAX_NUMPY_RANK_PROMOTION="raise"
+        "-W",
+        "error",
+        program,
+        XLA_FLAGS="",
+        JAX_NUMPY_DTYPE_PROMOTION="strict",
+        JAX_NUMPY_RANK_PROMOTION="raise",
     )
 
 

@@ -12,7 +12,9 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"line {README[: README.index(b)].count(chr(10))}" for b in BLOCKS])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=[f"line {README[: README.index(b)].count(chr(10))}" for b in BLOCKS]
+)
 def test_each_block_of_the_readme_runs(block):
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
@@ -39,5 +41,7 @@ def test_one_import_is_enough_for_a_model_author():
 
 def test_policy_imports_neither_flax_nor_mpmodules():
     code = "import sys, policy; print([m for m in sys.modules if m.split('.')[0] in ('flax', 'mpmodules')])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -2,8 +2,8 @@
 
 import os
 
-# Before JAX is imported, which every module of this package does: the process runs nothing on an accelerator, libtpu is
-# not to look for one, and several processes may compile at once.
+# Before JAX is imported, which every module of this package does: the process runs nothing on an
+# accelerator, libtpu is not to look for one, and several processes may compile at once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

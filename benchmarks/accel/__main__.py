@@ -1,19 +1,20 @@
-"""Programs as TPUs and GPUs get them, compiled on a machine that has neither: ours beside by hand, and their bounds.
+"""Programs as TPUs and GPUs get them, compiled on a machine that has neither: ours beside by hand,
+and their bounds.
 
     python -m benchmarks accel                         # every table: 2 hours on two idle cores
-    python -m benchmarks accel --check                 # exits with 1 where a bound is missed, or a baseline got dearer
-    python -m benchmarks accel --quick --check         # small programs for v5e and an H100: at most 3 minutes
-    python -m benchmarks accel --only models --on v5e  # one table, or several, and one chip's rows
-    python -m benchmarks accel --record                # writes the baselines' figures to benchmarks/accel/baseline.json
+    python -m benchmarks accel --check                 # exits with 1 where a bound is missed, or a
+    baseline got dearer python -m benchmarks accel --quick --check         # small programs for v5e
+    and an H100: at most 3 minutes python -m benchmarks accel --only models --on v5e  # one table,
+    or several, and one chip's rows python -m benchmarks accel --record                # writes the
+    baselines' figures to benchmarks/accel/baseline.json
 
 models      value_and_grad of models in both wings, beside Flax's with dtype=bfloat16, and autocast
-layers      layers alone
-optimizer   optimizer steps, beside Optax, jmp and mpx
-sharded     a whole training step, fully sharded
-scale       a model of 8 billion parameters: whether it fits
-bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded product
+layers      layers alone optimizer   optimizer steps, beside Optax, jmp and mpx sharded     a whole
+training step, fully sharded scale       a model of 8 billion parameters: whether it fits bias
+a bias in the accumulator, which the layers don't do, beside one added to the rounded product
 
-It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 Linux, and no accelerator.
+It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 Linux, and no
+accelerator.
 """
 
 from __future__ import annotations
@@ -56,18 +57,25 @@ TABLES = {
 QUICK = ("models", "layers", "optimizer")
 
 
-def chosen(only: Sequence[str], on: Sequence[str] = (), quick: bool = False) -> dict[str, list[str]]:
-    """Returns the tables of these names, or all, each with those of the targets `on` that it has rows of.
+def chosen(
+    only: Sequence[str], on: Sequence[str] = (), quick: bool = False
+) -> dict[str, list[str]]:
+    """Returns the tables of these names, or all, each with those of the targets `on` that it has
+    rows of.
 
     Raises:
       ValueError: an unknown name, or targets that no table has rows of.
     """
     for name in only:
         if name not in TABLES:
-            raise ValueError(f"There is no table {name!r} of accelerators. Tables: {', '.join(TABLES)}.")
+            raise ValueError(
+                f"There is no table {name!r} of accelerators. Tables: {', '.join(TABLES)}."
+            )
     names = [name for name in TABLES if (name in only if only else name in QUICK or not quick)]
     kinds = {name: targets.Target(name).kind for name in on}
-    found = {name: [target for target in on if kinds[target] in TABLES[name].chips] for name in names}
+    found = {
+        name: [target for target in on if kinds[target] in TABLES[name].chips] for name in names
+    }
     if on and not any(found.values()):
         known = "; ".join(f"{name}: {', '.join(TABLES[name].chips)}" for name in names)
         raise ValueError(f"No table has rows of {', '.join(on)}. Chips: {known}.")
@@ -94,17 +102,24 @@ def run(name: str, on: Sequence[str], quick: bool, check: bool) -> tuple[int, li
     arguments = [*(["--small"] if quick else []), *(["--check"] if check else [])]
     if on and takes_targets(name):
         arguments += ["--on", *on]
-    # The GPU's compiler can't read back what it writes to JAX's cache, and a program is not to be of another day.
+    # The GPU's compiler can't read back what it writes to JAX's cache, and a program is not to be
+    # of another day.
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     status, rows = run_table(name, name, TABLES[name].module, arguments, environment)
     return status, rows or []
 
 
 def _beside_recorded(tables: dict[str, list[dict[str, Any]]], *, records: bool) -> list[Row]:
-    """Compares the baselines with the recorded ones, prints the dearer and the missing ones, and returns the rows."""
+    """Compares the baselines with the recorded ones, prints the dearer and the missing ones, and
+    returns the rows.
+    """
     rows, absent = baseline.beside_recorded(tables, baseline.load())
     dearer = [row for row in rows if row.is_missed]
-    print(f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them dearer", flush=True)
+    print(
+        f"\n== baseline: {len(rows)} figures beside the recorded ones, {len(dearer)} of them "
+        "dearer",
+        flush=True,
+    )
     for row in dearer:
         print(line(row))
     for where in absent if not records else ():
@@ -116,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status.
 
     Returns:
-      1 where a table fails, or under ``--check`` a bound is missed or a baseline got dearer; 2 for unknown names, or
-      where a compiler is not installed; else 0.
+      1 where a table fails, or under ``--check`` a bound is missed or a baseline got dearer; 2 for
+      unknown names, or where a compiler is not installed; else 0.
     """
     options = parser("benchmarks accel", __doc__).parse_args(arguments)
     try:

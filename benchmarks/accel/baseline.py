@@ -1,6 +1,8 @@
-"""The baseline's absolute figures as they were recorded: Flax's and Optax's programs are not to get dearer unseen.
+"""The baseline's absolute figures as they were recorded: Flax's and Optax's programs are not to get
+dearer unseen.
 
-They are keyed by the compiler's version, target, table and row. Only a figure of the same compiler is compared.
+They are keyed by the compiler's version, target, table and row. Only a figure of the same compiler
+is compared.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def compilers() -> dict[str, str]:
 
 def compiler(target: str) -> str:
     """Names the compiler of a target, with JAX's version and its own."""
-    return ", ".join(f"{name} {_version(name)}" for name in ("jax", COMPILERS[Target(target).chip.platform]))
+    return ", ".join(
+        f"{name} {_version(name)}" for name in ("jax", COMPILERS[Target(target).chip.platform])
+    )
 
 
 def _version(name: str) -> str:
@@ -41,7 +45,9 @@ def _version(name: str) -> str:
 
 
 def load(file: Path | None = None) -> Recorded:
-    """Reads the recorded figures from `FILE` or another file, by compiler, target, table, row and quantity."""
+    """Reads the recorded figures from `FILE` or another file, by compiler, target, table, row and
+    quantity.
+    """
     file = file or FILE
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -53,8 +59,12 @@ def record(tables: Mapping[str, Iterable[Mapping[str, Any]]], file: Path | None 
     for table, rows in tables.items():
         for row in rows:
             if row["target"] and row["quantity"] in QUANTITIES:
-                of_target = recorded.setdefault(compiler(row["target"]), {}).setdefault(row["target"], {})
-                of_target.setdefault(table, {}).setdefault(row["name"], {})[row["quantity"]] = row["reference"]
+                of_target = recorded.setdefault(compiler(row["target"]), {}).setdefault(
+                    row["target"], {}
+                )
+                of_target.setdefault(table, {}).setdefault(row["name"], {})[row["quantity"]] = row[
+                    "reference"
+                ]
     file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
 
 
@@ -75,8 +85,14 @@ def beside_recorded(
             of_table = recorded.get(version, {}).get(row["target"], {}).get(table, {})
             before = of_table.get(row["name"], {}).get(row["quantity"])
             if before is None:
-                absent.setdefault(f"{table} on {row['target']} by {version}", set()).add(row["name"])
+                absent.setdefault(f"{table} on {row['target']} by {version}", set()).add(
+                    row["name"]
+                )
                 continue
             name = f"by hand: {row['name']}"
-            rows.append(Row(row["quantity"], name, row["reference"], before, DEARER, target=row["target"]))
-    return rows, [f"{len(names)} baselines are not recorded: {where}" for where, names in absent.items()]
+            rows.append(
+                Row(row["quantity"], name, row["reference"], before, DEARER, target=row["target"])
+            )
+    return rows, [
+        f"{len(names)} baselines are not recorded: {where}" for where, names in absent.items()
+    ]

@@ -1,15 +1,16 @@
-"""A bias added to the float32 accumulator and rounded once, beside Flax's sum of two bfloat16 arrays.
+"""A bias added to the float32 accumulator and rounded once, beside Flax's sum of two bfloat16
+arrays.
 
     python -m benchmarks.accel.bias             # v5e, v6e and H100: 4 minutes on two idle cores
     python -m benchmarks.accel.bias --on h100   # one chip's rows
 
-Flax's layers, and so ours, round a matmul or a convolution to bfloat16 and add the rounded bias: up to 1.5 ulp. In the
-accumulator it would be 0.5. The rows are of value_and_grad of the mean square: with the bias in the accumulator / added
-to the rounded product.
+Flax's layers, and so ours, round a matmul or a convolution to bfloat16 and add the rounded bias: up
+to 1.5 ulp. In the accumulator it would be 0.5. The rows are of value_and_grad of the mean square:
+with the bias in the accumulator / added to the rounded product.
 
-TPUs fuse either, and the accumulator saves 0 to 4% of the cycles. XLA for GPUs writes the accumulator, or the
-activation's derivative, to memory: 1 to 9% more bytes with Triton's matmuls, 21 to 22% with cuBLASLt's, 66% of a
-convolution (H100). So the layers add their bias as Flax's do.
+TPUs fuse either, and the accumulator saves 0 to 4% of the cycles. XLA for GPUs writes the
+accumulator, or the activation's derivative, to memory: 1 to 9% more bytes with Triton's matmuls, 21
+to 22% with cuBLASLt's, 66% of a convolution (H100). So the layers add their bias as Flax's do.
 """
 
 from __future__ import annotations
@@ -82,8 +83,12 @@ def to_rounded(operation: Bilinear, x: jax.Array, kernel: jax.Array, bias: jax.A
     return with_bias_gradient(y, bias, shape, jnp.float32)
 
 
-def to_accumulator(operation: Bilinear, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """The bias is added to the float32 accumulator, and the sum is rounded; backward multiplies half by half."""
+def to_accumulator(
+    operation: Bilinear, x: jax.Array, kernel: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """The bias is added to the float32 accumulator, and the sum is rounded; backward multiplies
+    half by half.
+    """
     accumulator = accumulating(operation, jnp.float32)(x, kernel)
     return _rounded(accumulator + bias.reshape(trailing(accumulator, bias)))
 
@@ -94,11 +99,15 @@ def _rounded(y: jax.Array) -> jax.Array:
 
 
 @_rounded.defjvp
-def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _rounded_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return _rounded(primals[0]), materialized(tangents[0].astype(HALF))
 
 
-def figures(target: Target, case: Case, adds: Callable[..., jax.Array], options: dict[str, Any]) -> Figures:
+def figures(
+    target: Target, case: Case, adds: Callable[..., jax.Array], options: dict[str, Any]
+) -> Figures:
     def loss(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
         for i, (kernel, bias) in enumerate(params):
             x = adds(case.operation, x, kernel.astype(HALF), bias)
@@ -127,7 +136,9 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
             if only and not any(part in case.name for part in only):
                 continue
             for route, options in routes.items():
-                wide, narrow = (figures(target, case, adds, options) for adds in (to_accumulator, to_rounded))
+                wide, narrow = (
+                    figures(target, case, adds, options) for adds in (to_accumulator, to_rounded)
+                )
                 yield from rows_of(f"{case.name}{route}", target, wide, narrow)
 
 

@@ -1,7 +1,7 @@
 """Published figures of GPUs for XLA's compiler, as the text of its `GpuTargetConfigProto`.
 
-Source of the figures: OpenXLA, `xla/backends/gpu/target_config/specs/` (`h100_sxm.txtpb`, `a100_sxm_80.txtpb`,
-`b200.txtpb`), which are read from the devices themselves.
+Source of the figures: OpenXLA, `xla/backends/gpu/target_config/specs/` (`h100_sxm.txtpb`,
+`a100_sxm_80.txtpb`, `b200.txtpb`), which are read from the devices themselves.
 """
 
 from __future__ import annotations

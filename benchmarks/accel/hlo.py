@@ -1,7 +1,8 @@
 """Counts the costs of a run of a compiled program from its text, by the compiler's own estimates.
 
-A loop's body counts as often as it runs, and of a conditional the costliest branch. Whatever can't be counted is named,
-not taken for free: a loop whose trip count can't be read, a kernel that the compiler gives no cycles for.
+A loop's body counts as often as it runs, and of a conditional the costliest branch. Whatever can't
+be counted is named, not taken for free: a loop whose trip count can't be read, a kernel that the
+compiler gives no cycles for.
 """
 
 from __future__ import annotations
@@ -15,10 +16,26 @@ from benchmarks.accel.kernels import flops_of
 from benchmarks.accel.traffic import moved, produced
 from benchmarks.accel.trip_counts import turns
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 # Instructions that move nothing and run nothing.
 _FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+    ),
     *("opt-barrier", "add-dependency", "domain"),
 }
 _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
@@ -30,9 +47,11 @@ class Costs:
 
     Attributes:
       cycles: the sum of the compiler's estimates.
-      bytes: read from and written to memory by kernels: results, and operands or the slices that are read of them.
+      bytes: read from and written to memory by kernels: results, and operands or the slices that
+        are read of them.
       kernels: how many run.
-      collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation and dtype.
+      collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation
+        and dtype.
       uncounted: kernels whose cycles, and loops whose trip counts, are not known.
       rooflines: cycles by `kernel_cycles`, which `cycles` holds too, by JAX operation.
       by_name: cycles by JAX operation.
@@ -64,8 +83,8 @@ def costs_of(text: str, kernel_cycles: Callable[[float, float], float] | None = 
 
     Args:
       text: of `Compiled.as_text()`.
-      kernel_cycles: cycles of a kernel that the compiler gives none for, from its FLOPs and bytes (a roofline), those
-        to and from the chip's own memory among them; None leaves it uncounted.
+      kernel_cycles: cycles of a kernel that the compiler gives none for, from its FLOPs and bytes
+        (a roofline), those to and from the chip's own memory among them; None leaves it uncounted.
     """
     computations, entry = parse(text)
     anywhere, _ = parse(re.sub(r"S\(\d+\)", "", text))
@@ -126,7 +145,9 @@ class _Counter:
                 _exchange(costs, holder, collective)
         if fused and instruction.cycles is None:
             return
-        if opcode == "custom-call" and (instruction.target in _ALLOCATIONS or not instruction.operands):
+        if opcode == "custom-call" and (
+            instruction.target in _ALLOCATIONS or not instruction.operands
+        ):
             return
         bytes_moved = moved(self.computations, inside, instruction)
         name = _short(instruction.op_name) or instruction.target or opcode
@@ -148,19 +169,37 @@ class _Counter:
                 yield from self._fused_collectives(instruction)
 
     def _runs_beside(self, inside: Computation, instruction: Instruction) -> bool:
-        """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's own engine."""
+        """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's
+        own engine.
+        """
         if instruction.opcode.endswith("-start"):
             return True
-        operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
+        operands = [
+            inside.instructions[name]
+            for name in instruction.operands
+            if name in inside.instructions
+        ]
         arrays = [array for i in (instruction, *operands) for array in i.results]
-        return instruction.opcode not in ("fusion", "custom-call") and not any(array.shape for array in arrays)
+        return instruction.opcode not in ("fusion", "custom-call") and not any(
+            array.shape for array in arrays
+        )
 
-    def _by_roofline(self, costs: Costs, inside: Computation, instruction: Instruction, name: str) -> float:
-        """Returns the roofline's cycles of an instruction without an estimate; only custom calls have FLOPs."""
-        operands = [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
+    def _by_roofline(
+        self, costs: Costs, inside: Computation, instruction: Instruction, name: str
+    ) -> float:
+        """Returns the roofline's cycles of an instruction without an estimate; only custom calls
+        have FLOPs.
+        """
+        operands = [
+            inside.instructions[name]
+            for name in instruction.operands
+            if name in inside.instructions
+        ]
         flops = flops_of(instruction, operands) if instruction.opcode == "custom-call" else 0.0
         if self.kernel_cycles is None or flops is None:
-            costs.uncounted.append(f"cycles of {instruction.target or instruction.opcode} ({instruction.op_name})")
+            costs.uncounted.append(
+                f"cycles of {instruction.target or instruction.opcode} ({instruction.op_name})"
+            )
             return 0.0
         holder = self.anywhere[inside.name]
         touched = moved(self.anywhere, holder, holder.instructions[instruction.name])
@@ -172,15 +211,22 @@ class _Counter:
 def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> None:
     opcode = collective.opcode.removesuffix("-start")
     if opcode == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
-        opcode = "reduce-scatter"  # a TPU's: a fusion of a sum with the slice that each device keeps of it
-    operands = [inside.instructions[name] for name in collective.operands if name in inside.instructions]
+        # A TPU's: a fusion of a sum with the slice that each device keeps of it.
+        opcode = "reduce-scatter"
+    operands = [
+        inside.instructions[name] for name in collective.operands if name in inside.instructions
+    ]
     is_scatter = opcode == "reduce-scatter"
-    arrays = [a for i in operands for a in i.results] if is_scatter else produced(inside, collective)
+    arrays = (
+        [a for i in operands for a in i.results] if is_scatter else produced(inside, collective)
+    )
     for array in arrays:
         key = (opcode, array.dtype)
         costs.collectives[key] = costs.collectives.get(key, 0.0) + array.bytes
 
 
 def _short(op_name: str) -> str:
-    parts = [part for part in op_name.split("/") if not part.startswith(("jit(<", "jit(step", "jit(run"))]
+    parts = [
+        part for part in op_name.split("/") if not part.startswith(("jit(<", "jit(step", "jit(run"))
+    ]
     return "/".join(parts[-4:])

@@ -8,14 +8,28 @@ import math
 import re
 from collections.abc import Iterator
 
-_SIZES = {"pred": 1, "token": 0, "opaque": 0, "c64": 8, "c128": 16, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
+_SIZES = {
+    "pred": 1,
+    "token": 0,
+    "opaque": 0,
+    "c64": 8,
+    "c128": 16,
+    "s4": 0.5,
+    "u4": 0.5,
+    "s2": 0.25,
+    "u2": 0.25,
+}
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
-_CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result. `on_chip` is whether it lies in a memory of the chip's own."""
+    """One array of an instruction's result. `on_chip` is whether it lies in a memory of the chip's
+    own.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,11 +57,16 @@ class Instruction:
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
         """The names of the computations that it calls, by attribute."""
-        return {key: tuple(re.findall(r"%([\w.\-]+)", names)) for key, names in _CALLED.findall(self.rest)}
+        return {
+            key: tuple(re.findall(r"%([\w.\-]+)", names))
+            for key, names in _CALLED.findall(self.rest)
+        }
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate; None where it has none, written as a negative or as the largest number."""
+        """The compiler's estimate; None where it has none, written as a negative or as the largest
+        number.
+        """
         found = re.search(r'"estimated_cycles":"?(\d+)', self.rest)
         return int(found[1]) if found and int(found[1]) != 2**63 - 1 else None
 
@@ -96,10 +115,16 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields the text's lines; an instruction whose attributes have line breaks (a Pallas kernel's) is one line."""
+    """Yields the text's lines; an instruction whose attributes have line breaks (a Pallas kernel's)
+    is one line.
+    """
     held = ""
     for line in text.splitlines():
-        if held and line.strip() != "}" and not re.match(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(", line):
+        if (
+            held
+            and line.strip() != "}"
+            and not re.match(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(", line)
+        ):
             held += line
             continue
         if held:
@@ -112,14 +137,20 @@ def _lines(text: str) -> Iterator[str]:
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     results = tuple(
-        Array(dtype, tuple(int(n) for n in shape.split(",") if n), bool(re.search(r"S\([1-9]\d*\)", layout)))
+        Array(
+            dtype,
+            tuple(int(n) for n in shape.split(",") if n),
+            bool(re.search(r"S\([1-9]\d*\)", layout)),
+        )
         for dtype, shape, layout in _ARRAY.findall(text[:end])
     )
     opened = text.index("(", end)
     closed = _closing(text, opened)
     inside = text[opened + 1 : closed]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, text[end:opened].strip(), results, operands, inside, text[closed + 1 :], is_root)
+    return Instruction(
+        name, text[end:opened].strip(), results, operands, inside, text[closed + 1 :], is_root
+    )
 
 
 def _closing(text: str, opened: int) -> int:

@@ -1,14 +1,16 @@
 """Layers alone under mixed_bfloat16 as TPUs and GPUs get them, beside Flax's with dtype=bfloat16.
 
-    python -m benchmarks.accel.layers                             # v5e, v6e and H100: 10 minutes on two idle cores
-    python -m benchmarks.accel.layers --check                     # exits with 1 where a ratio misses its bound
-    python -m benchmarks.accel.layers --on v5e --only LayerNorm   # one chip's rows, and one layer's
-    python -m benchmarks.accel.layers --small                     # some layers of linen: a minute
+    python -m benchmarks.accel.layers                             # v5e, v6e and H100: 10 minutes on
+    two idle cores python -m benchmarks.accel.layers --check                     # exits with 1
+    where a ratio misses its bound python -m benchmarks.accel.layers --on v5e --only LayerNorm   #
+    one chip's rows, and one layer's python -m benchmarks.accel.layers --small                     #
+    some layers of linen: a minute
 
-value_and_grad of the mean square of a layer's result, by params and by a bfloat16 input, compiled for one chip and not
-run: the layers of `benchmarks.layers`, of larger inputs. The quantities are those of `benchmarks.accel.models`. An
-RNN's loop counts as often as it runs. A kernel that the compiler gives no cycles for counts at the chip's roofline and
-is named. Attention is measured without its kernel too, so that the kernel does not hide the operations around it.
+value_and_grad of the mean square of a layer's result, by params and by a bfloat16 input, compiled
+for one chip and not run: the layers of `benchmarks.layers`, of larger inputs. The quantities are
+those of `benchmarks.accel.models`. An RNN's loop counts as often as it runs. A kernel that the
+compiler gives no cycles for counts at the chip's roofline and is named. Attention is measured
+without its kernel too, so that the kernel does not hide the operations around it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from benchmarks.table import Row, run
 TARGETS = ("v5e:1x1", "v6e:1x1", "h100")
 OTHERS = ("v5p:1x1x1", "tpu7x:1x1x1", "a100", "b200")
 BOUNDS: dict[str, float | None] = {"cycles": 1.05}
-# A repair that costs: v5e's reduce-window takes 56 thousand cycles in float32 and 22 in bfloat16, whose mean of 128x128
-# ones is 0.25; by hand reads the input ahead besides, which the compiler gives no cycles for.
+# A repair that costs: v5e's reduce-window takes 56 thousand cycles in float32 and 22 in bfloat16,
+# whose mean of 128x128 ones is 0.25; by hand reads the input ahead besides, which the compiler
+# gives no cycles for.
 DEARER: dict[str, dict[str, float | None]] = {"avg_pool": {"cycles": 1.32}}
 ROWS, IMAGE, SEQUENCE = (16384, 256), (64, 56, 56, 16), (32, 512, 256)
 SMALL = ("Dense", "LayerNorm", "BatchNorm", "avg_pool")
@@ -62,23 +65,33 @@ def cases() -> list[Case]:
 
 # Where attention is one kernel its cycles are a roofline: without it the bound is to hold as well.
 def _linen_attention(wing: Any, **options: Any) -> Any:
-    return wing.MultiHeadDotProductAttention(4, use_bias=False, deterministic=True, **_in_xla(wing, options))
+    return wing.MultiHeadDotProductAttention(
+        4, use_bias=False, deterministic=True, **_in_xla(wing, options)
+    )
 
 
 def _nnx_attention(wing: Any, **options: Any) -> Any:
-    return wing.MultiHeadAttention(4, SEQUENCE[-1], use_bias=False, decode=False, **_in_xla(wing, options))
+    return wing.MultiHeadAttention(
+        4, SEQUENCE[-1], use_bias=False, decode=False, **_in_xla(wing, options)
+    )
 
 
 def _in_xla(wing: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Adds the option that turns our fused kernel off; Flax's layers, which are given a dtype, have none."""
+    """Adds the option that turns our fused kernel off; Flax's layers, which are given a dtype, have
+    none.
+    """
     if "dtype" in options:
         return options
-    return options | {"attention_fn": functools.partial(wing.dot_product_attention, implementation="xla")}
+    return options | {
+        "attention_fn": functools.partial(wing.dot_product_attention, implementation="xla")
+    }
 
 
 def figures(target: Target, case: Case, wing: str, *, ours: bool) -> Figures:
     program = case.program(wing, ours=ours)
-    return measure(target, program.step, tuple(placed(target, argument) for argument in program.arguments))
+    return measure(
+        target, program.step, tuple(placed(target, argument) for argument in program.arguments)
+    )
 
 
 def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Row]:
@@ -90,7 +103,9 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
     """
     for target in chosen(on, ("v5e:1x1", "h100") if small else TARGETS, OTHERS):
         for case in cases():
-            if (small and case.name not in SMALL) or (only and not any(part in case.name for part in only)):
+            if (small and case.name not in SMALL) or (
+                only and not any(part in case.name for part in only)
+            ):
                 continue
             for wing in WINGS[:1] if small else WINGS:
                 ours, hand = (figures(target, case, wing, ours=ours) for ours in (True, False))

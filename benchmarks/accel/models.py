@@ -1,12 +1,15 @@
-"""Models under mixed_bfloat16 as TPUs and GPUs get them, beside the same by hand in Flax and under autocast.
+"""Models under mixed_bfloat16 as TPUs and GPUs get them, beside the same by hand in Flax and under
+autocast.
 
-    python -m benchmarks.accel.models                            # v5e, v6e and H100: 40 minutes on two idle cores
-    python -m benchmarks.accel.models --check                    # exits with 1 where a ratio misses its bound
-    python -m benchmarks.accel.models --on v5e --only ResNet     # one chip's rows, and one model's
-    python -m benchmarks.accel.models --small                    # one small model in linen: half a minute
+    python -m benchmarks.accel.models                            # v5e, v6e and H100: 40 minutes on
+    two idle cores python -m benchmarks.accel.models --check                    # exits with 1 where
+    a ratio misses its bound python -m benchmarks.accel.models --on v5e --only ResNet     # one
+    chip's rows, and one model's python -m benchmarks.accel.models --small                    # one
+    small model in linen: half a minute
 
-value_and_grad of the loss, compiled and not run, of the models of `benchmarks.models` in both wings. On a TPU the
-batch is sharded over a topology of 2x2 chips and everything else is on each; on a GPU it is one device's.
+value_and_grad of the loss, compiled and not run, of the models of `benchmarks.models` in both
+wings. On a TPU the batch is sharded over a topology of 2x2 chips and everything else is on each; on
+a GPU it is one device's.
 
 cycles      the compiler's estimate of a chip's, exchanges left out; a GPU's compiler gives none.
 seconds     of these cycles, and of the exchanges at the published bandwidth of the links.
@@ -36,20 +39,24 @@ from benchmarks.accel.report import alike, amount, rows_of, unknown
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.models import POLICY, REFERENCE, Case, Program
 from benchmarks.table import Row, run
-from policy.amp import autocast
+from policy.autocast.transform import autocast
 
 TARGETS = ("v5e:2x2", "v6e:2x2", "h100")
 OTHERS = ("v5p:2x2x1", "tpu7x:2x2x1", "a100", "b200")
 TPU: dict[str, float | None] = {"cycles": 1.00, "/autocast": 1.02, "bytes": 1.02, "temporary": 1.05}
 GPU: dict[str, float | None] = {"bytes": 1.02, "temporary": 1.05}
-# XLA for TPUs gives a table of pointers, of the 32 bytes that say where a kernel's results or an exchange's are, 16 KiB
-# of memory, and `memory_analysis` counts those twice. Where the chip's own memory holds all arrays (the MLP on v6e),
-# temporary memory is 14 of them: one more, of the exchange of the biases' float32 gradients, is no array.
+# XLA for TPUs gives a table of pointers, of the 32 bytes that say where a kernel's results or an
+# exchange's are, 16 KiB of memory, and `memory_analysis` counts those twice. Where the chip's own
+# memory holds all arrays (the MLP on v6e), temporary memory is 14 of them: one more, of the
+# exchange of the biases' float32 gradients, is no array.
 TABLE_OF_POINTERS = 2 * 2**14
-# Exact variances take three sums in a convolution's kernel, where Flax takes two. On v6e, where most activations of a
-# ResNet stay in the chip's own memory, that is half a cycle to one for each 1024 numbers: 85 thousand of 14.9 million,
-# and 24 in the kernels that join parts; backward takes 45 less than by hand.
-DEARER: dict[tuple[str, str], dict[str, float | None]] = {("ResNet, linen", "v6e"): {"cycles": 1.007}}
+# Exact variances take three sums in a convolution's kernel, where Flax takes two. On v6e, where
+# most activations of a ResNet stay in the chip's own memory, that is half a cycle to one for each
+# 1024 numbers: 85 thousand of 14.9 million, and 24 in the kernels that join parts; backward takes
+# 45 less than by hand.
+DEARER: dict[tuple[str, str], dict[str, float | None]] = {
+    ("ResNet, linen", "v6e"): {"cycles": 1.007}
+}
 
 
 def _shape(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -70,14 +77,26 @@ def cases(chips: int) -> list[Case]:
         _case("ResNet", "ResNet", images, classes, filters=64, stages=(1, 1, 1, 1)),
         _case("ViT-S, 2 layers", "VisionTransformer", images, classes, layers=2),
         _case("decoder, 2 layers", "Transformer", ahead, ahead, **transformer, length=1024),
-        _case("encoder, 2 layers", "Transformer", whole, whole, **transformer, length=512, causal=False),
+        _case(
+            "encoder, 2 layers",
+            "Transformer",
+            whole,
+            whole,
+            **transformer,
+            length=512,
+            causal=False,
+        ),
         _case("MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None),
     ]
 
 
 def small_cases(chips: int) -> list[Case]:
     """Returns the models that compile in seconds, for so many chips."""
-    return [_case("small MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None, width=1024, layers=3)]
+    return [
+        _case(
+            "small MLP", "Mlp", _shape(jnp.float32, 2048 * chips, 1024), None, width=1024, layers=3
+        )
+    ]
 
 
 def programs(case: Case, wing: str, small: bool) -> dict[str, Program]:
@@ -91,14 +110,18 @@ def programs(case: Case, wing: str, small: bool) -> dict[str, Program]:
 
 
 def arguments(target: Target, program: Program) -> tuple[Any, ...]:
-    """Places a program's arguments on the target: input and labels sharded over its chips, the rest replicated."""
+    """Places a program's arguments on the target: input and labels sharded over its chips, the rest
+    replicated.
+    """
     if len(target.devices) == 1:
         return tuple(placed(target, argument) for argument in program.arguments)
     mesh = target.mesh()
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def over(sharding: NamedSharding, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
 
     params, state, x, y = program.arguments
     return over(whole, params), over(whole, state), over(split, x), over(split, y)
@@ -139,7 +162,9 @@ def _model(target: Target, case: Case, wing: str, small: bool) -> Iterator[Row]:
 
 
 def _bounds(target: Target, hand: Figures) -> dict[str, float | None]:
-    """Returns the bounds beside a program by hand; of temporary memory that is small, one that allows a table more."""
+    """Returns the bounds beside a program by hand; of temporary memory that is small, one that
+    allows a table more.
+    """
     if not target.chip.clock:
         return GPU
     with_a_table = 1 + TABLE_OF_POINTERS / hand.temporary if hand.temporary else 0.0
@@ -147,7 +172,13 @@ def _bounds(target: Target, hand: Figures) -> dict[str, float | None]:
 
 
 def _beside(
-    name: str, target: Target, quantity: str, called: str, ours: Figures, reference: Figures, bound: float | None
+    name: str,
+    target: Target,
+    quantity: str,
+    called: str,
+    ours: Figures,
+    reference: Figures,
+    bound: float | None,
 ) -> Row:
     first, second = (amount(target, figure, quantity) for figure in alike(ours, reference))
     left_out = unknown(quantity, ours, reference)

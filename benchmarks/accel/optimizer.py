@@ -1,12 +1,14 @@
-"""Costs of an AdamW step on a TPU, beside plain optax, `optax.apply_if_finite`, jmp's pipeline and mpx's.
+"""Costs of an AdamW step on a TPU, beside plain optax, `optax.apply_if_finite`, jmp's pipeline and
+mpx's.
 
     python -m benchmarks.accel.optimizer          # the table: a minute on two cores, nothing is run
     python -m benchmarks.accel.optimizer --check  # exits with 1 where a ratio misses its bound
     python -m benchmarks.accel.optimizer --small  # three rows
     python -m benchmarks.accel.optimizer --json FILE
 
-Four leaves of 4096 x 1024, params and state donated, gradients scaled; the pipelines are `benchmarks.optimizer`'s.
-Plain optax is float32 params, moments and updates of bfloat16 gradients, without skipping.
+Four leaves of 4096 x 1024, params and state donated, gradients scaled; the pipelines are
+`benchmarks.optimizer`'s. Plain optax is float32 params, moments and updates of bfloat16 gradients,
+without skipping.
 
 cycles  the compiler's estimate; of a conditional the costlier branch.
 bytes   its count of bytes accessed, on-chip memory too, an element. It only reports.

@@ -23,7 +23,8 @@ class Figures:
     Attributes:
       cycles: the compiler's estimate, kernels without one at the chip's roofline; 0 of a GPU.
       bytes: moved by kernels, of the TPU's compiler its own count where no loop runs.
-      moved: the same by the shapes in the program's text, whatever runs; memory of the chip's own is free.
+      moved: the same by the shapes in the program's text, whatever runs; memory of the chip's own
+        is free.
       has_loops: whether a loop runs, which the compiler's own count takes once.
       temporary: bytes of temporary memory at their peak.
       arguments: bytes of the arguments.
@@ -33,7 +34,8 @@ class Figures:
       collectives: bytes of one device's results, by operation and dtype.
       exchange: seconds of the collectives at the published bandwidth of the links.
       uncounted: costs that the figures leave out.
-      rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's roofline.
+      rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's
+        roofline.
       seconds: CPU seconds of the compiler.
     """
 
@@ -66,9 +68,14 @@ def placed(target: Target, tree: Any) -> Any:
 
 
 def measure(
-    target: Target, function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = (), **options: Any
+    target: Target,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    donated: Sequence[int] = (),
+    **options: Any,
 ) -> Figures:
-    """Compiles `function` for shapes on the target's devices, without running it, and returns its figures.
+    """Compiles `function` for shapes on the target's devices, without running it, and returns its
+    figures.
 
     Args:
       arguments: trees of `jax.ShapeDtypeStruct` with shardings, as `placed` makes them.
@@ -79,7 +86,9 @@ def measure(
       OutOfMemory: the program needs more memory than the chip has; the message has the figure.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated), **options)
-    return of_lowered(target, jitted.trace(*arguments).lower(lowering_platforms=(target.chip.platform,)))
+    return of_lowered(
+        target, jitted.trace(*arguments).lower(lowering_platforms=(target.chip.platform,))
+    )
 
 
 def of_lowered(target: Target, lowered: Any) -> Figures:
@@ -106,7 +115,11 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         collectives=costs.collectives,
         exchange=exchange_seconds(chip, costs.collectives),
         uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
-        rooflines=tuple(name for name, cycles in costs.rooflines.items() if is_tpu and cycles > 0.01 * costs.cycles),
+        rooflines=tuple(
+            name
+            for name, cycles in costs.rooflines.items()
+            if is_tpu and cycles > 0.01 * costs.cycles
+        ),
         seconds=seconds,
         costs=costs,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -119,8 +132,13 @@ def roofline(chip: Chip, flops: float, moved: float) -> float:
 
 
 def exchange_seconds(chip: Chip, collectives: dict[tuple[str, str], float]) -> float:
-    """Returns the least seconds of the collectives: an all-reduce sends its result twice, the others once."""
-    sent = sum(size * (2 if operation == "all-reduce" else 1) for (operation, _), size in collectives.items())
+    """Returns the least seconds of the collectives: an all-reduce sends its result twice, the
+    others once.
+    """
+    sent = sum(
+        size * (2 if operation == "all-reduce" else 1)
+        for (operation, _), size in collectives.items()
+    )
     return sent / chip.link_bandwidth
 
 

@@ -13,12 +13,18 @@ Bounds = Mapping[str, float | None]
 
 
 def rows_of(
-    name: str, target: Target, ours: Figures, reference: Figures, bounds: Bounds | None = None, note: str = ""
+    name: str,
+    target: Target,
+    ours: Figures,
+    reference: Figures,
+    bounds: Bounds | None = None,
+    note: str = "",
 ) -> Iterator[Row]:
     """Yields a row of each quantity that the target's compiler gives.
 
     Args:
-      bounds: the largest ratios, by quantity: "cycles", "bytes", "temporary", "kernels", "exchange", "seconds".
+      bounds: the largest ratios, by quantity: "cycles", "bytes", "temporary", "kernels",
+        "exchange", "seconds".
     """
     bounds = bounds or {}
     ours, reference = alike(ours, reference)
@@ -36,7 +42,9 @@ def rows_of(
 
 
 def alike(*figures: Figures) -> tuple[Figures, ...]:
-    """Makes the bytes of several programs comparable: counted by shapes in all if a loop runs in any."""
+    """Makes the bytes of several programs comparable: counted by shapes in all if a loop runs in
+    any.
+    """
     if any(figure.has_loops for figure in figures):
         return tuple(dataclasses.replace(figure, bytes=figure.moved) for figure in figures)
     return figures
@@ -50,7 +58,9 @@ def quantities(target: Target, *figures: Figures) -> tuple[str, ...]:
 
 
 def amount(target: Target, figures: Figures, quantity: str) -> float:
-    """Returns the figure of a quantity: seconds are those of cycles and exchange together, exchange is bytes."""
+    """Returns the figure of a quantity: seconds are those of cycles and exchange together, exchange
+    is bytes.
+    """
     if quantity == "seconds":
         return figures.cycles / target.chip.clock + figures.exchange
     if quantity == "exchange":
@@ -71,5 +81,7 @@ def _note(quantity: str, ours: Figures, note: str) -> str:
     if quantity == "seconds":
         return f"{ours.exchange * 1e6:.0f} us of them exchange" if ours.exchange else ""
     if quantity == "cycles" and ours.rooflines:
-        return "; ".join([*([note] if note else []), f"at the roofline: {', '.join(ours.rooflines)}"])
+        return "; ".join(
+            [*([note] if note else []), f"at the roofline: {', '.join(ours.rooflines)}"]
+        )
     return note if quantity == "cycles" else ""

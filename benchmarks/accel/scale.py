@@ -1,26 +1,28 @@
-"""A train step of 8 billion parameters over 256 chips of v5e and 64 of v5p, compiled from shapes alone.
+"""A train step of 8 billion parameters over 256 chips of v5e and 64 of v5p, compiled from shapes
+alone.
 
-    python -m benchmarks.accel.scale                              # every row: 20 minutes on two idle cores
-    python -m benchmarks.accel.scale --check                      # exits with 1 where a row misses its bound
-    python -m benchmarks.accel.scale --on v5e --only remainders   # by hand and one variant, on one chip: 5 minutes
-    python -m benchmarks.accel.scale --small                      # narrow layers over v5e:2x2: a minute and a half
+    python -m benchmarks.accel.scale                              # every row: 20 minutes on two
+    idle cores python -m benchmarks.accel.scale --check                      # exits with 1 where a
+    row misses its bound python -m benchmarks.accel.scale --on v5e --only remainders   # by hand and
+    one variant, on one chip: 5 minutes python -m benchmarks.accel.scale --small
+    # narrow layers over v5e:2x2: a minute and a half
 
-Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.scale_model`), 256 texts of 4096 tokens.
-Params, their moments and remainders are split over the `fsdp` axis of the mesh, the batch over both axes;
-activations are constrained to be split by batch, params and state are donated. Ours is mixed_bfloat16 with
-`value_and_grad` and `apply_gradients` of `mixed_precision(optax.adamw)`, which skips steps that are not finite. By hand
-is Flax's linen with `dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
+Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.scale_model`), 256
+texts of 4096 tokens. Params, their moments and remainders are split over the `fsdp` axis of the
+mesh, the batch over both axes; activations are constrained to be split by batch, params and state
+are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` of
+`mixed_precision(optax.adamw)`, which skips steps that are not finite. By hand is Flax's linen with
+`dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
 
-memory      bytes of a chip that arguments, temporaries and new results take, beside those that it has;
-temporary   bytes at their peak beside arguments and results;
-cycles      the compiler's estimate of a chip's, exchanges left out;
-seconds     of these cycles and of the exchanges at the published bandwidth of the links, one after the other;
-bytes       moved to and from a chip's memory;
-kernels     that run;
-exchange    bytes that collectives leave on a chip, of a reduce-scatter its operands;
-gathers     bytes of all-gathers that are wider than compute dtype, beside those of all;
-sums        bytes of all-reduces and reduce-scatters that are wider than compute dtype, beside those of all;
-asked       bytes summed in float32 where that is asked for, beside a float32 gradient for each param of a chip.
+memory      bytes of a chip that arguments, temporaries and new results take, beside those that it
+has; temporary   bytes at their peak beside arguments and results; cycles      the compiler's
+estimate of a chip's, exchanges left out; seconds     of these cycles and of the exchanges at the
+published bandwidth of the links, one after the other; bytes       moved to and from a chip's
+memory; kernels     that run; exchange    bytes that collectives leave on a chip, of a
+reduce-scatter its operands; gathers     bytes of all-gathers that are wider than compute dtype,
+beside those of all; sums        bytes of all-reduces and reduce-scatters that are wider than
+compute dtype, beside those of all; asked       bytes summed in float32 where that is asked for,
+beside a float32 gradient for each param of a chip.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ BATCH = 256
 class Place:
     """A target and its mesh: the number of copies, and of the chips that each is split over.
 
-    Where fsdp is the whole of a torus, XLA sums every gradient on all chips and then takes a slice, which sends twice
-    as much as the reduce-scatter that it makes of a part of one.
+    Where fsdp is the whole of a torus, XLA sums every gradient on all chips and then takes a slice,
+    which sends twice as much as the reduce-scatter that it makes of a part of one.
     """
 
     target: str
@@ -79,7 +81,16 @@ class Place:
 
 
 V5E, V5P, SMALL = Place("v5e:16x16", (4, 64)), Place("v5p:4x4x4", (2, 32)), Place("v5e:2x2", (2, 2))
-NARROW = Size(layers=2, width=256, heads=4, key_heads=2, head_width=128, mlp_width=1024, vocabulary=2048, length=256)
+NARROW = Size(
+    layers=2,
+    width=256,
+    heads=4,
+    key_heads=2,
+    head_width=128,
+    mlp_width=1024,
+    vocabulary=2048,
+    length=256,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +100,8 @@ class Variant:
     Attributes:
       policy: of the layers and the optimizer; None is by hand.
       wing: "linen" or "nnx".
-      all_reduce_dtype: the dtype of the gradients' sum over the data axis; None leaves both axes to XLA.
+      all_reduce_dtype: the dtype of the gradients' sum over the data axis; None leaves both axes to
+        XLA.
     """
 
     policy: str | None
@@ -111,16 +123,22 @@ BOUNDS = {"temporary": 1.05, "cycles": 1.05, "exchange": 1.02}
 FEW = 0.01  # what norms and the loss add to the exchanges of kernels and tables
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The step
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
-    """Splits a param over fsdp along the model's width, which every kernel and table has; norms' scales stay whole."""
+    """Splits a param over fsdp along the model's width, which every kernel and table has; norms'
+    scales stay whole.
+    """
     axis = len(shape) - 1 - tuple(reversed(shape)).index(size.width)
     is_scale = len(shape) - axis == 1 and shape[:-1] in ((), (size.layers,))
-    return PartitionSpec() if is_scale else PartitionSpec(*["fsdp" if i == axis else None for i in range(len(shape))])
+    return (
+        PartitionSpec()
+        if is_scale
+        else PartitionSpec(*["fsdp" if i == axis else None for i in range(len(shape))])
+    )
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -135,9 +153,13 @@ def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
     """Returns a variant's params, as shapes, and its function from params and tokens to logits."""
     threaded = {"dtype": jnp.bfloat16} if variant.policy is None else {}
     if variant.wing == "linen":
-        nn: Any = flax.linen if variant.policy is None else mpmodules.linen  # a module, which hashes
+        nn: Any = (
+            flax.linen if variant.policy is None else mpmodules.linen
+        )  # a module, which hashes
         model = decoder_of(nn)(size, **threaded)
-        params = jax.eval_shape(lambda tokens: model.init(jax.random.key(0), tokens)["params"], tokens)
+        params = jax.eval_shape(
+            lambda tokens: model.init(jax.random.key(0), tokens)["params"], tokens
+        )
         return params, lambda params, tokens: model.apply({"params": params}, tokens)
     options = threaded if variant.policy is None else {"dtype_policy": variant.policy}
     nnx: Any = flax_nnx if variant.policy is None else mpmodules.nnx
@@ -155,7 +177,9 @@ def lowered(place: Place, variant: Variant, size: Size, batch: int) -> Any:
         rows = NamedSharding(mesh, PartitionSpec(AXES))
         tokens = jax.ShapeDtypeStruct((batch, size.length), jnp.int32, sharding=rows)
         params, apply = model_of(variant, size, tokens)
-        params = jax.tree.map(lambda x: _split(x, NamedSharding(mesh, param_spec(x.shape, size))), params)
+        params = jax.tree.map(
+            lambda x: _split(x, NamedSharding(mesh, param_spec(x.shape, size))), params
+        )
         adamw = optax.adamw(1e-3)
         tx = adamw if variant.policy is None else mixed_precision(adamw, variant.policy)
         state = jax.tree.map(_split, jax.eval_shape(tx.init, params), state_shardings(tx, params))
@@ -163,7 +187,11 @@ def lowered(place: Place, variant: Variant, size: Size, batch: int) -> Any:
         def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
             return cross_entropy(apply(params, tokens), tokens)
 
-        step = by_hand(loss_fn, tx) if variant.policy is None else ours(loss_fn, tx, variant.all_reduce_dtype)
+        step = (
+            by_hand(loss_fn, tx)
+            if variant.policy is None
+            else ours(loss_fn, tx, variant.all_reduce_dtype)
+        )
         where = jax.tree.map(lambda x: x.sharding, (params, state))
         whole = NamedSharding(mesh, PartitionSpec())
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where, whole))
@@ -192,7 +220,9 @@ def ours(loss_fn: Any, tx: Any, all_reduce_dtype: str | None) -> Any:
     """
 
     def gradients(params: Any, state: Any, tokens: jax.Array) -> Any:
-        return value_and_grad(loss_fn, loss_scale=loss_scale_of(state), grads="compute")(params, tokens)
+        return value_and_grad(loss_fn, loss_scale=loss_scale_of(state), grads="compute")(
+            params, tokens
+        )
 
     def own(params: Any, state: Any, tokens: jax.Array) -> Any:
         loss, grads = gradients(vary(params, "data"), state, tokens)
@@ -212,9 +242,9 @@ def ours(loss_fn: Any, tx: Any, all_reduce_dtype: str | None) -> Any:
     return step
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def figures(place: Place, variant: Variant, size: Size, batch: int) -> Figures:
@@ -232,17 +262,25 @@ def rows(small: bool = False, on: Sequence[str] = (), only: Sequence[str] = ()) 
       ValueError: a chip or a variant that is none of the table's.
     """
     places = {SMALL: tuple(VARIANTS)} if small else TABLE
-    chosen = {place: names for place, names in places.items() if not on or {place.target, place.kind} & set(on)}
+    chosen = {
+        place: names
+        for place, names in places.items()
+        if not on or {place.target, place.kind} & set(on)
+    }
     wanted = [name for name in VARIANTS if not only or any(part in name for part in only)]
     if not chosen or not wanted:
         known = ", ".join(place.target for place in places), "; ".join(VARIANTS)
-        raise ValueError(f"No row is of {' '.join((*on, *only))}. Targets: {known[0]}. Variants: {known[1]}.")
+        raise ValueError(
+            f"No row is of {' '.join((*on, *only))}. Targets: {known[0]}. Variants: {known[1]}."
+        )
     size, batch = (NARROW, 8) if small else (Size(), BATCH)
     for place, names in chosen.items():
         hand = figures(place, HAND, size, batch)
         yield _memory("by hand", place, hand)
         for name in (name for name in names if name in wanted):
-            yield from variant_rows(name, place, figures(place, VARIANTS[name], size, batch), hand, size, small)
+            yield from variant_rows(
+                name, place, figures(place, VARIANTS[name], size, batch), hand, size, small
+            )
 
 
 def variant_rows(
@@ -250,11 +288,16 @@ def variant_rows(
 ) -> Iterator[Row]:
     """Yields the rows of one program.
 
-    Of narrow layers only dtypes and memory have bounds: exchanges and small kernels are most of their cost.
+    Of narrow layers only dtypes and memory have bounds: exchanges and small kernels are most of
+    their cost.
     """
     asked = VARIANTS[name].all_reduce_dtype
     yield _memory(name, place, ours)
-    bounds = {} if small else {key: bound for key, bound in BOUNDS.items() if not (asked and key == "exchange")}
+    bounds = (
+        {}
+        if small
+        else {key: bound for key, bound in BOUNDS.items() if not (asked and key == "exchange")}
+    )
     yield from rows_of(name, Target(place.target), ours, hand, bounds)
     yield _wider("gathers", name, place, ours, ("all-gather",))
     if asked is None:
@@ -267,13 +310,21 @@ def variant_rows(
 
 
 def _memory(name: str, place: Place, figures: Figures) -> Row:
-    return Row("memory", name, figures.memory, Target(place.target).chip.memory, 1.0, target=place.target)
+    return Row(
+        "memory", name, figures.memory, Target(place.target).chip.memory, 1.0, target=place.target
+    )
 
 
-def _wider(quantity: str, name: str, place: Place, figures: Figures, operations: Sequence[str]) -> Row:
-    """Returns a row of the bytes of floating numbers wider than bfloat16, beside all. Integers are tokens."""
+def _wider(
+    quantity: str, name: str, place: Place, figures: Figures, operations: Sequence[str]
+) -> Row:
+    """Returns a row of the bytes of floating numbers wider than bfloat16, beside all. Integers are
+    tokens.
+    """
     wide = sum(_bytes(figures, operations, dtype) for dtype in ("f32", "f64"))
-    return Row(quantity, name, wide, wide + _bytes(figures, operations, "bf16"), FEW, target=place.target)
+    return Row(
+        quantity, name, wide, wide + _bytes(figures, operations, "bf16"), FEW, target=place.target
+    )
 
 
 def _bytes(figures: Figures, operations: Sequence[str], dtype: str) -> float:

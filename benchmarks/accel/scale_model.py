@@ -1,7 +1,8 @@
-"""A decoder of Llama 3's shape, layers scanned and rematerialised, in this library's layers and in Flax's by hand.
+"""A decoder of Llama 3's shape, layers scanned and rematerialised, in this library's layers and in
+Flax's by hand.
 
-RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. One class serves both: the layers come
-from `nn`, and a dtype is threaded through where `nn` is Flax's.
+RMSNorm, rotary positions, eight key-value heads to 32 query heads, a gated MLP. One class serves
+both: the layers come from `nn`, and a dtype is threaded through where `nn` is Flax's.
 """
 
 from __future__ import annotations
@@ -41,17 +42,25 @@ class Size:
 
 
 def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
-    """Rotates the halves of each head by its position, in float32. (B, T, N, H) in and out, in the dtype of `x`."""
+    """Rotates the halves of each head by its position, in float32. (B, T, N, H) in and out, in the
+    dtype of `x`.
+    """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies[None, None]  # (T, 1, H / 2)
+    angles = (
+        jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies[None, None]
+    )  # (T, 1, H / 2)
     sin, cos = jnp.sin(angles)[None], jnp.cos(angles)[None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(
+        x.dtype
+    )
 
 
 def split(x: jax.Array) -> jax.Array:
-    """Constrains activations to be split by batch only, over every axis of the mesh that XLA shards over."""
+    """Constrains activations to be split by batch only, over every axis of the mesh that XLA shards
+    over.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto)
@@ -59,9 +68,11 @@ def split(x: jax.Array) -> jax.Array:
 
 
 def causal(nn: Any) -> Callable[..., jax.Array]:
-    """Returns causal attention over grouped key heads: (B, T, N, H) and (B, T, K, H) twice -> (B, T, N, H).
+    """Returns causal attention over grouped key heads: (B, T, N, H) and (B, T, K, H) twice -> (B,
+    T, N, H).
 
-    By hand it is JAX's, with logits and softmax in float32: Flax's own does not take fewer key heads than query heads.
+    By hand it is JAX's, with logits and softmax in float32: Flax's own does not take fewer key
+    heads than query heads.
     """
     if nn in FLAX:
         return functools.partial(jax.nn.dot_product_attention, is_causal=True)
@@ -136,7 +147,9 @@ def nnx_decoder_of(nnx: Any) -> Any:
             self.query = nnx.LinearGeneral(width, (size.heads, size.head_width), **options)
             self.key = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
             self.value = nnx.LinearGeneral(width, (size.key_heads, size.head_width), **options)
-            self.out = nnx.LinearGeneral((size.heads, size.head_width), width, axis=(-2, -1), **options)
+            self.out = nnx.LinearGeneral(
+                (size.heads, size.head_width), width, axis=(-2, -1), **options
+            )
             self.gate, self.up = (nnx.Linear(width, size.mlp_width, **options) for _ in range(2))
             self.down = nnx.Linear(size.mlp_width, width, **options)
 
@@ -160,7 +173,9 @@ def nnx_decoder_of(nnx: Any) -> Any:
             self.embed = nnx.Embed(size.vocabulary, size.width, rngs=rngs, **threaded)
             self.layers = stacked(rngs)
             self.norm = nnx.RMSNorm(size.width, epsilon=1e-5, rngs=rngs, **threaded)
-            self.head = nnx.Linear(size.width, size.vocabulary, use_bias=False, rngs=rngs, **threaded)
+            self.head = nnx.Linear(
+                size.width, size.vocabulary, use_bias=False, rngs=rngs, **threaded
+            )
 
         def __call__(self, tokens: jax.Array) -> jax.Array:
             @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)

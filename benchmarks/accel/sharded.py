@@ -1,16 +1,18 @@
-"""A whole train step whose params, state and batch are sharded over every chip, beside the same step by hand.
+"""A whole train step whose params, state and batch are sharded over every chip, beside the same
+step by hand.
 
-    python -m benchmarks.accel.sharded          # the table, of sixteen v5e chips: 5 minutes of two cores
-    python -m benchmarks.accel.sharded --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.accel.sharded          # the table, of sixteen v5e chips: 5 minutes of two
+    cores python -m benchmarks.accel.sharded --check  # exits with 1 where a ratio misses its bound
     python -m benchmarks.accel.sharded --small  # one block of a 64th of the size, of four chips
     python -m benchmarks.accel.sharded --json FILE
 
-Four blocks of 2048 x 8192 with LayerNorm and gelu, 4096 rows, adamw, params and state donated. By hand is Flax's linen
-with dtype=bfloat16, `jax.value_and_grad` and optax, and `optax.apply_if_finite` where a step is to be skipped.
+Four blocks of 2048 x 8192 with LayerNorm and gelu, 4096 rows, adamw, params and state donated. By
+hand is Flax's linen with dtype=bfloat16, `jax.value_and_grad` and optax, and
+`optax.apply_if_finite` where a step is to be skipped.
 
 cycles     the compiler's estimate of one step on one chip; of a conditional the costlier branch.
-temp       the peak of temporary memory.
-exchanged  bytes that one chip receives by collectives. It only reports: XLA exchanges params in bfloat16 in every step.
+temp       the peak of temporary memory. exchanged  bytes that one chip receives by collectives. It
+only reports: XLA exchanges params in bfloat16 in every step.
 """
 
 from __future__ import annotations
@@ -96,7 +98,10 @@ def ours(size: Size, policy: str = "mixed_bfloat16", **options: Any) -> tuple[An
 
     def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any, Any]:
         differentiated = value_and_grad(
-            functools.partial(loss_of, model), loss_scale=loss_scale_of(state), policy=policy, grads="compute"
+            functools.partial(loss_of, model),
+            loss_scale=loss_scale_of(state),
+            policy=policy,
+            grads="compute",
         )
         loss, gradients = differentiated(params, batch)
         params, state, _ = apply_gradients(tx, params, state, gradients)
@@ -106,7 +111,9 @@ def ours(size: Size, policy: str = "mixed_bfloat16", **options: Any) -> tuple[An
 
 
 def figures(size: Size, made: tuple[Any, Any, Step]) -> Figures:
-    """Measures a step whose params, state and batch are split over all chips along their first axis."""
+    """Measures a step whose params, state and batch are split over all chips along their first
+    axis.
+    """
     model, tx, step = made
     mesh = Target(size.target).mesh()
     split = NamedSharding(mesh, PartitionSpec("data"))
@@ -119,9 +126,17 @@ def figures(size: Size, made: tuple[Any, Any, Step]) -> Figures:
         shardings = state_shardings(tx, params)
     else:
         shardings = jax.tree.map(lambda leaf: split if leaf.ndim else everywhere, state)
-    state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, shardings)
-    out = jax.tree.map(lambda p: p.sharding, params), jax.tree.map(lambda leaf: leaf.sharding, state), everywhere
-    return measure(Target(size.target), step, (params, state, batch), donated=(0, 1), out_shardings=out)
+    state = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, shardings
+    )
+    out = (
+        jax.tree.map(lambda p: p.sharding, params),
+        jax.tree.map(lambda leaf: leaf.sharding, state),
+        everywhere,
+    )
+    return measure(
+        Target(size.target), step, (params, state, batch), donated=(0, 1), out_shardings=out
+    )
 
 
 BY_HAND, IF_FINITE = "by hand", "by hand, apply_if_finite"
@@ -148,7 +163,9 @@ def steps(size: Size) -> dict[str, Callable[[], tuple[Any, Any, Step]]]:
 
 
 def rows(small: bool = False) -> Iterator[Row]:
-    """Yields every row, as it is measured. The small ones have no bounds: fixed costs of kernels dominate them."""
+    """Yields every row, as it is measured. The small ones have no bounds: fixed costs of kernels
+    dominate them.
+    """
     size = SMALL if small else Size()
     made = steps(size)
     hand = figures(size, made[BY_HAND]())
@@ -158,7 +175,9 @@ def rows(small: bool = False) -> Iterator[Row]:
         found, label = figures(size, made[name]()), f"{name}, {size.target}"
         yield Row("cycles", label, found.cycles, hand.cycles, None if small else cycles)
         yield Row("temp", label, found.temporary, hand.temporary, None if small else temporary)
-        yield Row("exchanged", label, sum(found.collectives.values()), sum(hand.collectives.values()))
+        yield Row(
+            "exchanged", label, sum(found.collectives.values()), sum(hand.collectives.values())
+        )
 
 
 if __name__ == "__main__":

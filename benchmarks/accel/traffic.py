@@ -1,4 +1,6 @@
-"""Counts the bytes that an instruction of a compiled program moves to and from memory, by the shapes in its text."""
+"""Counts the bytes that an instruction of a compiled program moves to and from memory, by the
+shapes in its text.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +10,46 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _LIBRARIES = ("__cublas", "__cudnn")
 
 
-def moved(computations: dict[str, Computation], inside: Computation, instruction: Instruction) -> float:
+def moved(
+    computations: dict[str, Computation], inside: Computation, instruction: Instruction
+) -> float:
     """Returns the bytes that a kernel reads and writes; on-chip memory is free.
 
-    For an operand that is only sliced the slices count, for one that is updated in place the update.
+    For an operand that is only sliced the slices count, for one that is updated in place the
+    update.
     """
     operands = _operands(inside, instruction)
     opcode, results = instruction.opcode.removesuffix("-start"), produced(inside, instruction)
     if opcode in _SLICES:
         source = operands[0].results
-        return _outside(results) + min(_outside(source), _whole(results)) + _outside(_all(operands[1:]))
+        return (
+            _outside(results)
+            + min(_outside(source), _whole(results))
+            + _outside(_all(operands[1:]))
+        )
     if opcode == "dynamic-update-slice":
         update = operands[1].results
         return _outside(update) + min(_outside(results), _whole(update))
     if opcode == "fusion":
         fused = computations[instruction.called["calls"][0]]
-        read = (_read(computations, fused, number, operand.results) for number, operand in enumerate(operands))
+        read = (
+            _read(computations, fused, number, operand.results)
+            for number, operand in enumerate(operands)
+        )
         return sum(read) + _written(computations, fused, fused.root, results)
     if opcode == "custom-call" and instruction.target.startswith(_LIBRARIES):
-        results = tuple(array for array in results if array.dtype not in ("s8", "u8")) or results  # not workspaces
+        results = (
+            tuple(array for array in results if array.dtype not in ("s8", "u8")) or results
+        )  # not workspaces
     return _outside(_all(operands)) + _outside(results)
 
 
 def produced(inside: Computation, instruction: Instruction) -> tuple[Array, ...]:
-    """Returns the results of an instruction; for the start of an asynchronous one, the results of its end.
+    """Returns the results of an instruction; for the start of an asynchronous one, the results of
+    its end.
 
-    The start's own results are its operands, the results and contexts; those of a copy begin with the copy.
+    The start's own results are its operands, the results and contexts; those of a copy begin with
+    the copy.
     """
     opcode, results = instruction.opcode, instruction.results
     if not opcode.endswith("-start") or opcode == "all-reduce-start":
@@ -47,7 +63,9 @@ def produced(inside: Computation, instruction: Instruction) -> tuple[Array, ...]
 
 
 def _operands(inside: Computation, instruction: Instruction) -> list[Instruction]:
-    return [inside.instructions[name] for name in instruction.operands if name in inside.instructions]
+    return [
+        inside.instructions[name] for name in instruction.operands if name in inside.instructions
+    ]
 
 
 def _all(instructions: list[Instruction]) -> tuple[Array, ...]:
@@ -62,7 +80,12 @@ def _whole(arrays: tuple[Array, ...]) -> float:
     return sum(array.bytes for array in arrays)
 
 
-def _read(computations: dict[str, Computation], fused: Computation, number: int, operand: tuple[Array, ...]) -> float:
+def _read(
+    computations: dict[str, Computation],
+    fused: Computation,
+    number: int,
+    operand: tuple[Array, ...],
+) -> float:
     """Returns the bytes that a fusion reads of an operand."""
     outside = _outside(operand)
     if not outside or number not in fused.parameters:
@@ -86,7 +109,11 @@ def _sliced(computations: dict[str, Computation], fused: Computation, name: str)
         elif user.opcode == "fusion":
             nested = computations[user.called["calls"][0]]
             for number, operand in enumerate(user.operands):
-                inner = _sliced(computations, nested, nested.parameters[number].name) if operand == name else 0.0
+                inner = (
+                    _sliced(computations, nested, nested.parameters[number].name)
+                    if operand == name
+                    else 0.0
+                )
                 if inner is None:
                     return None
                 total += inner
@@ -97,17 +124,27 @@ def _sliced(computations: dict[str, Computation], fused: Computation, name: str)
 
 def _updated_in_place(fused: Computation, update: Instruction, name: str) -> bool:
     is_result = update.is_root or update.name in fused.root.operands
-    of_it = update.opcode == "dynamic-update-slice" and update.operands[0] == name and name not in update.operands[1:]
+    of_it = (
+        update.opcode == "dynamic-update-slice"
+        and update.operands[0] == name
+        and name not in update.operands[1:]
+    )
     return is_result and of_it
 
 
 def _written(
-    computations: dict[str, Computation], fused: Computation, root: Instruction, results: tuple[Array, ...]
+    computations: dict[str, Computation],
+    fused: Computation,
+    root: Instruction,
+    results: tuple[Array, ...],
 ) -> float:
     """Returns the bytes that a fusion writes: of arrays updated in place only the updates."""
     if root.opcode == "tuple" and len(root.operands) == len(results):
         parts = zip(root.operands, results, strict=True)
-        return sum(_written(computations, fused, fused.instructions[name], (result,)) for name, result in parts)
+        return sum(
+            _written(computations, fused, fused.instructions[name], (result,))
+            for name, result in parts
+        )
     outside = _outside(results)
     if root.opcode == "bitcast":
         return _written(computations, fused, fused.instructions[root.operands[0]], results)

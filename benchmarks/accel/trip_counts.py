@@ -8,10 +8,13 @@ import re
 from benchmarks.accel.hlo_text import Computation, Instruction, settled
 
 
-def turns(computations: dict[str, Computation], inside: Computation, loop: Instruction) -> int | None:
+def turns(
+    computations: dict[str, Computation], inside: Computation, loop: Instruction
+) -> int | None:
     """Returns the trip count of a `while`; None where it depends on data.
 
-    It is the compiler's own count where the text has one; else it follows from the counter's start, bound and step.
+    It is the compiler's own count where the text has one; else it follows from the counter's start,
+    bound and step.
     """
     known = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest)
     if known:
@@ -39,7 +42,10 @@ def turns(computations: dict[str, Computation], inside: Computation, loop: Instr
         bound = _entering(inside, start, index)
     if counter is None or bound is None:
         return None
-    first, step = _entering(inside, start, counter), _step(computations, body, counter, inside, start)
+    first, step = (
+        _entering(inside, start, counter),
+        _step(computations, body, counter, inside, start),
+    )
     direction = re.search(r"direction=(\w+)", compare.rest)
     if first is None or not step or direction is None:
         return None
@@ -51,7 +57,9 @@ def turns(computations: dict[str, Computation], inside: Computation, loop: Instr
 
 
 def _through(fused: Computation, instruction: Instruction, outer: list[Instruction]) -> Instruction:
-    """Resolves a fusion's parameter to the operand that it stands for, through copies and casts; else returns it."""
+    """Resolves a fusion's parameter to the operand that it stands for, through copies and casts;
+    else returns it.
+    """
     while instruction.opcode in ("copy", "bitcast", "convert"):
         instruction = fused.instructions[instruction.operands[0]]
     return outer[int(instruction.literal)] if instruction.opcode == "parameter" else instruction
@@ -81,7 +89,11 @@ def _entering(inside: Computation, start: Instruction, index: int) -> int | None
 
 
 def _step(
-    computations: dict[str, Computation], body: Computation, counter: int, inside: Computation, start: Instruction
+    computations: dict[str, Computation],
+    body: Computation,
+    counter: int,
+    inside: Computation,
+    start: Instruction,
 ) -> int | None:
     """Returns the step of the loop's counter a turn; None where it can't be read."""
     result = body.root
@@ -101,7 +113,11 @@ def _step(
         where = holder
         if outer is not None:
             inner = settled(holder, side)
-            side, where = (outer[int(inner.literal)], body) if inner.opcode == "parameter" else (inner, holder)
+            side, where = (
+                (outer[int(inner.literal)], body)
+                if inner.opcode == "parameter"
+                else (inner, holder)
+            )
         if _index(where, side) == counter:
             moves = True
             continue

@@ -28,7 +28,8 @@ class Precision:
 
     Attributes:
       operands: the half dtype that inputs (and the kernels of matmul layers) are rounded to.
-      output: the dtype that errors are counted in: `operands`, or float32 behind a boundary that returns it.
+      output: the dtype that errors are counted in: `operands`, or float32 behind a boundary that
+        returns it.
     """
 
     operands: Any
@@ -64,11 +65,13 @@ class Case:
       inputs: the distribution of the inputs, in words.
       family: what is promised of it; see PROMISED.
       data: a generator to the input arrays, in float64 and not rounded yet; integers as they are.
-      columns: by column, ``program(precision, *arrays)``; the arrays as `given` says. A peer may raise: no figure.
+      columns: by column, ``program(precision, *arrays)``; the arrays as `given` says. A peer may
+        raise: no figure.
       truth: the same in float64: ``truth(precision, *arrays)``.
       truth_of_nnx: of the nnx columns, where their parameters have other names and so other values.
       floor: see `ulps.max_ulps`.
-      given: "half" where the inputs come in half precision, "float32" where a layer gets them unrounded.
+      given: "half" where the inputs come in half precision, "float32" where a layer gets them
+        unrounded.
       wide: whether it is also measured where the result is float32.
       torch: the name in `torch_peer.RUNS`.
       values: ``values(precision, path, shape)``, the value of a parameter in float64.
@@ -111,15 +114,22 @@ class Row:
     @property
     def best_of_peers(self) -> float | None:
         """Of those that count: not those that the case says why for."""
-        counted = [column for column in PEERS if not (self.case.accepted and column in self.case.against)]
-        return min((value for column in counted if (value := self.ulps.get(column)) is not None), default=None)
+        counted = [
+            column for column in PEERS if not (self.case.accepted and column in self.case.against)
+        ]
+        return min(
+            (value for column in counted if (value := self.ulps.get(column)) is not None),
+            default=None,
+        )
 
 
 def measure(case: Case, precision: Precision) -> Row:
     """Runs every column of a case on the same data."""
     exact = _inputs(case, precision)
     truth = _exactly(case.truth, precision, exact)
-    truth_of_nnx = truth if case.truth_of_nnx is None else _exactly(case.truth_of_nnx, precision, exact)
+    truth_of_nnx = (
+        truth if case.truth_of_nnx is None else _exactly(case.truth_of_nnx, precision, exact)
+    )
     given = [
         jnp.asarray(x, jnp.float32 if case.given == "float32" else precision.operands)
         if np.issubdtype(x.dtype, np.floating)
@@ -129,9 +139,13 @@ def measure(case: Case, precision: Precision) -> Row:
     floor = 1.0 if precision.wide else case.floor
     ulps: dict[str, float | None] = {}
     for column, program in case.columns.items():
-        result = program(precision, *given) if column in OURS else _attempt(program, precision, *given)
+        result = (
+            program(precision, *given) if column in OURS else _attempt(program, precision, *given)
+        )
         expected = truth_of_nnx if column.endswith("nnx") else truth
-        ulps[column] = None if result is None else max_ulps(result, expected, precision.output, floor)
+        ulps[column] = (
+            None if result is None else max_ulps(result, expected, precision.output, floor)
+        )
     if case.torch is not None and torch_peer.available():
         result = torch_peer.run(case, precision, exact)
         ulps["torch"] = None if result is None else max_ulps(result, truth, precision.output, floor)
@@ -147,7 +161,9 @@ def _inputs(case: Case, precision: Precision) -> list[np.ndarray]:
     """The inputs in float64, rounded to what the layer is given."""
     rng = np.random.default_rng(zlib.crc32(str(case).encode()))
     dtype = np.float32 if case.given == "float32" else jnp.dtype(precision.operands)
-    return [x.astype(dtype).astype(np.float64) if x.dtype == np.float64 else x for x in case.data(rng)]
+    return [
+        x.astype(dtype).astype(np.float64) if x.dtype == np.float64 else x for x in case.data(rng)
+    ]
 
 
 def _attempt(program: Program, precision: Precision, *arrays: Any) -> Any:
@@ -162,12 +178,18 @@ def _attempt(program: Program, precision: Precision, *arrays: Any) -> Any:
 @contextlib.contextmanager
 def lenient() -> Iterator[None]:
     """For code that is not ours: it promotes dtypes and ranks, and warns."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         yield
 
 
-def normal(*shape: int, mean: float = 0.0, scale: float = 1.0) -> Callable[[np.random.Generator], tuple[np.ndarray]]:
+def normal(
+    *shape: int, mean: float = 0.0, scale: float = 1.0
+) -> Callable[[np.random.Generator], tuple[np.ndarray]]:
     """The data of a case of one normally distributed input."""
     return lambda rng: (mean + scale * rng.normal(size=shape),)
 

@@ -1,4 +1,6 @@
-"""The functions and losses that are measured. Both wings export the functions of `policy` themselves."""
+"""The functions and losses that are measured. Both wings export the functions of `policy`
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ class Function:
 
 
 def function_case(
-    name: str, function: Function, family: str, inputs: str, data: Data, *, gradient: bool = False, wide: bool = False
+    name: str,
+    function: Function,
+    family: str,
+    inputs: str,
+    data: Data,
+    *,
+    gradient: bool = False,
+    wide: bool = False,
 ) -> Case:
     """A case of a function's result, or of the gradient of its first argument."""
     columns = {
@@ -59,10 +68,14 @@ def _ours(function: Callable[..., Any], gradient: bool, precision: Precision, *a
         return jax.jit(_differentiated(function) if gradient else function)(*arrays)
 
 
-def _upstream(function: Callable[..., Any], gradient: bool, precision: Precision, *arrays: Any) -> Any:
+def _upstream(
+    function: Callable[..., Any], gradient: bool, precision: Precision, *arrays: Any
+) -> Any:
     if precision.wide:  # widened by hand, as its users do
         arrays = tuple(
-            x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x
             for x in arrays
         )
     return jax.jit(_differentiated(function) if gradient else function)(*arrays)
@@ -90,15 +103,21 @@ def _softmax(small: bool) -> Iterator[Case]:
     functions = {
         "softmax": Function(our_linen.softmax, jax.nn.softmax, 0.0),
         "log_softmax": Function(our_linen.log_softmax, jax.nn.log_softmax),
-        "logsumexp": Function(lambda x: our_linen.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1)),
+        "logsumexp": Function(
+            lambda x: our_linen.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1)
+        ),
         "log_sigmoid": Function(our_linen.log_sigmoid, jax.nn.log_sigmoid, 0.0),
         "softplus": Function(our_linen.softplus, jax.nn.softplus, 0.0),
     }
     for name, function in functions.items():
-        for inputs, data in (offsets(*shape) | {"large logits": normal(*shape, scale=10.0)}).items():
+        for inputs, data in (
+            offsets(*shape) | {"large logits": normal(*shape, scale=10.0)}
+        ).items():
             yield function_case(name, function, "softmax", inputs, data)
     for name in ("softmax", "log_softmax"):
-        yield function_case(name, functions[name], "softmax", "normal", normal(*shape), gradient=True)
+        yield function_case(
+            name, functions[name], "softmax", "normal", normal(*shape), gradient=True
+        )
 
 
 def _statistics(small: bool) -> Iterator[Case]:
@@ -122,14 +141,20 @@ def _sums(small: bool) -> Iterator[Case]:
     yield function_case("cumsum", cumsum, "sums", "normal", normal(rows, length))
     yield function_case("cumsum", cumsum, "sums", "mean 1000", normal(rows, 64, mean=1000.0))
     cumprod = Function(lambda x: reductions.cumprod(x, 1), lambda x: jnp.cumprod(x, 1), 0.0)
-    yield function_case("cumprod", cumprod, "sums", "mean 1, std 0.05", normal(rows, 128, mean=1.0, scale=0.05))
+    yield function_case(
+        "cumprod", cumprod, "sums", "mean 1, std 0.05", normal(rows, 128, mean=1.0, scale=0.05)
+    )
     segments = Function(
-        lambda x, ids: reductions.segment_sum(x, ids, 8), lambda x, ids: jax.ops.segment_sum(x, ids, 8), torch=True
+        lambda x, ids: reductions.segment_sum(x, ids, 8),
+        lambda x, ids: jax.ops.segment_sum(x, ids, 8),
+        torch=True,
     )
     for inputs, count, mean in (("normal", length, 0.0), ("mean 1000", 256, 1000.0)):
         data: Data = lambda rng, n=count, m=mean: (m + rng.normal(size=(n, rows)), np.arange(n) % 8)  # noqa: E731
         yield function_case("segment_sum", segments, "sums", inputs, data)
-    norm = Function(lambda x: reductions.global_norm({"a": x}), lambda x: optax.global_norm({"a": x}), 0.0)
+    norm = Function(
+        lambda x: reductions.global_norm({"a": x}), lambda x: optax.global_norm({"a": x}), 0.0
+    )
     yield function_case("global_norm", norm, "sums", "normal", normal(rows, length))
     yield function_case("global_norm", norm, "sums", "mean 1000", normal(rows, 64, mean=1000.0))
 
@@ -137,7 +162,9 @@ def _sums(small: bool) -> Iterator[Case]:
 def _pooling(small: bool) -> Iterator[Case]:
     shape = (2, 16, 16, 2) if small else (4, 64, 64, 8)
     window = shape[1:3]
-    whole = Function(lambda x: our_linen.avg_pool(x, window), lambda x: flax_linen.avg_pool(x, window))
+    whole = Function(
+        lambda x: our_linen.avg_pool(x, window), lambda x: flax_linen.avg_pool(x, window)
+    )
     for inputs, data in offsets(*shape).items():
         yield function_case("avg_pool, whole image", whole, "pooling", inputs, data)
         average, most = (
@@ -161,14 +188,20 @@ def _cross_entropies(small: bool) -> Iterator[Case]:
     sparse = Function(losses.softmax_cross_entropy_with_integer_labels, getattr(optax, name))
     dense = Function(losses.softmax_cross_entropy, optax.softmax_cross_entropy)
     binary = Function(losses.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy)
-    for inputs, mean, scale in (("normal", 0.0, 1.0), ("mean 1000", 1000.0, 1.0), ("large logits", 0.0, 10.0)):
+    for inputs, mean, scale in (
+        ("normal", 0.0, 1.0),
+        ("mean 1000", 1000.0, 1.0),
+        ("large logits", 0.0, 10.0),
+    ):
         logits = normal(rows, classes, mean=mean, scale=scale)
         indices: Data = lambda rng, x=logits: (*x(rng), rng.integers(0, classes, rows))  # noqa: E731
         hot: Data = lambda rng, x=logits: (*x(rng), np.eye(classes)[rng.integers(0, classes, rows)])  # noqa: E731
         coins: Data = lambda rng, x=logits: (*x(rng), rng.integers(0, 5, (rows, classes)) / 4)  # noqa: E731
         yield function_case(name, sparse, "losses", inputs, indices, wide=True)
         yield function_case("softmax_cross_entropy", dense, "losses", inputs, hot, wide=True)
-        yield function_case("sigmoid_binary_cross_entropy", binary, "losses", inputs, coins, wide=True)
+        yield function_case(
+            "sigmoid_binary_cross_entropy", binary, "losses", inputs, coins, wide=True
+        )
         if inputs == "normal":
             yield function_case(name, sparse, "losses", inputs, indices, gradient=True)
 
@@ -177,7 +210,10 @@ def _other_losses(small: bool) -> Iterator[Case]:
     rows, width = (8, 64) if small else (64, 512)
     pair: dict[str, Data] = {
         "normal": lambda rng: (rng.normal(size=(rows, width)), rng.normal(size=(rows, width))),
-        "mean 1000": lambda rng: (1000 + rng.normal(size=(rows, width)), 1000 + rng.normal(size=(rows, width))),
+        "mean 1000": lambda rng: (
+            1000 + rng.normal(size=(rows, width)),
+            1000 + rng.normal(size=(rows, width)),
+        ),
     }
     squared = Function(losses.squared_error, optax.squared_error)
     similarity = Function(losses.cosine_similarity, optax.cosine_similarity)
@@ -197,18 +233,27 @@ def _other_losses(small: bool) -> Iterator[Case]:
         )  # fmt: skip
         divergence = Function(losses.kl_divergence, optax.kl_divergence)
         yield function_case("kl_divergence", divergence, "losses", inputs, probabilities, wide=True)
-        log_targets = Function(losses.kl_divergence_with_log_targets, optax.losses.kl_divergence_with_log_targets)
-        yield function_case("kl_divergence_with_log_targets", log_targets, "losses", inputs, logs, wide=True)
+        log_targets = Function(
+            losses.kl_divergence_with_log_targets, optax.losses.kl_divergence_with_log_targets
+        )
+        yield function_case(
+            "kl_divergence_with_log_targets", log_targets, "losses", inputs, logs, wide=True
+        )
         paths: Data = lambda rng, s=scale: (  # noqa: E731
             s * rng.normal(size=(4, frames, classes)), rng.integers(1, classes, (4, labels))
         )  # fmt: skip
-        yield function_case("ctc_loss", Function(_ctc(losses), _ctc(optax)), "losses", inputs, paths, wide=True)
+        yield function_case(
+            "ctc_loss", Function(_ctc(losses), _ctc(optax)), "losses", inputs, paths, wide=True
+        )
 
 
 def _ctc(module: Any) -> Callable[..., Any]:
     """Of logits (B, T, K) and labels (B, N), without padding."""
     return lambda logits, labels: module.ctc_loss(
-        logits, jnp.zeros(logits.shape[:2], logits.dtype), labels, jnp.zeros(labels.shape, logits.dtype)
+        logits,
+        jnp.zeros(logits.shape[:2], logits.dtype),
+        labels,
+        jnp.zeros(labels.shape, logits.dtype),
     )
 
 

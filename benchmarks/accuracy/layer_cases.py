@@ -87,9 +87,13 @@ def _matmuls(small: bool) -> Iterator[Case]:
         torch = name if name in ("Dense, Linear", "Conv", "ConvTranspose") else None
         for inputs, data in offsets(*shape).items():
             wide = inputs == "normal"
-            yield layer_case(name, layer, "matmuls", inputs, data, wide=wide, torch=torch, accepted=BIAS)
+            yield layer_case(
+                name, layer, "matmuls", inputs, data, wide=wide, torch=torch, accepted=BIAS
+            )
         if name not in ("ConvLocal", "LoRALinear"):
-            yield layer_case(name, layer, "sums", "normal", normal(*shape), gradient="bias", torch=torch)
+            yield layer_case(
+                name, layer, "sums", "normal", normal(*shape), gradient="bias", torch=torch
+            )
 
 
 def _embeddings(small: bool) -> Iterator[Case]:
@@ -101,7 +105,9 @@ def _embeddings(small: bool) -> Iterator[Case]:
     )
     data: Data = lambda rng: (rng.integers(0, count, tokens),)  # noqa: E731
     yield layer_case("Embed", layer, "lookups", "uniform tokens", data, torch="Embed")
-    yield layer_case("Embed", layer, "sums", "uniform tokens", data, gradient="embedding", torch="Embed")
+    yield layer_case(
+        "Embed", layer, "sums", "uniform tokens", data, gradient="embedding", torch="Embed"
+    )
     attend = Layer(layer.linen, layer.nnx, method="attend")
     if not small:
         yield layer_case("Embed.attend", attend, "matmuls", "normal", normal(64, 8))
@@ -115,11 +121,19 @@ def _norms(small: bool) -> Iterator[Case]:
     kw: dict[str, Any] = {"operands": False, "norm": True}
     layers: dict[str, tuple[Layer, tuple[int, ...]]] = {
         "LayerNorm": (
-            Layer(lambda nn, **k: nn.LayerNorm(**k), lambda nnx, r, **k: nnx.LayerNorm(width, rngs=r, **k), **kw),
+            Layer(
+                lambda nn, **k: nn.LayerNorm(**k),
+                lambda nnx, r, **k: nnx.LayerNorm(width, rngs=r, **k),
+                **kw,
+            ),
             (rows, width),
         ),
         "RMSNorm": (
-            Layer(lambda nn, **k: nn.RMSNorm(**k), lambda nnx, r, **k: nnx.RMSNorm(width, rngs=r, **k), **kw),
+            Layer(
+                lambda nn, **k: nn.RMSNorm(**k),
+                lambda nnx, r, **k: nnx.RMSNorm(width, rngs=r, **k),
+                **kw,
+            ),
             (rows, width),
         ),
         "GroupNorm": (
@@ -132,7 +146,9 @@ def _norms(small: bool) -> Iterator[Case]:
         ),
         "InstanceNorm": (
             Layer(
-                lambda nn, **k: nn.InstanceNorm(**k), lambda nnx, r, **k: nnx.InstanceNorm(features, rngs=r, **k), **kw
+                lambda nn, **k: nn.InstanceNorm(**k),
+                lambda nnx, r, **k: nnx.InstanceNorm(features, rngs=r, **k),
+                **kw,
             ),
             image,
         ),
@@ -148,10 +164,14 @@ def _norms(small: bool) -> Iterator[Case]:
     for name, (layer, shape) in layers.items():
         for inputs, data in offsets(*shape).items():
             yield layer_case(name, layer, "norms", inputs, data, torch=name, wide=True)
-            yield layer_case(name, layer, "norms", f"{inputs}, float32", data, torch=name, given="float32")
+            yield layer_case(
+                name, layer, "norms", f"{inputs}, float32", data, torch=name, given="float32"
+            )
             for gradient in ("scale", "bias") if name != "RMSNorm" else ("scale",):
                 if inputs == "mean 1000" or not small:
-                    yield layer_case(name, layer, "sums", inputs, data, gradient=gradient, torch=name)
+                    yield layer_case(
+                        name, layer, "sums", inputs, data, gradient=gradient, torch=name
+                    )
     for inputs, data in offsets(*image).items():
         layer = Layer(
             lambda nn, **k: nn.BatchNorm(use_running_average=True, **k),
@@ -176,7 +196,9 @@ def _weight_norms(small: bool) -> Iterator[Case]:
     )
     spectral = Layer(
         lambda nn, **kw: nn.SpectralNorm(nn.Dense(8, use_bias=False, **kw), **kw),
-        lambda nnx, r, **kw: nnx.SpectralNorm(nnx.Linear(width, 8, use_bias=False, rngs=r, **kw), rngs=r, **kw),
+        lambda nnx, r, **kw: nnx.SpectralNorm(
+            nnx.Linear(width, 8, use_bias=False, rngs=r, **kw), rngs=r, **kw
+        ),
         call={"update_stats": True},
         operands=False,
     )
@@ -197,12 +219,23 @@ def _attention(small: bool) -> Iterator[Case]:
 
 def _attention_functions(small: bool) -> Iterator[Case]:
     length = 16 if small else 128
-    wings = {"ours linen": our_linen, "ours nnx": our_nnx, "flax linen": flax_linen, "flax nnx": flax_nnx}
-    columns: dict[str, Any] = {name: functools.partial(_attend, wing) for name, wing in wings.items()}
+    wings = {
+        "ours linen": our_linen,
+        "ours nnx": our_nnx,
+        "flax linen": flax_linen,
+        "flax nnx": flax_nnx,
+    }
+    columns: dict[str, Any] = {
+        name: functools.partial(_attend, wing) for name, wing in wings.items()
+    }
     for inputs, scale in {"normal": 1.0, "large logits": 3.0}.items():
-        data: Data = lambda rng, s=scale: tuple(s * rng.normal(size=(2, length, 4, 16)) for _ in range(3))  # noqa: E731
+        data: Data = lambda rng, s=scale: tuple(
+            s * rng.normal(size=(2, length, 4, 16)) for _ in range(3)
+        )  # noqa: E731
         name = "dot_product_attention"
-        yield Case(name, inputs, "matmuls", data, columns, columns["flax linen"], floor=1.0, torch=name)
+        yield Case(
+            name, inputs, "matmuls", data, columns, columns["flax linen"], floor=1.0, torch=name
+        )
 
 
 def _attend(wing: Any, precision: Precision, *arrays: Any) -> Any:
@@ -212,26 +245,41 @@ def _attend(wing: Any, precision: Precision, *arrays: Any) -> Any:
 
 def _recurrent(small: bool) -> Iterator[Case]:
     hidden, width, steps = (4, 4, 3) if small else (32, 16, 12)
-    for name in ("SimpleCell",) if small else ("SimpleCell", "LSTMCell", "OptimizedLSTMCell", "GRUCell", "MGUCell"):
+    for name in (
+        ("SimpleCell",)
+        if small
+        else ("SimpleCell", "LSTMCell", "OptimizedLSTMCell", "GRUCell", "MGUCell")
+    ):
         make_linen = lambda nn, name=name, **kw: nn.RNN(getattr(nn, name)(hidden, **kw))  # noqa: E731
         make_nnx = lambda nnx, r, name=name, **kw: nnx.RNN(  # noqa: E731
             getattr(nnx, name)(width, hidden, rngs=r, **kw), rngs=r
         )
-        layer = Layer(make_linen, None if name == "MGUCell" else make_nnx, same_tree=name == "MGUCell")
+        layer = Layer(
+            make_linen, None if name == "MGUCell" else make_nnx, same_tree=name == "MGUCell"
+        )
         for inputs, scale in {"normal": 1.0, "large": 8.0}.items():
             data = normal(8, steps, width, scale=scale)
             against = ("flax linen", "flax nnx")
-            yield layer_case(f"RNN({name})", layer, "matmuls", inputs, data, accepted=CARRY, against=against)
+            yield layer_case(
+                f"RNN({name})", layer, "matmuls", inputs, data, accepted=CARRY, against=against
+            )
 
 
 def _others(small: bool) -> Iterator[Case]:
     shape = (16, 64) if small else (256, 256)
-    prelu = Layer(lambda nn, **kw: nn.PReLU(**_without_dtype(kw)), lambda nnx, r, **kw: nnx.PReLU(**_without_dtype(kw)))
+    prelu = Layer(
+        lambda nn, **kw: nn.PReLU(**_without_dtype(kw)),
+        lambda nnx, r, **kw: nnx.PReLU(**_without_dtype(kw)),
+    )
     for inputs, data in offsets(*shape).items():
         yield layer_case("PReLU", prelu, "elementwise", inputs, data, torch="PReLU")
-    yield layer_case("PReLU", prelu, "sums", "normal", normal(*shape), gradient="negative_slope", torch="PReLU")
+    yield layer_case(
+        "PReLU", prelu, "sums", "normal", normal(*shape), gradient="negative_slope", torch="PReLU"
+    )
     if hasattr(flax_nnx, "RoPE"):
-        rope = Layer(nnx=lambda nnx, r, dtype_policy=None, **kw: nnx.RoPE())  # no parameters, and no dtype of its own
+        rope = Layer(
+            nnx=lambda nnx, r, dtype_policy=None, **kw: nnx.RoPE()
+        )  # no parameters, and no dtype of its own
         data: Data = lambda rng: (rng.normal(size=(64, 16)), np.arange(64) + 1000)  # noqa: E731
         yield layer_case("RoPE", rope, "elementwise", "positions from 1000", data)
 
@@ -243,5 +291,7 @@ def _twice(**dtypes: Any) -> dict[str, Any]:
 
 
 def _without_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without the dtype that the layer does not take; parameters are stored in float32, or float64 for the truth."""
+    """Without the dtype that the layer does not take; parameters are stored in float32, or float64
+    for the truth.
+    """
     return {name: value for name, value in kwargs.items() if name != "dtype"}

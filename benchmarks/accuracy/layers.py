@@ -1,4 +1,6 @@
-"""The layers of both wings as cases: built from one description, with the same parameter values everywhere."""
+"""The layers of both wings as cases: built from one description, with the same parameter values
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ class Layer:
       nnx: ``nnx(nnx, rngs, **dtypes)`` likewise.
       call: keyword arguments of the call.
       method: what is called.
-      operands: whether the parameters are operands of matmuls: then all columns, and the truth, get them rounded.
+      operands: whether the parameters are operands of matmuls: then all columns, and the truth, get
+        them rounded.
       norm: whether the layer takes `use_fast_variance`, which the truth does without.
       running_mean: the mean of the running means.
-      same_tree: whether both wings name their parameters alike; else each has values, and a truth, of its own.
+      same_tree: whether both wings name their parameters alike; else each has values, and a truth,
+        of its own.
     """
 
     linen: Callable[..., Any] | None = None
@@ -58,13 +62,19 @@ def layer_case(
     gradient: str | None = None,
     **rest: Any,
 ) -> Case:
-    """A case of a layer's output, or of the gradient of its parameter `gradient` (the last name in its path)."""
+    """A case of a layer's output, or of the gradient of its parameter `gradient` (the last name in
+    its path).
+    """
     columns: dict[str, Program] = {}
     given = rest.get("given", "half")
     for wing, flax, ours in (("linen", flax_linen, our_linen), ("nnx", flax_nnx, our_nnx)):
         if getattr(layer, wing) is not None:
-            columns[f"ours {wing}"] = functools.partial(_run, wing, ours, "ours", layer, gradient, given)
-            columns[f"flax {wing}"] = functools.partial(_run, wing, flax, "flax", layer, gradient, given)
+            columns[f"ours {wing}"] = functools.partial(
+                _run, wing, ours, "ours", layer, gradient, given
+            )
+            columns[f"flax {wing}"] = functools.partial(
+                _run, wing, flax, "flax", layer, gradient, given
+            )
     truths = {
         "linen": functools.partial(_run, "linen", flax_linen, "truth", layer, gradient, given),
         "nnx": functools.partial(_run, "nnx", flax_nnx, "truth", layer, gradient, given),
@@ -76,7 +86,9 @@ def layer_case(
     if family == "matmuls":
         rest = {"floor": 1.0} | rest
     values = functools.partial(_value, layer)
-    return Case(label, inputs, family, data, columns, truth, gradient=gradient, values=values, **rest)
+    return Case(
+        label, inputs, family, data, columns, truth, gradient=gradient, values=values, **rest
+    )
 
 
 def _run(
@@ -96,7 +108,8 @@ def _run(
         if layer.norm:
             dtypes["use_fast_variance"] = False
     elif role == "flax":
-        # What its users would write: matmuls in half, and a dtype of float32 where a norm is to return that.
+        # What its users would write: matmuls in half, and a dtype of float32 where a norm is to
+        # return that.
         dtypes = {"dtype": precision.operands if layer.operands else precision.output}
     elif precision.wide or given == "float32":
         dtypes = {"dtype_policy": precision.policy}  # a boundary of its own
@@ -110,7 +123,9 @@ def _run(
         return jax.jit(functools.partial(_gradient, run, gradient))(params, *inputs)
 
 
-def _linen(nn: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]) -> Any:
+def _linen(
+    nn: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]
+) -> Any:
     assert layer.linen is not None
     module, key = layer.linen(nn, **dtypes), jax.random.key(0)
     init = functools.partial(module.init, method=layer.method, **layer.call)
@@ -125,7 +140,9 @@ def _linen(nn: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs
     return run, variables.get("params", {})
 
 
-def _nnx(nnx: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]) -> Any:
+def _nnx(
+    nnx: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs: tuple[Any, ...]
+) -> Any:
     assert layer.nnx is not None
     make = layer.nnx
     abstract = nnx.eval_shape(lambda: make(nnx, nnx.Rngs(0), **dtypes))
@@ -133,16 +150,24 @@ def _nnx(nnx: Any, layer: Layer, dtypes: dict[str, Any], values: Values, inputs:
     params, rest = _filled(params, values), _filled(rest, values)
 
     def run(params: Any, *inputs: Any) -> Any:
-        model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))  # variables of this trace's own
+        model = nnx.merge(
+            graphdef, params, jax.tree.map(lambda x: x, rest)
+        )  # variables of this trace's own
         return getattr(model, layer.method)(*inputs, **layer.call)
 
     return run, params
 
 
 def _gradient(run: Callable[..., Any], name: str, params: Any, *inputs: Any) -> Any:
-    """The gradient of the parameter called `name`; the cotangent is a fixed one that every half dtype holds exactly."""
+    """The gradient of the parameter called `name`; the cotangent is a fixed one that every half
+    dtype holds exactly.
+    """
     y, backward = jax.vjp(lambda params: run(params, *inputs), params)
-    (found,) = [x for path, x in jax.tree.leaves_with_path(backward(cotangent(y))[0]) if _path(path).endswith(name)]
+    (found,) = [
+        x
+        for path, x in jax.tree.leaves_with_path(backward(cotangent(y))[0])
+        if _path(path).endswith(name)
+    ]
     return found
 
 
@@ -160,8 +185,11 @@ def _filled(abstract: Any, values: Values) -> Any:
             return jax.random.key(0)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        # Through float32, in which parameters are stored, so that the truth has no digits that the others lack.
-        return jnp.asarray(values(_path(path), leaf.shape).astype(np.float32).astype(np.float64), leaf.dtype)
+        # Through float32, in which parameters are stored, so that the truth has no digits that the
+        # others lack.
+        return jnp.asarray(
+            values(_path(path), leaf.shape).astype(np.float32).astype(np.float64), leaf.dtype
+        )
 
     return jax.tree_util.tree_map_with_path(fill, abstract)
 
@@ -175,11 +203,15 @@ def _path(path: Any) -> str:
     names = [
         str(name) for key in keys for name in (key if isinstance(key, tuple) else (key,))
     ]  # nnx has tuples as keys
-    return "/".join(name for name in names if name not in ("params", "batch_stats", "value", "raw_value"))
+    return "/".join(
+        name for name in names if name not in ("params", "batch_stats", "value", "raw_value")
+    )
 
 
 def _value(layer: Layer, precision: Precision, path: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The value of a parameter or statistic, in float64: a function of the end of its path and of its shape."""
+    """The value of a parameter or statistic, in float64: a function of the end of its path and of
+    its shape.
+    """
     name = path.rsplit("/", 1)[-1]
     end = "/".join(path.split("/")[-2:])
     noise = np.random.default_rng(zlib.crc32(f"{end}{shape}".encode())).normal(size=shape)

@@ -14,13 +14,17 @@ from benchmarks.accuracy import torch_peer
 from benchmarks.accuracy.cases import OURS, PEERS, PROMISED, Precision, Row
 
 TIE = 0.1  # ulps; what is correctly rounded but for float32's own error scatters by less
-RELATIVE_TIE = 0.1  # of the best peer: two orders of summation of the same accuracy differ by this much
+RELATIVE_TIE = (
+    0.1  # of the best peer: two orders of summation of the same accuracy differ by this much
+)
 FLOAT32 = 32.0  # ulps of float32: what sums of thousands leave in one order or another, 4e-6
 COLUMNS: tuple[str, ...] = (*OURS, *PEERS)
 
 
 def complaints(row: Row) -> list[str]:
-    """In words, what a row breaks: the promise of its family, or that ours is never worse than the best peer."""
+    """In words, what a row breaks: the promise of its family, or that ours is never worse than the
+    best peer.
+    """
     ours, best, broken = row.worst_of_ours, row.best_of_peers, []
     promise = FLOAT32 if row.precision.wide else 1.0
     if row.case.family in PROMISED and not ours <= promise:
@@ -31,7 +35,9 @@ def complaints(row: Row) -> list[str]:
 
 
 def allowed(best: float, wide: bool = False) -> float:
-    """What ours may have where the best of the others has `best`: a tie, or what rounding once gives anybody."""
+    """What ours may have where the best of the others has `best`: a tie, or what rounding once
+    gives anybody.
+    """
     return max(FLOAT32, 2 * best) if wide else max(best + TIE, best * (1 + RELATIVE_TIE), 0.5 + TIE)
 
 
@@ -54,7 +60,12 @@ def environment() -> dict[str, str]:
             versions[name] = "0.1.0 (from source)" if name == "mpmodules" else "not installed"
     device = jax.devices()[0]
     where = f"{device.device_kind} ({device.platform}), {platform.machine()}"
-    return {"date": datetime.date.today().isoformat(), "python": platform.python_version(), **versions, "device": where}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        **versions,
+        "device": where,
+    }
 
 
 def about_torch() -> str:
@@ -64,7 +75,9 @@ def about_torch() -> str:
 
 
 def columns_of(rows: list[Row]) -> list[str]:
-    return [column for column in COLUMNS if column == "torch" or any(column in row.ulps for row in rows)]
+    return [
+        column for column in COLUMNS if column == "torch" or any(column in row.ulps for row in rows)
+    ]
 
 
 def sections(rows: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -95,7 +108,9 @@ def _cell(row: Row, column: str) -> str:
 
 def markdown(rows: list[Row], notes: str) -> str:
     """The text of docs/accuracy.md."""
-    stated = ", ".join(f"{name} {value}" for name, value in environment().items() if name not in ("date", "device"))
+    stated = ", ".join(
+        f"{name} {value}" for name, value in environment().items() if name not in ("date", "device")
+    )
     lines = [
         "# Accuracy",
         "",
@@ -112,10 +127,16 @@ def markdown(rows: list[Row], notes: str) -> str:
     for title, part in sections(rows):
         columns = columns_of(part)
         lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
-        lines += [f"| case | inputs | {' | '.join(columns)} |", "|---|---|" + "---:|" * len(columns)]
+        lines += [
+            f"| case | inputs | {' | '.join(columns)} |",
+            "|---|---|" + "---:|" * len(columns),
+        ]
         for row in part:
             cells = " | ".join(_cell(row, column) for column in columns)
-            lines.append(f"| {row.case.name}{' **!**' if complaints(row) else ''} | {row.case.inputs} | {cells} |")
+            lines.append(
+                f"| {row.case.name}{' **!**' if complaints(row) else ''} | {row.case.inputs} | "
+                f"{cells} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -127,7 +148,9 @@ def summary(rows: list[Row]) -> str:
         lines = [f"{len({id(row) for row, _ in broken})} of {len(rows)} rows do not hold:", ""]
         lines += [f"- {row.case}, {row.precision}: {complaint}" for row, complaint in broken]
     for reason in dict.fromkeys(row.case.accepted for row in rows if accepted(row)):
-        names = dict.fromkeys(row.case.name for row in rows if accepted(row) and row.case.accepted == reason)
+        names = dict.fromkeys(
+            row.case.name for row in rows if accepted(row) and row.case.accepted == reason
+        )
         lines += ["", f"Accepted, {'; '.join(names)}: {reason}."]
     return "\n".join(lines)
 
@@ -135,7 +158,10 @@ def summary(rows: list[Row]) -> str:
 def accepted(row: Row) -> bool:
     """Whether ours is worse than a column that the case has a reason to be worse than."""
     others = [row.ulps.get(column) for column in row.case.against] if row.case.accepted else []
-    return any(value is not None and row.worst_of_ours > allowed(value, row.precision.wide) for value in others)
+    return any(
+        value is not None and row.worst_of_ours > allowed(value, row.precision.wide)
+        for value in others
+    )
 
 
 def as_json(rows: list[Row]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
 """The torch column: the same layers and functions under CPU autocast, where torch is installed.
 
-It is not among the extras, being several times the size of everything else together: `pip install torch`, and run the
-command again. Layers get the same parameters, stored in float32; inputs are what ours get.
+It is not among the extras, being several times the size of everything else together: `pip install
+torch`, and run the command again. Layers get the same parameters, stored in float32; inputs are
+what ours get.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ def run(case: Any, precision: Any, inputs: list[np.ndarray]) -> np.ndarray | Non
     """The result of a case in float64, or None where torch raises. Arguments as in `cases.measure`."""
     import torch
 
-    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[jnp.dtype(precision.operands).name]
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[
+        jnp.dtype(precision.operands).name
+    ]
     given = torch.float32 if case.given == "float32" else half
-    xs = [torch.tensor(x, dtype=given) if x.dtype == np.float64 else torch.tensor(x) for x in inputs]
+    xs = [
+        torch.tensor(x, dtype=given) if x.dtype == np.float64 else torch.tensor(x) for x in inputs
+    ]
     program = Program(torch, functools.partial(_parameter, torch, case, precision, {}))
     try:
         with torch.autocast("cpu", dtype=half), warnings.catch_warnings():
@@ -43,13 +48,19 @@ def _result(torch: Any, case: Any, program: Program, xs: list[Any]) -> np.ndarra
     y = RUNS[case.torch](program, *xs)
     if case.gradient is not None:
         of = xs[0] if case.gradient == "inputs" else program.made(case.gradient)
-        pattern = (np.arange(y.numel()) * 7919 % 16 + 1) / 16 * np.where(np.arange(y.numel()) % 5 == 0, -1, 1)
+        pattern = (
+            (np.arange(y.numel()) * 7919 % 16 + 1)
+            / 16
+            * np.where(np.arange(y.numel()) % 5 == 0, -1, 1)
+        )
         (y,) = torch.autograd.grad(y, of, torch.tensor(pattern.reshape(y.shape), dtype=y.dtype))
         y = program.layout.get(case.gradient, lambda g: g)(y)
     return y.detach().double().numpy()
 
 
-def _parameter(torch: Any, case: Any, precision: Any, made: dict[str, Any], name: str, *shape: int) -> Any:
+def _parameter(
+    torch: Any, case: Any, precision: Any, made: dict[str, Any], name: str, *shape: int
+) -> Any:
     """A leaf of the graph with the value that JAX's layers have under that name and shape."""
     if name not in made:
         value = case.values(precision, name, shape).astype(np.float32)
@@ -99,12 +110,16 @@ def _rms_norm(p: Program, x: Any) -> Any:
 
 def _group_norm(p: Program, x: Any) -> Any:
     c = x.shape[-1]
-    return _last(p.f.group_norm(_first(x), 4, p.parameter("scale", c), p.parameter("bias", c), 1e-6))
+    return _last(
+        p.f.group_norm(_first(x), 4, p.parameter("scale", c), p.parameter("bias", c), 1e-6)
+    )
 
 
 def _instance_norm(p: Program, x: Any) -> Any:
     c = x.shape[-1]
-    y = p.f.instance_norm(_first(x), weight=p.parameter("scale", c), bias=p.parameter("bias", c), eps=1e-6)
+    y = p.f.instance_norm(
+        _first(x), weight=p.parameter("scale", c), bias=p.parameter("bias", c), eps=1e-6
+    )
     return _last(y)
 
 
@@ -112,7 +127,13 @@ def _batch_norm(p: Program, x: Any, training: bool) -> Any:
     c = x.shape[-1]
     mean, var = p.parameter("mean", c), p.parameter("var", c)
     y = p.f.batch_norm(
-        _first(x), mean, var, p.parameter("scale", c), p.parameter("bias", c), training=training, eps=1e-5
+        _first(x),
+        mean,
+        var,
+        p.parameter("scale", c),
+        p.parameter("bias", c),
+        training=training,
+        eps=1e-5,
     )
     return _last(y)
 
@@ -177,12 +198,18 @@ RUNS: dict[str, Callable[..., Any]] = {
     "avg_pool, whole image": lambda p, x: x.mean((1, 2), keepdim=True),
     "avg_pool, 3x3": _pool("avg_pool2d"),
     "max_pool, 3x3": _pool("max_pool2d"),
-    "softmax_cross_entropy_with_integer_labels": lambda p, x, y: p.f.cross_entropy(x, y, reduction="none"),
+    "softmax_cross_entropy_with_integer_labels": lambda p, x, y: p.f.cross_entropy(
+        x, y, reduction="none"
+    ),
     "softmax_cross_entropy": lambda p, x, y: p.f.cross_entropy(x, y, reduction="none"),
-    "sigmoid_binary_cross_entropy": lambda p, x, y: p.f.binary_cross_entropy_with_logits(x, y, reduction="none"),
+    "sigmoid_binary_cross_entropy": lambda p, x, y: p.f.binary_cross_entropy_with_logits(
+        x, y, reduction="none"
+    ),
     "squared_error": lambda p, x, y: p.f.mse_loss(x, y, reduction="none"),
     "cosine_similarity": lambda p, x, y: p.f.cosine_similarity(x, y, -1),
     "kl_divergence": lambda p, x, y: p.f.kl_div(x, y, reduction="none").sum(-1),
-    "kl_divergence_with_log_targets": lambda p, x, y: p.f.kl_div(x, y, reduction="none", log_target=True).sum(-1),
+    "kl_divergence_with_log_targets": lambda p, x, y: p.f.kl_div(
+        x, y, reduction="none", log_target=True
+    ).sum(-1),
     "ctc_loss": _ctc,
 }

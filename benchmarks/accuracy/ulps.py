@@ -20,11 +20,12 @@ def rounded(y: Any, dtype: Any) -> np.ndarray:
 
 
 def max_ulps(y: Any, truth: np.ndarray, dtype: Any, floor: float = FLOOR) -> float:
-    """The largest error of `y` in ulps of `dtype`: |y - truth| / spacing(max(|truth|, floor * rms(truth))).
+    """The largest error of `y` in ulps of `dtype`: |y - truth| / spacing(max(|truth|, floor *
+    rms(truth))).
 
-    Near 0 a result that came out of a subtraction has no digits left in any dtype; `floor` keeps such elements from
-    being judged by them. It is 0 for functions that do not cancel: there every element counts at its own size, down to
-    the smallest normal number of `dtype`.
+    Near 0 a result that came out of a subtraction has no digits left in any dtype; `floor` keeps
+    such elements from being judged by them. It is 0 for functions that do not cancel: there every
+    element counts at its own size, down to the smallest normal number of `dtype`.
 
     Returns:
       inf where `y` is not finite and `truth`, rounded to `dtype`, is.

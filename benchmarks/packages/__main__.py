@@ -1,17 +1,20 @@
-"""Models of published packages in bfloat16: ported by `apply_policy`, under `autocast`, and by their own dtype option.
+"""Models of published packages in bfloat16: ported by `apply_policy`, under `autocast`, and by
+their own dtype option.
 
-python -m benchmarks.packages                          # makes an environment, and prints the table: 20 minutes
-python -m benchmarks.packages --only griffin e3x       # some models, by parts of their names
-python -m benchmarks.packages --environment FOLDER     # keeps the environment there, for the next time
-python -m benchmarks.packages --write                  # puts the table into docs/porting.md
-python -m benchmarks.packages --check                  # exits with 1 where a bound is missed, and names the rows
+python -m benchmarks.packages                          # makes an environment, and prints the table:
+20 minutes python -m benchmarks.packages --only griffin e3x       # some models, by parts of their
+names python -m benchmarks.packages --environment FOLDER     # keeps the environment there, for the
+next time python -m benchmarks.packages --write                  # puts the table into
+docs/porting.md python -m benchmarks.packages --check                  # exits with 1 where a bound
+is missed, and names the rows
 
 The models are tiny and their weights random. Of each way to run one:
 
-float32 FLOPs   share of the FLOPs of matmuls, forward and backward, that have a float32 operand. Port: at most 1%.
-outputs         relative L2 error beside the model in float32; the median of the draws. Port: at most 1.1 times that of
-gradients       the model's own option, or of autocast where it has none, or one that leaves more than 1% in float32.
-import swap     whether parameters, outputs and gradients in float32 are the same bits where the package's imports of
+float32 FLOPs   share of the FLOPs of matmuls, forward and backward, that have a float32 operand.
+Port: at most 1%. outputs         relative L2 error beside the model in float32; the median of the
+draws. Port: at most 1.1 times that of gradients       the model's own option, or of autocast where
+it has none, or one that leaves more than 1% in float32. import swap     whether parameters, outputs
+and gradients in float32 are the same bits where the package's imports of
                 `flax.linen` and `flax.nnx` are replaced by ours.
 
 A model that fails is a row with the first line of its error.
@@ -43,16 +46,23 @@ def rows(python: Path, only: Sequence[str], swap: bool = True) -> Iterator[Row]:
         measured = _run(python, family, only)
         ours = _run(python, family, only, "--swapped") if swap else {}
         for name, found in measured.items():
-            ways = {way: each if isinstance(each, str) else Figures(**each) for way, each in found["ways"].items()}
+            ways = {
+                way: each if isinstance(each, str) else Figures(**each)
+                for way, each in found["ways"].items()
+            }
             yield Row(name, ways, difference(found, ours.get(name)) if swap else "")
 
 
 def _run(python: Path, family: str, only: Sequence[str], *flags: str) -> Found:
-    """Runs a family in a process of its own. A process that dies is a row of its own, after those it had written."""
+    """Runs a family in a process of its own. A process that dies is a row of its own, after those
+    it had written.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         names = ["--only", *only] if only else []
-        status = environment.run(python, ["benchmarks.packages.run", family, str(file), *flags, *names])
+        status = environment.run(
+            python, ["benchmarks.packages.run", family, str(file), *flags, *names]
+        )
         found: Found = json.loads(file.read_text()) if file.exists() else {}
     if status:
         found[f"{family}: process"] = {"ways": {"float32": f"exits with {status}"}, "digests": {}}
@@ -60,7 +70,9 @@ def _run(python: Path, family: str, only: Sequence[str], *flags: str) -> Found:
 
 
 def difference(flax: dict[str, Any], ours: dict[str, Any] | None) -> str:
-    """Returns what differs between a model as it was measured with Flax's modules and with ours, or `IDENTICAL`."""
+    """Returns what differs between a model as it was measured with Flax's modules and with ours, or
+    `IDENTICAL`.
+    """
     for measured in (flax, ours):
         if measured is None or "float32" in measured["ways"]:
             return "not run" if measured is None else measured["ways"]["float32"]
@@ -68,14 +80,29 @@ def difference(flax: dict[str, Any], ours: dict[str, Any] | None) -> str:
     if one.keys() != other.keys():
         return f"{len(one)} arrays with Flax's modules, {len(other)} with ours"
     differing = [name for name, digest in one.items() if other[name] != digest]
-    return f"differs in {len(differing)} of {len(one)} arrays, as {differing[0]}" if differing else IDENTICAL
+    return (
+        f"differs in {len(differing)} of {len(one)} arrays, as {differing[0]}"
+        if differing
+        else IDENTICAL
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit status: 1 where a bound is missed under ``--check``, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of models' names")
-    parser.add_argument("--environment", type=Path, metavar="FOLDER", help="where to make the environment and keep it")
+    """Runs the command. Returns its exit status: 1 where a bound is missed under ``--check``, else
+    0.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="parts of models' names"
+    )
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        metavar="FOLDER",
+        help="where to make the environment and keep it",
+    )
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     parser.add_argument("--no-swap", action="store_true", help="leave out the import swap")
@@ -89,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows(python, options.only, not options.no_swap):
             found.append(row)
             if options.json is not None:  # all that there are, should it be stopped
-                options.json.write_text(json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n")
+                options.json.write_text(
+                    json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n"
+                )
     print(table(found))
     if options.write:
         PAGE.write_text(into(PAGE.read_text(), f"Medians of {len(SEEDS)} draws:\n\n{table(found)}"))

@@ -1,4 +1,6 @@
-"""A published package's model as functions of its parameters: as it is, ported, under autocast, with its own dtype."""
+"""A published package's model as functions of its parameters: as it is, ported, under autocast,
+with its own dtype.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.amp import autocast
+from policy.autocast.transform import autocast
 
 POLICY = "mixed_bfloat16"
 PORT, AUTOCAST, OWN = "port", "autocast", "own dtype"
@@ -32,7 +34,8 @@ class Case:
       make: builds the module; its argument is the dtype for the model's own option.
       inputs: draws what it is called with.
       call: calls a module; of linen, what is bound to its variables.
-      has_option: whether `make` knows what to do with a dtype: whether the model has an option of its own.
+      has_option: whether `make` knows what to do with a dtype: whether the model has an option of
+        its own.
     """
 
     name: str
@@ -68,10 +71,14 @@ class Case:
             return module.apply(variables, *inputs, method=call, mutable=mutable, rngs=_rngs(0))[0]
 
         def initial() -> tuple[Any, Any]:
-            made = jax.jit(functools.partial(module.init, method=call))(_rngs(0), *self.arguments(0))
+            made = jax.jit(functools.partial(module.init, method=call))(
+                _rngs(0), *self.arguments(0)
+            )
             variables: Mapping[str, Any] = flax.core.unfreeze(made)
             apart = ("params", *_MADE_BY_CALLS)
-            return variables["params"], {name: variables[name] for name in variables if name not in apart}
+            return variables["params"], {
+                name: variables[name] for name in variables if name not in apart
+            }
 
         return (autocast(apply, POLICY, params=0) if way == AUTOCAST else apply), initial
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.packages.cases import Case
 
-# Each file of `benchmarks.packages.models`, the names of its cases up to the colon, and the modules they import.
+# Each file of `benchmarks.packages.models`, the names of its cases up to the colon, and the modules
+# they import.
 FAMILIES = {
     "transformers": {"transformers": "transformers"},
     "diffusers": {"diffusers": "diffusers"},
@@ -32,5 +33,7 @@ def cases(family: str, only: Sequence[str] = ()) -> Iterator[Case]:
 
 
 def modules(family: str) -> tuple[str, ...]:
-    """Returns the modules whose imports are to be swapped: the packages', and the file that builds their models."""
+    """Returns the modules whose imports are to be swapped: the packages', and the file that builds
+    their models.
+    """
     return (*FAMILIES[family].values(), f"benchmarks.packages.models.{family}")

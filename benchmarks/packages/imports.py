@@ -1,4 +1,6 @@
-"""Imports packages with their imports of Flax replaced by ours, as a user would replace them in the source."""
+"""Imports packages with their imports of Flax replaced by ours, as a user would replace them in the
+source.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,25 @@ _OURS = "mpmodules"
 
 
 def install(packages: Collection[str]) -> set[str]:
-    """Lets the modules of `packages`, and those below them, import `mpmodules.linen` for `flax.linen`, and so for nnx.
+    """Lets the modules of `packages`, and those below them, import `mpmodules.linen` for
+    `flax.linen`, and so for nnx.
 
     Args:
       packages: names of packages and modules that are not imported yet.
 
     Returns:
-      The names of the modules in which something was replaced: a set that grows as they are imported.
+      The names of the modules in which something was replaced: a set that grows as they are
+        imported.
 
     Raises:
       ValueError: one of them is imported already.
     """
     imported = sorted(set(packages).intersection(sys.modules))
     if imported:
-        raise ValueError(f"{', '.join(imported)} can't be imported with our modules: imported already, with Flax's.")
+        raise ValueError(
+            f"{', '.join(imported)} can't be imported with our modules: imported already, with "
+            "Flax's."
+        )
     finder = _Finder(packages)
     sys.meta_path.insert(0, finder)
     return finder.replaced
@@ -42,7 +49,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.packages = frozenset(packages)
         self.replaced: set[str] = set()
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> Any:
         parts = fullname.split(".")
         if self.packages.isdisjoint(".".join(parts[: i + 1]) for i in range(len(parts))):
             return None
@@ -68,7 +77,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def swapped(tree: ast.Module) -> ast.Module:
-    """Returns a module's source tree with `flax.linen` and `flax.nnx` replaced by ours, where ours have the name."""
+    """Returns a module's source tree with `flax.linen` and `flax.nnx` replaced by ours, where ours
+    have the name.
+    """
     swap = _Swap()
     tree = swap.visit(tree)
     if swap.uses_attributes:
@@ -80,7 +91,8 @@ def swapped(tree: ast.Module) -> ast.Module:
 def _after_future(body: Sequence[ast.stmt]) -> int:
     """Returns the place in a module behind its docstring and its imports from `__future__`."""
     is_head = [
-        (isinstance(node, ast.ImportFrom) and node.module == "__future__") or _is_docstring(node) for node in body
+        (isinstance(node, ast.ImportFrom) and node.module == "__future__") or _is_docstring(node)
+        for node in body
     ]
     return is_head.index(False) if False in is_head else len(body)
 
@@ -101,7 +113,9 @@ class _Swap(ast.NodeTransformer):
 
     def visit_Import(self, node: ast.Import) -> Any:
         named = {f"flax.{wing}": f"{_OURS}.{wing}" for wing in WINGS}
-        return ast.Import([ast.alias(named.get(a.name, a.name), a.asname) if a.asname else a for a in node.names])
+        return ast.Import(
+            [ast.alias(named.get(a.name, a.name), a.asname) if a.asname else a for a in node.names]
+        )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         wing = next((w for w in WINGS if f"{node.module}.".startswith(f"flax.{w}.")), None)
@@ -110,14 +124,20 @@ class _Swap(ast.NodeTransformer):
         ours = _OURS if wing is None else f"{_OURS}.{wing}"
         taken = [a for a in node.names if (a.name in WINGS if wing is None else _has(ours, a.name))]
         kept = [a for a in node.names if a not in taken]
-        parts = (ast.ImportFrom(module, names, 0) for module, names in ((ours, taken), (node.module, kept)) if names)
+        parts = (
+            ast.ImportFrom(module, names, 0)
+            for module, names in ((ours, taken), (node.module, kept))
+            if names
+        )
         return [ast.copy_location(part, node) for part in parts]
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         self.generic_visit(node)
         if isinstance(node.value, ast.Name) and node.value.id == "flax" and node.attr in WINGS:
             self.uses_attributes = True
-            return ast.copy_location(ast.Attribute(ast.Name(_OURS, ast.Load()), node.attr, node.ctx), node)
+            return ast.copy_location(
+                ast.Attribute(ast.Name(_OURS, ast.Load()), node.attr, node.ctx), node
+            )
         return node
 
 

@@ -1,4 +1,6 @@
-"""Measures the matmul FLOPs that a bfloat16 model leaves in float32, and its errors beside the float32 model."""
+"""Measures the matmul FLOPs that a bfloat16 model leaves in float32, and its errors beside the
+float32 model.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.packages.cases import Case, Way
-from policy.inspection.costs import flops_of
-from policy.inspection.operations import dtype_of, kind_of
-from policy.inspection.walk import walk
+from policy._jaxpr.costs import flops_of
+from policy._jaxpr.operations import dtype_of, kind_of
+from policy._jaxpr.walk import walk
 
 SEEDS = range(64)
 _SPREAD = 0.05  # of what is added to parameters, so that none of them is zero
@@ -30,9 +32,11 @@ class Figures:
     """One way to run a model, beside the model in float32.
 
     Attributes:
-      share: of the FLOPs of matmuls and convolutions, forward and backward, those with a float32 operand.
-      outputs, gradients: norm of the difference / norm of float32's, of all outputs and of all parameters' gradients:
-        the median of several draws, of which some may fall on two sides of a step that the model makes.
+      share: of the FLOPs of matmuls and convolutions, forward and backward, those with a float32
+        operand.
+      outputs, gradients: norm of the difference / norm of float32's, of all outputs and of all
+        parameters' gradients: the median of several draws, of which some may fall on two sides of a
+        step that the model makes.
     """
 
     share: float
@@ -41,9 +45,11 @@ class Figures:
 
 
 def float32_share(fn: Callable[..., Any], *args: Any) -> float:
-    """Returns the share of a function's matmul FLOPs that have a float32 operand; loop bodies count every time.
+    """Returns the share of a function's matmul FLOPs that have a float32 operand; loop bodies count
+    every time.
 
-    Matmuls of complex numbers, of which no half precision has any, are left out. It is 0 for a function without others.
+    Matmuls of complex numbers, of which no half precision has any, are left out. It is 0 for a
+    function without others.
     """
     total = wide = 0
     for site in walk(jax.make_jaxpr(fn)(*args)):
@@ -56,7 +62,8 @@ def float32_share(fn: Callable[..., Any], *args: Any) -> float:
 
 
 def relative_error(found: Any, truth: Any) -> float:
-    """Returns the norm of the difference of two trees over the norm of the second; infinite where that alone is 0.
+    """Returns the norm of the difference of two trees over the norm of the second; infinite where
+    that alone is 0.
 
     Args:
       found: a tree of arrays of any floating dtype.
@@ -68,7 +75,9 @@ def relative_error(found: Any, truth: Any) -> float:
     difference = norm = 0.0
     for one, other in zip(_leaves(found), _leaves(truth), strict=True):
         if one.shape != other.shape:
-            raise ValueError(f"The leaves should have one shape, but have {one.shape} and {other.shape}.")
+            raise ValueError(
+                f"The leaves should have one shape, but have {one.shape} and {other.shape}."
+            )
         difference += float(np.square(one - other).sum())
         norm += float(np.square(other).sum())
     if norm:
@@ -79,7 +88,11 @@ def relative_error(found: Any, truth: Any) -> float:
 def _leaves(tree: Any) -> Iterator[np.ndarray]:
     for leaf in jax.tree.leaves(tree):
         wide = np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64
-        yield np.abs(np.asarray(leaf)).astype(wide) if leaf.dtype == bool else np.asarray(leaf).astype(wide)
+        yield (
+            np.abs(np.asarray(leaf)).astype(wide)
+            if leaf.dtype == bool
+            else np.asarray(leaf).astype(wide)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +134,9 @@ def _spread(params: Any, generator: np.random.Generator) -> Any:
 
 
 def step_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of what was drawn that returns outputs and gradients: of the squared distance to targets."""
+    """Returns a function of what was drawn that returns outputs and gradients: of the squared
+    distance to targets.
+    """
 
     def loss(params: Any, rest: Any, inputs: Any, targets: Any) -> Any:
         outputs = floats(fn(params, rest, *inputs))
@@ -129,7 +144,9 @@ def step_of(fn: Callable[..., Any]) -> Callable[..., Any]:
         return sum(jnp.mean(jnp.square(out.astype(jnp.float32) - to)) for out, to in pairs), outputs
 
     def step(params: Any, rest: Any, inputs: Any, targets: Any) -> Any:
-        (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True, allow_int=True)(params, rest, inputs, targets)
+        (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True, allow_int=True)(
+            params, rest, inputs, targets
+        )
         return outputs, floats(gradients)
 
     return step
@@ -154,7 +171,9 @@ def results(case: Case, way: Way, drawn: Sequence[Draw]) -> tuple[list[Any], lis
 def _require_alike(params: Any, reference: Any) -> None:
     shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (params, reference)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"It has {len(shapes[0])} parameters, {len(shapes[1])} in float32, or other ones.")
+        raise ValueError(
+            f"It has {len(shapes[0])} parameters, {len(shapes[1])} in float32, or other ones."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +182,8 @@ class Measured:
 
     Attributes:
       ways: of each way to run it in bfloat16; or the first line of its error.
-      digests: of each parameter, output and gradient of the first draw in float32, by kind and place.
+      digests: of each parameter, output and gradient of the first draw in float32, by kind and
+        place.
     """
 
     ways: dict[str, Figures | str]
@@ -171,20 +191,34 @@ class Measured:
 
 
 def measure(case: Case, seeds: Sequence[int] = SEEDS, in_half: bool = True) -> Measured:
-    """Runs a model in float32 and, with `in_half`, in each way in bfloat16; what fails is told by its error."""
+    """Runs a model in float32 and, with `in_half`, in each way in bfloat16; what fails is told by
+    its error.
+    """
     try:
         drawn = draws(case, seeds)
         outputs, gradients, _ = results(case, "float32", drawn)
     except Exception as error:
         return Measured({"float32": told(error)}, {})
-    first = {"params": drawn[0].params, "rest": drawn[0].rest, "outputs": outputs[0], "gradients": gradients[0]}
+    first = {
+        "params": drawn[0].params,
+        "rest": drawn[0].rest,
+        "outputs": outputs[0],
+        "gradients": gradients[0],
+    }
     measured = Measured(
-        {}, {f"{kind}{i}": each for kind, tree in first.items() for i, each in enumerate(digests(tree))}
+        {},
+        {
+            f"{kind}{i}": each
+            for kind, tree in first.items()
+            for i, each in enumerate(digests(tree))
+        },
     )
     for way in case.ways() if in_half else ():
         try:
             found = results(case, way, drawn)
-            errors = (map(relative_error, *pair) for pair in ((found[0], outputs), (found[1], gradients)))
+            errors = (
+                map(relative_error, *pair) for pair in ((found[0], outputs), (found[1], gradients))
+            )
             measured.ways[way] = Figures(found[2], *map(statistics.median, errors))
         except Exception as error:
             measured.ways[way] = told(error)

@@ -9,10 +9,21 @@ from benchmarks.packages.cases import AUTOCAST, OWN, PORT, Way
 from benchmarks.packages.measure import Figures
 
 OPENING, CLOSING = "<!-- packages -->", "<!-- end of packages -->"
-SHARE, RATIO = 0.01, 1.1  # a port's bounds: FLOPs in float32; errors beside those of the model's own option
+SHARE, RATIO = (
+    0.01,
+    1.1,
+)  # a port's bounds: FLOPs in float32; errors beside those of the model's own option
 IDENTICAL = "identical"
 _HEAD = (
-    *("model", "float32 FLOPs: port", "autocast", "own dtype", "outputs: port", "autocast", "own dtype"),
+    *(
+        "model",
+        "float32 FLOPs: port",
+        "autocast",
+        "own dtype",
+        "outputs: port",
+        "autocast",
+        "own dtype",
+    ),
     *("gradients: port", "autocast", "own dtype", "import swap", "fails"),
 )
 
@@ -24,7 +35,8 @@ class Row:
     Attributes:
       name: the model's.
       ways: what was measured of each way to run it, or the first line of the error.
-      swap: `IDENTICAL`, or what differs where the package imports our modules; "" where it was not tried.
+      swap: `IDENTICAL`, or what differs where the package imports our modules; "" where it was not
+        tried.
     """
 
     name: str
@@ -37,13 +49,17 @@ class Row:
         return found if isinstance(found, Figures) else None
 
     def beside(self) -> Figures | None:
-        """Returns what the port's errors are held against: those of an option that is in half, or of autocast."""
+        """Returns what the port's errors are held against: those of an option that is in half, or
+        of autocast.
+        """
         own = self.figures(OWN)
         return own if own is not None and own.share <= SHARE else self.figures(AUTOCAST)
 
     def missed(self) -> Iterator[str]:
         """Yields the bounds that the port misses, as the names of their columns, and what fails."""
-        yield from (way for way, found in self.ways.items() if isinstance(found, str) and way != OWN)
+        yield from (
+            way for way, found in self.ways.items() if isinstance(found, str) and way != OWN
+        )
         port, beside = self.figures(PORT), self.beside()
         if port is not None and not port.share <= SHARE:
             yield "share"
@@ -63,8 +79,14 @@ class Row:
                 cell = "" if found is None else text.format(getattr(found, quantity))
                 cells.append(f"**{cell}**" if cell and way == PORT and quantity in missed else cell)
         swap = "" if self.swap in ("", IDENTICAL) else f"import swap: {self.swap}"
-        fails = [*(f"{way}: {found}" for way, found in self.ways.items() if isinstance(found, str)), swap]
-        cells += [self.swap if self.swap == IDENTICAL else "", "; ".join(map(_cell, filter(None, fails)))]
+        fails = [
+            *(f"{way}: {found}" for way, found in self.ways.items() if isinstance(found, str)),
+            swap,
+        ]
+        cells += [
+            self.swap if self.swap == IDENTICAL else "",
+            "; ".join(map(_cell, filter(None, fails))),
+        ]
         return cells
 
 

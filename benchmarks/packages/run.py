@@ -1,4 +1,6 @@
-"""Measures one family's models in the environment that has their packages. `python -m benchmarks.packages` calls it."""
+"""Measures one family's models in the environment that has their packages. `python -m
+benchmarks.packages` calls it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("file", type=Path, help="to write to, as JSON")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the models' names")
-    parser.add_argument("--swapped", action="store_true", help="float32 alone, with our modules for Flax's")
+    parser.add_argument(
+        "--swapped", action="store_true", help="float32 alone, with our modules for Flax's"
+    )
     options = parser.parse_args(arguments)
     shims.install()
     replaced = imports.install(modules(options.family)) if options.swapped else set[str]()

@@ -1,4 +1,6 @@
-"""Stands in for modules that a package imports but its models don't use: simulators, datasets, plots, torch."""
+"""Stands in for modules that a package imports but its models don't use: simulators, datasets,
+plots, torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: Any) -> Any:
-        return MagicMock(name=spec.name, __spec__=spec, __path__=[], __name__=spec.name, __file__=None)
+        return MagicMock(
+            name=spec.name, __spec__=spec, __path__=[], __name__=spec.name, __file__=None
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing: every attribute is there."""
@@ -31,7 +35,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def stubbed(*names: str) -> Iterator[None]:
-    """Lets the modules of these names, and those below them, be imported in this block where they are not installed."""
+    """Lets the modules of these names, and those below them, be imported in this block where they
+    are not installed.
+    """
     finder = _Finder([name for name in names if importlib.util.find_spec(name) is None])
     sys.meta_path.append(finder)
     try:

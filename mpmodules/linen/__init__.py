@@ -1,4 +1,4 @@
-"""`flax.linen` with dtype policies: all that it exports, with layers that obey policies in place of its own."""
+"""`flax.linen` with dtype policies: all that it exports, with layers that obey policies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from mpmodules.linen._activations import PReLU as PReLU
 from mpmodules.linen._attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.linen._attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from mpmodules.linen._attention import SelfAttention as SelfAttention
-from mpmodules.linen._attention import dot_product_attention as dot_product_attention
-from mpmodules.linen._attention import dot_product_attention_weights as dot_product_attention_weights
+from mpmodules.linen._dot_product_attention import dot_product_attention as dot_product_attention
+from mpmodules.linen._dot_product_attention import (
+    dot_product_attention_weights as dot_product_attention_weights,
+)
 from mpmodules.linen._containers import Sequential as Sequential
 from mpmodules.linen._convolution import Conv as Conv
 from mpmodules.linen._convolution import ConvLocal as ConvLocal
@@ -61,7 +63,9 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         if name.startswith("_") or _util.find_spec(f"flax.linen.{name}") is None:
             raise
-        return _importlib.import_module(f"flax.linen.{name}")  # a submodule that Flax does not import by itself
+        return _importlib.import_module(
+            f"flax.linen.{name}"
+        )  # a submodule that Flax does not import by itself
 
 
 def __dir__() -> list[str]:

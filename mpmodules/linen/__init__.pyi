@@ -1,4 +1,4 @@
-"""`flax.linen` with dtype policies: all that it exports, with layers that obey policies in place of its own.
+"""`flax.linen` with dtype policies: all that it exports, with layers that obey policies.
 
 Written by `python -m tests.checkers.make_stubs`, from the code of mpmodules.linen and of Flax.
 """
@@ -134,8 +134,10 @@ from mpmodules.linen._weight_norms import SpectralNorm as SpectralNorm
 from mpmodules.linen._weight_norms import WeightNorm as WeightNorm
 from mpmodules.linen._port import apply_policy as apply_policy
 from mpmodules.pooling import avg_pool as avg_pool
-from mpmodules.linen._attention import dot_product_attention as dot_product_attention
-from mpmodules.linen._attention import dot_product_attention_weights as dot_product_attention_weights
+from mpmodules.linen._dot_product_attention import dot_product_attention as dot_product_attention
+from mpmodules.linen._dot_product_attention import (
+    dot_product_attention_weights as dot_product_attention_weights,
+)
 from mpmodules.activations import log_sigmoid as log_sigmoid
 from mpmodules.activations import log_softmax as log_softmax
 from mpmodules.activations import logsumexp as logsumexp

@@ -17,16 +17,22 @@ from policy.precedence import Effective
 
 
 class PReLU(Layer, flax_nn.PReLU):
-    """`flax.linen.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is summed wide.
+    """`flax.linen.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is
+    summed wide.
 
-    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are multiplied in
-    reduction_dtype and rounded once.
+    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are
+    multiplied in reduction_dtype and rounded once.
     """
 
     param_dtype: Any = None
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         inputs = jnp.asarray(args[0] if args else kwargs["inputs"])
@@ -42,7 +48,8 @@ class PReLU(Layer, flax_nn.PReLU):
             slopes.append(flax_nn.PReLU.param(self, name, *args, **kwargs))
             return slopes[-1]
 
-        # Flax's own method makes or reads the slope; what it would compute with it in half is left to one number.
+        # Flax's own method makes or reads the slope; what it would compute with it in half is left
+        # to one number.
         with fields_set(self, fields | {"param": read}):
             method(self, jnp.zeros((), jnp.float32))
         return activations.prelu(inputs, slopes[-1])

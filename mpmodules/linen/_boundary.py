@@ -11,18 +11,22 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from mpmodules import _carries as carries
-from mpmodules._defined_in import package_of
+from mpmodules._boundary import Arguments, cast_outputs, signature_without_self
+from mpmodules._defined_in import is_upstream
 from mpmodules._own_code import run_inside, run_layer
+from mpmodules._scan_errors import scan_explained
 from mpmodules.linen._calls import call_under_way, calls
-from mpmodules.linen._foreign import in_compute_dtype
-from mpmodules.linen._held_parameters import hold
+from mpmodules.linen._foreign import calls_foreign_cell, in_compute_dtype
+from mpmodules.linen._registry import crossing_of, obeys_policies
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
+from mpmodules.linen._setup_parameters import hold
 from policy import boundary
+from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope, current_scope, enter
 
-# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's own.
+# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's
+# own.
 NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
 _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 
@@ -30,27 +34,36 @@ _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 def install_boundaries(cls: Any) -> None:
     """Puts the boundary around each public method that `cls` adds, and around its setup.
 
-    Interceptors and summaries of Flax see the uncast inputs and the final outputs: its machinery is outside of the
-    boundary. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of the method that it transforms, our
-    mark included. A mark that points to another function therefore identifies such a method, which gets a boundary
-    outside of the transform.
+    Interceptors and summaries of Flax see the uncast inputs and the final outputs: its machinery is
+    outside of the boundary. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of
+    the method that it transforms, our mark included. A mark that points to another function
+    therefore identifies such a method, which gets a boundary outside of the transform.
     """
     fields = {field.name for field in dataclasses.fields(cls)}
     names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
     for name in names:
         is_setup = name == "setup"
         private = name.startswith("_") and name != "__call__"
-        if name in fields or private or (not is_setup and (name in _FLAX_METHODS or name in NOT_BOUNDARIES)):
+        if (
+            name in fields
+            or private
+            or (not is_setup and (name in _FLAX_METHODS or name in NOT_BOUNDARIES))
+        ):
             continue
         method = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or hasattr(method, "nowrap"):
             continue
         if method is inspect.getattr_static(flax_nn.Module, name, None):
-            continue  # a wrapped copy here would come before the layer's own in the order of inheritance
+            # A wrapped copy here would come before the layer's own in the order of inheritance.
+            continue
         mark = method.__dict__.get("_policy_boundary")
         if mark is method:
             continue
-        setattr(cls, name, _setup_with_policy(method) if is_setup else _bounded(method, lifted=mark is not None))
+        setattr(
+            cls,
+            name,
+            _setup_with_policy(method) if is_setup else _bounded(method, lifted=mark is not None),
+        )
 
 
 def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
@@ -64,18 +77,15 @@ def _bounded(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
     return bounded
 
 
-def is_upstream(method: Callable[..., Any]) -> bool:
-    """Returns whether a layer's method is Flax's own (or ours), rather than a user's on top of it."""
-    return package_of(method) in ("flax", "mpmodules")
-
-
 def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[..., Any]:
     own_body = not lifted and is_upstream(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nn.Module) or self.scope is None:
-            return method(self, *args, **kwargs)  # Flax says what is wrong with a call on an unbound module
+            return method(
+                self, *args, **kwargs
+            )  # Flax says what is wrong with a call on an unbound module
         return run_method(self, method, args, kwargs, lifted=lifted, own_body=own_body)
 
     call._policy_boundary = call  # type: ignore[attr-defined]
@@ -83,7 +93,9 @@ def _with_boundary(method: Callable[..., Any], *, lifted: bool) -> Callable[...,
 
 
 def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs `setup` under the module's policy, whichever entry reaches it: params made there need their dtype."""
+    """Runs `setup` under the module's policy, whichever entry reaches it: params made there need
+    their dtype.
+    """
 
     @functools.wraps(setup)
     def call(self: Any) -> Any:
@@ -94,7 +106,9 @@ def _setup_with_policy(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
-    """Runs a module's setup under its policy, and a layer's with its fields as the policy wants them."""
+    """Runs a module's setup under its policy, and a layer's with its fields as the policy wants
+    them.
+    """
     scope = current_scope()
     effective = effective_policy(module, scope)
     if not getattr(type(module), "_is_layer", False):
@@ -111,7 +125,11 @@ def _scope_inside(scope: Scope, effective: Effective, crosses: bool) -> Scope:
     """Returns the scope inside of a module's call."""
     if effective.policy is None:
         return scope
-    return boundary.inside(scope, effective.policy) if crosses else dataclasses.replace(scope, policy=effective.policy)
+    return (
+        boundary.inside(scope, effective.policy)
+        if crosses
+        else dataclasses.replace(scope, policy=effective.policy)
+    )
 
 
 def run_method(
@@ -127,24 +145,33 @@ def run_method(
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
 
     Args:
-      lifted: `method` is a transformed one, which calls another boundary of the same module inside of the transform:
-        only the casts and the scope are applied here.
-      own_body: `method` is the layer's own. Around a user's method on top of a layer only the fields are set: its
-        inputs are the user's business, and the layer's own method is a call inside.
-      cast_result: whether outputs are cast to the compute_dtype in force where the method is called.
+      lifted: `method` is a transformed one, which calls another boundary of the same module inside
+        of the transform: only the casts and the scope are applied here.
+      own_body: `method` is the layer's own. Around a user's method on top of a layer only the
+        fields are set: its inputs are the user's business, and the layer's own method is a call
+        inside.
+      cast_result: whether outputs are cast to the compute_dtype in force where the method is
+        called.
     """
     scope, given = current_scope(), args
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
         if scope.hands_on_float32 and not calls_foreign_cell(module):
-            return _run_for_autocast(module, method, args, kwargs, scope, lifted=lifted, own_body=own_body)
+            return _run_for_autocast(
+                module, method, args, kwargs, scope, lifted=lifted, own_body=own_body
+            )
         is_layer = getattr(type(module), "_is_layer", False)
         if is_layer:
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
         else:
             crosses = boundary.module_crosses(scope, effective.base) and not scope.hands_on_float32
-        if crosses and not (is_layer and type(module)._takes_inputs_as_they_come):
+        crossing = crossing_of(module, method.__name__)
+        if (
+            effective.policy is not None
+            and crosses
+            and not (is_layer and type(module)._takes_inputs_as_they_come)
+        ):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
         source = effective.source.for_those_inside(where(module))
@@ -156,78 +183,73 @@ def run_method(
             else:
                 with fields_set(module, plain_fields(module, effective)):
                     outputs = method(module, *args, **kwargs)
-        if effective.policy is not None and _is_step(module, method):
-            outputs = carries.hand_on_outputs(outputs, carries.given_carry(args, kwargs))
+        if effective.policy is not None:
+            outputs = crossing.keep_carry(outputs, args, kwargs)
         if not (crosses or cast_result):
             return outputs
-        has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+        has_carry = crossing.returns_carry(module, kwargs)
         if crosses and effective.policy is not None:
             returned = boundary.returns(scope, effective.policy)
-            outputs = carries.cast_outputs(returned, outputs, has_carry=has_carry)
+            outputs = cast_outputs(returned, outputs, has_carry=has_carry)
         if cast_result and scope.policy is not None:
-            outputs = in_compute_dtype(module, scope.policy, outputs, given, has_carry=has_carry)
+            outputs = in_compute_dtype(
+                scope.policy, outputs, has_carry=has_carry, module=module, args=given
+            )
         return outputs
 
 
-def calls_foreign_cell(module: Any) -> bool:
-    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
-    if isinstance(module, flax_nn.Bidirectional):
-        return any(map(calls_foreign_cell, (module.forward_rnn, module.backward_rnn)))
-    return isinstance(module, flax_nn.RNN) and not hasattr(type(module.cell), "_is_layer")
-
-
 def _run_for_autocast(
-    module: Any, method: Callable[..., Any], args: Any, kwargs: Any, scope: Scope, *, lifted: bool, own_body: bool
+    module: Any,
+    method: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    scope: Scope,
+    *,
+    lifted: bool,
+    own_body: bool,
 ) -> Any:
     """Calls a module inside of a port whose own code autocast runs."""
-    if not hasattr(type(module), "_is_layer"):
+    if not obeys_policies(module):
         effective = effective_policy(module, scope)
         source = effective.source.for_those_inside(where(module))
         return run_inside(lambda: method(module, *args, **kwargs), scope, effective.policy, source)
-    has_carry = _is_step(module, method) or (_is_loop(module, method) and carries.returns_carry(module, kwargs))
+    crossing = crossing_of(module, method.__name__)
 
     def call() -> Any:
         policy = effective_policy(module, scope).policy
-        cast = (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        cast = (
+            (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+        )
         return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
 
-    return run_layer(call, scope, carries.given_carry(args, kwargs) if has_carry else None)
+    has_carry = crossing.returns_carry(module, kwargs)
+    return run_layer(call, scope, crossing.given_carry(args, kwargs) if has_carry else None)
 
 
 def _cast_inputs(
-    module: Any, policy: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def signature() -> inspect.Signature:
-        full = inspect.signature(method)
-        return full.replace(parameters=list(full.parameters.values())[1:])  # without self
-
-    return carries.cast_inputs(
+    module: Any,
+    policy: Policy,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Arguments:
+    return crossing_of(module, method.__name__).cast_inputs(
         policy,
         args,
         kwargs,
-        is_step=_is_step(module, method),
-        is_loop=_is_loop(module, method),
         keep=getattr(type(module), "keep_inputs", ()),
-        signature=signature,
+        signature=lambda: signature_without_self(method),
     )
-
-
-def _is_step(module: Any, method: Callable[..., Any]) -> bool:
-    """Returns whether a call is a step of a recurrent cell, from carry and input to carry and output."""
-    return isinstance(module, flax_nn.RNNCellBase) and method.__name__ == "__call__"
-
-
-def _is_loop(module: Any, method: Callable[..., Any]) -> bool:
-    """Returns whether a call runs a recurrent cell over a sequence, and may take and return a carry."""
-    return isinstance(module, flax_nn.RNN | flax_nn.Bidirectional) and method.__name__ == "__call__"
 
 
 @contextlib.contextmanager
 def _scan_carries_explained(module: Any, crosses: bool, effective: Effective) -> Iterator[None]:
-    """Notes a boundary, and adds those inside of it to JAX's error for a scan whose carry changes its dtype."""
+    """Notes a boundary, and adds those inside of it to JAX's error for a scan whose carry changes
+    its dtype.
+    """
     path = "/".join(module.path)
     if crosses and effective.policy is not None:
         calls.crossed[path] = effective
     lifting = "lift its class (nn.scan(Block)) instead of a function, "
-    with carries.scan_explained(calls.crossed, path, lifting=lifting):
+    with scan_explained(calls.crossed, path, lifting=lifting):
         yield

@@ -9,14 +9,16 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from mpmodules._module_names import model_name
-from policy.asked import note_obeyed
+from mpmodules._linen_names import model_name
 from policy.precedence import Effective
+from policy.requested_dtypes import note_obeyed
 from policy.scope import Scope
 
 
 class _Calls(threading.local):
-    """The module calls under way in this thread, and the modules that the root call has seen so far."""
+    """The module calls under way in this thread, and the modules that the root call has seen so
+    far.
+    """
 
     def __init__(self) -> None:
         self.paths: list[tuple[str, ...]] = []
@@ -28,7 +30,9 @@ class _Calls(threading.local):
         self.recorded: Recorded | None = None
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
-        """Notes the policy that a module obeys in a call, where a summary or a report is being made."""
+        """Notes the policy that a module obeys in a call, where a summary or a report is being
+        made.
+        """
         path = path_of(module)
         if path is not None:
             note_obeyed(model_of(module), "/".join(path), effective.policy)
@@ -39,14 +43,17 @@ class _Calls(threading.local):
 class Recorded:
     """The calls of Flax's modules and ours, in order, with the policies that ours obey in them.
 
-    In each call, `intercept` runs first, outside of our boundary, and `note` adds the policy inside of it.
+    In each call, `intercept` runs first, outside of our boundary, and `note` adds the policy inside
+    of it.
     """
 
     def __init__(self) -> None:
         self.obeyed: dict[tuple[tuple[str, ...], str], list[Effective | None]] = {}
         self._open: list[tuple[tuple[str, ...], str]] = []
 
-    def intercept(self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    def intercept(
+        self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> Any:
         if context.method_name == "setup":
             return next_fun(*args, **kwargs)
         call = context.module.path, context.method_name
@@ -58,7 +65,11 @@ class Recorded:
             self._open.pop()
 
     def note(self, module: flax_nn.Module, effective: Effective) -> None:
-        if self._open and self._open[-1][0] == path_of(module) and self.obeyed[self._open[-1]][-1] is None:
+        if (
+            self._open
+            and self._open[-1][0] == path_of(module)
+            and self.obeyed[self._open[-1]][-1] is None
+        ):
             self.obeyed[self._open[-1]][-1] = effective
 
 
@@ -77,7 +88,9 @@ def recording() -> Iterator[Recorded]:
 def unrecorded() -> Iterator[None]:
     """Leaves the calls in a block out of a summary that is being recorded."""
     recorded = calls.recorded
-    before = {} if recorded is None else {call: list(obeyed) for call, obeyed in recorded.obeyed.items()}
+    before = (
+        {} if recorded is None else {call: list(obeyed) for call, obeyed in recorded.obeyed.items()}
+    )
     try:
         yield
     finally:
@@ -90,7 +103,10 @@ calls = _Calls()
 
 @contextlib.contextmanager
 def roots_unchecked() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Makes no call in a block a root's, and has no setup validated there; yields a context that undoes both."""
+    """Makes no call in a block a root's, and has no setup validated there.
+
+    Yields a context that undoes both.
+    """
     outer, validates = calls.seen, calls.validates
     calls.seen, calls.validates = {} if outer is None else outer, False
     try:
@@ -120,9 +136,10 @@ def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
 
 
 def model_of(module: flax_nn.Module) -> str:
-    """Returns what the model is called that a module is part of: by its class, or by the name it was given.
+    """Returns the name of the model that a module is part of: its class's, or the one it was given.
 
-    The copies of modules that Flax's transforms call know of nothing above: they are the root call's.
+    The copies of modules that Flax's transforms call know of nothing above: they are the root
+    call's.
     """
     while isinstance(module.parent, flax_nn.Module):
         module = module.parent
@@ -162,15 +179,19 @@ def note_seen(path: tuple[str, ...], cls: type) -> None:
 def _check_rules(root: Any, scope: Scope) -> None:
     """Checks the rules in force against the modules called and those that hold variables.
 
-    Class rules are checked only where every module that holds variables was called: a call of one method of many, or
-    of a cached inner jit, says nothing about the classes of the rest.
+    Class rules are checked only where every module that holds variables was called: a call of one
+    method of many, or of a cached inner jit, says nothing about the classes of the rest.
     """
     if scope.rules is None or not scope.rules.strict or calls.seen is None:
         return
     stored: set[str] = set()
     for collection in root.variables.values():
         _collect_paths(collection, (), stored)
-    wholes = [path for path, classes in calls.seen.items() if any(getattr(cls, "_is_whole", False) for cls in classes)]
+    wholes = [
+        path
+        for path, classes in calls.seen.items()
+        if any(getattr(cls, "_is_whole", False) for cls in classes)
+    ]
     inside = tuple(f"{path}/" if path else "" for path in wholes)
 
     def can_obey(path: str) -> bool:
@@ -179,7 +200,9 @@ def _check_rules(root: Any, scope: Scope) -> None:
     called = {path: classes for path, classes in calls.seen.items() if can_obey(path)}
     stored = set(filter(can_obey, stored))
     paths: dict[str, Any] = dict.fromkeys(stored) | called
-    rules = scope.rules.of_model(model_name(root))  # others may be meant for another model in the block
+    rules = scope.rules.of_model(
+        model_name(root)
+    )  # others may be meant for another model in the block
     rules.check(paths if stored <= set(called) else list(paths), model=model_name(root))
 
 

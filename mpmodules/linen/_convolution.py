@@ -15,13 +15,16 @@ from policy.policy import Policy
 class Conv(Biased, flax_nn.Conv):
     """`flax.linen.Conv` that obeys policies.
 
-    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
-    A Conv that is a boundary with a wider output_dtype returns the convolution's accumulator.
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
+    and so is the result. A Conv that is a boundary with a wider output_dtype returns the
+    convolution's accumulator.
     """
 
     param_dtype: Any = None
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "conv_general_dilated", functional.accumulating_conv
         )
@@ -30,7 +33,8 @@ class Conv(Biased, flax_nn.Conv):
 class ConvLocal(Biased, flax_nn.ConvLocal):
     """`flax.linen.ConvLocal` that obeys policies; dtypes as in `Conv`.
 
-    JAX's operation has no accumulator to return: one that is a boundary with a wider output_dtype widens its result.
+    JAX's operation has no accumulator to return: one that is a boundary with a wider output_dtype
+    widens its result.
     """
 
     param_dtype: Any = None

@@ -11,10 +11,11 @@ import flax.linen as flax_nn
 import jax
 import numpy as np
 
-from mpmodules import _carries as carries
+from mpmodules._boundary import cast_outputs, is_pair
 from mpmodules._port_options import may_be_set, spelled_as
+from mpmodules.linen._registry import obeys_policies
 from mpmodules.linen._resolution import fields_set
-from policy.amp import regions
+from policy.autocast import marks
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.scope import current_scope
@@ -38,9 +39,9 @@ def foreign_module_set(module: Any, *, dtype_fields: bool) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Dtype fields
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
@@ -54,27 +55,37 @@ def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _parameters_in(dtype: np.dtype, module: Any) -> Iterator[None]:
-    """Makes the parameters that the module creates come in `dtype`; their initialisers run as they are written."""
+    """Makes the parameters that the module creates come in `dtype`.
+
+    Their initialisers run as they are written.
+    """
 
     def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = type(module).param(module, name, _cast_after(init_fn, dtype), *args, **kwargs)
-        return jax.tree.map(regions.handed_on, value) if current_scope().hands_on_float32 else value
+        return jax.tree.map(marks.handed_on, value) if current_scope().hands_on_float32 else value
 
-    def variable(col: str, name: str, init_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def variable(
+        col: str, name: str, init_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if col == "params" and init_fn is not None:
             init_fn = _cast_after(init_fn, dtype)
         return type(module).variable(module, col, name, init_fn, *args, **kwargs)
 
-    # On the instance, not its class: other threads call other instances. What a module calls so itself stays.
+    # On the instance, not its class: other threads call other instances. What a module calls so
+    # itself stays.
     namespace = vars(module)
-    ours = {name: function for name, function in (("param", param), ("variable", variable)) if name not in namespace}
+    ours = {
+        name: function
+        for name, function in (("param", param), ("variable", variable))
+        if name not in namespace
+    }
     namespace.update(ours)
     try:
         yield
@@ -89,33 +100,46 @@ def _cast_after(init_fn: Callable[..., Any], dtype: np.dtype) -> Callable[..., A
     return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Outputs
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def in_compute_dtype(module: Any, policy: Policy, outputs: Any, args: tuple[Any, ...], *, has_carry: bool) -> Any:
-    """Casts to compute_dtype what a submodule hands on, but no carry that was given in another dtype.
+def in_compute_dtype(
+    policy: Policy, outputs: Any, *, has_carry: bool, module: Any, args: tuple[Any, ...]
+) -> Any:
+    """Casts a submodule's outputs to compute_dtype, but no carry that was given in another dtype.
 
     Args:
-      module: the submodule. Inside of a lifted class (nn.scan(Block)) its parent is no module.
-      policy: the policy in force where it is called.
-      args: the arguments of its call; the first may be a carry.
+      policy: the policy in force where the submodule is called.
+      outputs: the outputs of its call.
       has_carry: whether the first of a pair of outputs is a recurrent cell's carry.
+      module: the submodule. Inside of a lifted class (nn.scan(Block)) its parent is no module.
+      args: the arguments of its call; the first may be a carry.
     """
     to_compute_dtype = dataclasses.replace(policy, output_dtype=policy.compute_dtype)
     lifted = not isinstance(module.parent, flax_nn.Module)
-    if not (lifted and args and carries.is_pair(outputs)) or has_carry:
-        return carries.cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
+    if not (lifted and args and is_pair(outputs)) or has_carry:
+        return cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
     carry, rest = outputs
     if jax.tree.structure(carry) == jax.tree.structure(args[0]):
-        # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type than the first.
-        carry = jax.tree.map(lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0])
+        # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type
+        # than the first.
+        carry = jax.tree.map(
+            lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0]
+        )
     else:
-        carry = carries.cast_outputs(to_compute_dtype, carry, has_carry=False)
-    return carry, carries.cast_outputs(to_compute_dtype, rest, has_carry=False)
+        carry = cast_outputs(to_compute_dtype, carry, has_carry=False)
+    return carry, cast_outputs(to_compute_dtype, rest, has_carry=False)
 
 
 def _as_given(to_compute_dtype: Policy, new: Any, given: Any) -> Any:
     same = getattr(given, "dtype", None) == to_compute_dtype.compute_dtype
-    return carries.cast_outputs(to_compute_dtype, new, has_carry=False) if same else new
+    return cast_outputs(to_compute_dtype, new, has_carry=False) if same else new
+
+
+def calls_foreign_cell(module: Any) -> bool:
+    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
+    if isinstance(module, flax_nn.Bidirectional):
+        return any(map(calls_foreign_cell, (module.forward_rnn, module.backward_rnn)))
+    return isinstance(module, flax_nn.RNN) and not obeys_policies(module.cell)

@@ -10,8 +10,9 @@ from typing import Any
 class InstanceMethod:
     """A method of instances; looked up on the class, it is the function that the base class has.
 
-    Code that asks whether a class overrides a method, as in ``type(self).encode is not Base.encode``, compares the
-    functions of classes. A subclass that only puts something around a method must not look like an override.
+    Code that asks whether a class overrides a method, as in ``type(self).encode is not
+    Base.encode``, compares the functions of classes. A subclass that only puts something around a
+    method must not look like an override.
 
     Args:
       shown: the function of the base class.

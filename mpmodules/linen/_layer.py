@@ -1,4 +1,6 @@
-"""The base class of our linen layers, which puts the policy's dtypes in Flax's own fields for a call."""
+"""The base class of our linen layers, which puts the policy's dtypes in Flax's own fields for a
+call.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from mpmodules.functional import HalfSafe, complex_input, is_half
+from mpmodules._boundary import returned_dtype
+from mpmodules._initializers import half_safe_inits
+from mpmodules.functional import complex_input
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.policy import Policy
@@ -18,53 +23,69 @@ from policy.precedence import Effective
 class Layer(Module):
     """A Flax layer that obeys policies.
 
-    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold the policy's dtypes.
+    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold
+    the policy's dtypes.
     """
 
     _is_layer: ClassVar[bool] = True
     _dtype_fields: ClassVar[bool] = True
-    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before any rounding.
+    # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before
+    # any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
-        """Returns the dataclass fields to set for a call of `method_name` that is to return `output_dtype`."""
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
+        """Returns the dataclass fields to set for a call of `method_name` that is to return
+        `output_dtype`.
+        """
         return dtype_fields(self, policy)
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         complex_dtype = complex_input((*args, *kwargs.values()))
         if policy is not None and effective.dtype is None and complex_dtype is not None:
             with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
-                return method(self, *args, **kwargs)  # as Flax infers it: no policy casts complex numbers
-        output_dtype = None if policy is None else policy.output_dtype if crosses else policy.compute_dtype
+                return method(
+                    self, *args, **kwargs
+                )  # as Flax infers it: no policy casts complex numbers
+        output_dtype = None if policy is None else returned_dtype(policy, crosses)
         fields = self._policy_fields(policy, output_dtype, method.__name__)
-        fields |= half_safe_inits(self, fields.get("param_dtype", jnp.float32))
+        fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
         with fields_set(self, fields):
             return method(self, *args, **kwargs)
 
 
-def half_safe_inits(layer: Any, param_dtype: Any, *, defaults: bool = False) -> dict[str, Any]:
+def half_safe_fields(
+    layer: Any, param_dtype: DTypeLike, *, defaults: bool = False
+) -> dict[str, Any]:
     """Returns a layer's initialisers, made to work in half precision where its parameters are half.
 
     Args:
-      defaults: whether Flax's own defaults are among them; those of most layers run in half as they are.
+      layer: the layer.
+      param_dtype: the dtype of its parameters.
+      defaults: whether Flax's own defaults are among them; those of most layers run in half as they
+        are.
     """
-    if not is_half(param_dtype):
-        return {}
-    given: list[tuple[str, Any]] = [
-        (field.name, value)
+    given = {
+        field.name: getattr(layer, field.name)
         for field in dataclasses.fields(layer)
-        if field.name.endswith("_init") and callable(value := getattr(layer, field.name))
-        if defaults or value is not field.default
-    ]
-    return {name: init if isinstance(init, HalfSafe) else HalfSafe(init) for name, init in given}
+        if field.name.endswith("_init")
+        and (defaults or getattr(layer, field.name) is not field.default)
+    }
+    return half_safe_inits(given, param_dtype)
 
 
 def declared_field(module: Any, name: str) -> Any:
-    """Returns the value that the user gave for a field, whatever is in it for the length of a call."""
+    """Returns the value that the user gave for a field, which may hold another during a call."""
     declared = module.__dict__.get("_declared_fields")
     return module.__dict__.get(name) if declared is None else declared.get(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,51 +14,53 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from mpmodules import functional
+from mpmodules._operands import DetachedBiases, DetachedOperands, Operands, PromoteToAccumulator
 from mpmodules.linen._layer import Layer, declared_field
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
 
 
-@dataclasses.dataclass(frozen=True)
-class PromoteToAccumulator:
-    """A `promote_dtype` that casts the operands to compute_dtype and a bias to the accumulator's dtype."""
+def accumulator_fields(
+    layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any
+) -> dict:
+    """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is
+    wider than compute.
 
-    compute_dtype: np.dtype
-    accumulator_dtype: np.dtype
-
-    def __call__(self, *arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-        inputs, kernel, *bias = arrays
-        return [
-            *promote_dtype(inputs, kernel, dtype=self.compute_dtype),
-            *(None if b is None else jnp.asarray(b, self.accumulator_dtype) for b in bias),
-        ]
-
-
-def accumulator_fields(layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any) -> dict:
-    """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is wider than compute.
-
-    An operation or a `promote_dtype` of the user's own is left in place: then the result is widened afterwards.
+    An operation or a `promote_dtype` of the user's own is left in place: then the result is widened
+    afterwards.
 
     Args:
       hook: the name of the field that takes the operation.
       operation: makes the operation from the accumulator's dtype.
     """
-    if policy is None or output_dtype is None or not functional.is_wider(output_dtype, policy.compute_dtype):
+    if (
+        policy is None
+        or output_dtype is None
+        or not functional.is_wider(output_dtype, policy.compute_dtype)
+    ):
         return {}
     given = (declared_field(layer, hook), declared_field(layer, f"{hook}_cls"))
-    if any(value is not None for value in given) or declared_field(layer, "promote_dtype") is not promote_dtype:
+    if (
+        any(value is not None for value in given)
+        or declared_field(layer, "promote_dtype") is not promote_dtype
+    ):
         return {}
     promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(output_dtype))
     return {hook: operation(output_dtype), "promote_dtype": promote}
 
 
 class Biased(Layer):
-    """Base class of the matmul and convolution layers: the gradient of a half bias is summed in reduction_dtype."""
+    """Base class of the matmul and convolution layers: the gradient of a half bias is summed in
+    reduction_dtype.
+    """
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
-        """Returns the shape in which the bias is added to `y`, or None to leave its gradient to Flax.
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        """Returns the shape in which the bias is added to `y`, or None to leave its gradient to
+        Flax.
 
         Args:
           operands: inputs, kernel and bias as they entered the matmul.
@@ -68,87 +69,105 @@ class Biased(Layer):
         return functional.trailing(y, operands[2])
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
-        stored: list[tuple[jax.Array, list[jax.Array]]] = []
-
-        def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-            promoted = promote_dtype(*arrays, dtype=dtype, inexact=inexact)
-            if len(promoted) < 3 or promoted[2] is None or not functional.is_half(promoted[2].dtype):
-                return promoted
-            stored.append((arrays[2], promoted))
-            return [*promoted[:2], jax.lax.stop_gradient(promoted[2])]
+        biases = DetachedBiases(promote_dtype)
 
         def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if layer.promote_dtype is not promote_dtype:
                 return method(layer, *args, **kwargs)
-            with fields_set(layer, {"promote_dtype": promote}):
+            with fields_set(layer, {"promote_dtype": biases}):
                 return method(layer, *args, **kwargs)
 
         y = super()._call_layer(effective, crosses, run, args, kwargs)
-        for bias, operands in stored:
-            shape = self._bias_shape(y, operands, args, kwargs)
-            wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
-            y = functional.with_bias_gradient(y, bias, shape, wide)
-        return y
+        wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
+        return biases.with_gradients(
+            y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs)
+        )
 
 
 class Accumulating(Biased):
     """Base class of layers whose operation can't be replaced, but takes `preferred_element_type`.
 
-    With that alone, both backward operations would run as float32 times half, or not at all. So Flax's method runs on
-    operands without a gradient; the gradient is that of the same method in compute_dtype.
+    With that alone, both backward operations would run as float32 times half, or not at all. So
+    Flax's method runs on operands without a gradient; the gradient is that of the same method in
+    compute_dtype.
     """
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         given = declared_field(self, "promote_dtype") is not promote_dtype
         given = given or declared_field(self, "preferred_element_type") is not None
-        in_complex = effective.dtype is not None or functional.complex_input((*args, *kwargs.values())) is not None
-        wider = crosses and policy is not None and functional.is_wider(policy.output_dtype, policy.compute_dtype)
+        in_complex = (
+            effective.dtype is not None
+            or functional.complex_input((*args, *kwargs.values())) is not None
+        )
+        wider = (
+            crosses
+            and policy is not None
+            and functional.is_wider(policy.output_dtype, policy.compute_dtype)
+        )
         if policy is None or given or in_complex or not wider:
             return super()._call_layer(effective, crosses, method, args, kwargs)
-        accumulated = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype))
-        kernels: list[jax.Array] = []
-
-        def promote(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-            inputs, kernel, *bias = accumulated(*arrays)
-            kernels.append(kernel)
-            return [jax.lax.stop_gradient(inputs), jax.lax.stop_gradient(kernel), *bias]
+        promote = DetachedOperands(
+            PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype))
+        )
 
         def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            with fields_set(layer, {"promote_dtype": promote, "preferred_element_type": policy.output_dtype}):
+            with fields_set(
+                layer, {"promote_dtype": promote, "preferred_element_type": policy.output_dtype}
+            ):
                 return method(layer, *args, **kwargs)
 
         y = super()._call_layer(effective, crosses, functools.wraps(method)(run), args, kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "inputs"}
         operation = functools.partial(self._operation, inspect.unwrap(method), args[1:], rest)
         inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
-        return functional.with_operand_gradients(y, inputs, kernels[0], operation)
+        return functional.with_operand_gradients(y, inputs, promote.kernel, operation)
 
     def _operation(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict, inputs: jax.Array, kernel: jax.Array
+        self,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+        inputs: jax.Array,
+        kernel: jax.Array,
     ) -> jax.Array:
         """Runs Flax's method on these operands alone: no bias, no mask, no variable."""
         view: Any = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         fields: dict[str, Any] = {"use_bias": False, "mask": None, "param": lambda *_: kernel}
-        view.__dict__.update(fields, promote_dtype=lambda *arrays, dtype=None, inexact=True: list(arrays))
+        view.__dict__.update(
+            fields, promote_dtype=lambda *arrays, dtype=None, inexact=True: list(arrays)
+        )
         return method(view, inputs, *args, **kwargs)
 
 
 class Dense(Biased, flax_nn.Dense):
     """`flax.linen.Dense` that obeys policies.
 
-    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
-    A Dense that is a boundary with a wider output_dtype returns the matmul's accumulator.
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
+    and so is the result. A Dense that is a boundary with a wider output_dtype returns the matmul's
+    accumulator.
     """
 
     param_dtype: Any = None
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
         )
@@ -159,14 +178,20 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
 
     param_dtype: Any = None
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
         )
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
-        batch = len(np.atleast_1d(np.asarray(self.batch_dims, int)))  # they lead in the result, and in the bias
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
+        batch = len(
+            np.atleast_1d(np.asarray(self.batch_dims, int))
+        )  # they lead in the result, and in the bias
         bias = operands[2].shape
         return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
 
@@ -177,7 +202,9 @@ class Einsum(Accumulating, flax_nn.Einsum):
     param_dtype: Any = None
 
     @flax_nn.nowrap
-    def _bias_shape(self, y: jax.Array, operands: list[jax.Array], args: tuple[Any, ...], kwargs: dict) -> Any:
+    def _bias_shape(
+        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
+    ) -> Any:
         equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
         equation = flax_nn.merge_param("einsum_str", self.einsum_str, equation)
         return self._get_bias_shape(equation.replace(" ", ""), *operands[:2])[1]

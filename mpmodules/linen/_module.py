@@ -13,6 +13,7 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 from jax.typing import DTypeLike
 
+from mpmodules._boundary import PLAIN, Crossing
 from mpmodules._constructors import require_dtypes, require_keep_inputs, with_explained_errors
 from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
@@ -20,8 +21,9 @@ from mpmodules._own_parameters import require_keep_params
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._calls import calls
-from mpmodules.linen._held_parameters import held, is_held
-from mpmodules.linen._initialised import missing_policy, noting_policy
+from mpmodules.linen._init_policy import missing_policy, noting_policy
+from mpmodules.linen._registry import LAYER_OF
+from mpmodules.linen._setup_parameters import held, is_held
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
@@ -36,71 +38,107 @@ else:  # an ABCMeta: a module can have abstract classes and protocols among its 
 
 
 class _ModuleMeta(_MetaOfProtocol):
-    """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks survive a port."""
+    """A class of ours stands for Flax's class of that name in ``isinstance``, so that such checks
+    survive a port.
+    """
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+    ) -> Any:
         cls: Any = super().__new__(mcs, name, bases, namespace, **kwargs)
-        if not any(isinstance(base, abc.ABCMeta) and not isinstance(base, _ModuleMeta) for base in cls.__mro__):
-            cls.__abstractmethods__ = frozenset()  # no base asked for the check, which Flax's modules do not make
+        if not any(
+            isinstance(base, abc.ABCMeta) and not isinstance(base, _ModuleMeta)
+            for base in cls.__mro__
+        ):
+            cls.__abstractmethods__ = (
+                frozenset()
+            )  # no base asked for the check, which Flax's modules do not make
         return cls
 
     def __instancecheck__(cls, instance: Any) -> bool:
         upstream = cls.__dict__.get("_upstream_class")
-        return type.__instancecheck__(cls, instance) if upstream is None else isinstance(instance, upstream)
+        return (
+            type.__instancecheck__(cls, instance)
+            if upstream is None
+            else isinstance(instance, upstream)
+        )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         upstream = cls.__dict__.get("_upstream_class")
-        return type.__subclasscheck__(cls, subclass) if upstream is None else issubclass(subclass, upstream)
+        return (
+            type.__subclasscheck__(cls, subclass)
+            if upstream is None
+            else issubclass(subclass, upstream)
+        )
 
 
 # What a layer's docstring says of the argument.
 _DTYPE_POLICY = (
-    "a `Policy` or its text form; None obeys a rule, the module around the layer, or the scope. Where the layer has "
-    "dtype and param_dtype, one that is not given is the policy's."
+    "a `Policy` or its text form; None obeys a rule, the module around the layer, or the scope. "
+    "Where the layer has dtype and param_dtype, one that is not given is the policy's."
 )
-
-# Our layer for each of Flax's; filled as the layers are defined.
-LAYER_OF: dict[type, type] = {}
 
 
 class Module(flax_nn.Module, metaclass=_ModuleMeta):
     """`flax.linen.Module` with a dtype policy.
 
-    A module's call is a *boundary* when it obeys another policy than the one in force, or when none is open yet: its
-    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Every layer inside returns
-    compute_dtype. That holds for every public method that is called from outside.
+    A module's call is a *boundary* when it obeys another policy than the one in force, or when none
+    is open yet: its floating inputs are cast to compute_dtype and its floating outputs to
+    output_dtype. Every layer inside returns compute_dtype. That holds for every public method that
+    is called from outside.
 
     Attributes:
       dtype_policy: a `Policy` or its text form; None obeys a rule, the caller, or the scope.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is made.
-      keep_params: names of parameters that no policy touches: ``self.param`` stores and returns them as their
-        initialisers make them. A class attribute: ``keep_params = ("scale",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
+        module is made.
+      keep_params: names of parameters that no policy touches: ``self.param`` stores and returns
+        them as their initialisers make them. A class attribute: ``keep_params = ("scale",)``.
 
-    A method of a user's reads floating parameters in compute_dtype. They are stored in param_dtype, and their gradients
-    are summed in float32 over all uses. ``self.param(..., compute_dtype=jnp.float32)`` reads one in another dtype.
+    A method of a user's reads floating parameters in compute_dtype. They are stored in param_dtype,
+    and their gradients are summed in float32 over all uses. ``self.param(...,
+    compute_dtype=jnp.float32)`` reads one in another dtype.
+
+    Example:
+      >>> class Net(linen.Module):
+      ...     @flax.linen.compact
+      ...     def __call__(self, x):
+      ...         return linen.Dense(3)(x)
+      >>> y, variables = Net(dtype_policy="mixed_bfloat16").init_with_output(key, jnp.ones((2, 4)))
+      >>> y.dtype, variables["params"]["Dense_0"]["kernel"].dtype
+      (dtype('float32'), dtype('float32'))
     """
 
-    # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position reaches it.
-    if TYPE_CHECKING:  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
+    # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position
+    # reaches it.
+    if (
+        TYPE_CHECKING
+    ):  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
         dtype_policy: DtypePolicy = module_field(kw_only=True, default=None)
     else:
-        dtype_policy: DtypePolicy = dataclasses.field(default=None, kw_only=True, metadata={KW_ONLY: True})
+        dtype_policy: DtypePolicy = dataclasses.field(
+            default=None, kw_only=True, metadata={KW_ONLY: True}
+        )
 
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
-    _upstream_class: ClassVar[type] = flax_nn.Module  # what the class stands for in isinstance and in class rules
+    _upstream_class: ClassVar[type] = (
+        flax_nn.Module
+    )  # what the class stands for in isinstance and in class rules
+    _crossing: ClassVar[Crossing] = PLAIN
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
-    _is_whole: ClassVar[bool] = False  # what is inside it holds parameters and computes nothing: no rule is for it
+    _is_whole: ClassVar[bool] = (
+        False  # what is inside it holds parameters and computes nothing: no rule is for it
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        is_ours = module_of(cls).startswith("mpmodules.linen.")
-        if is_ours:
+        is_library = module_of(cls).startswith("mpmodules.linen.")
+        if is_library:
             _keep_from_flax(cls)
         super().__init_subclass__(**kwargs)
         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
         type.__setattr__(cls, "__init__", with_explained_errors(cls.__init__))
-        if is_ours:
+        if is_library:
             for base in cls.__bases__:
                 if base.__name__ == cls.__name__ and package_of(base) == "flax":
                     cls._upstream_class = base
@@ -119,7 +157,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             try:
                 policy = get_policy(policy)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{type(self).__name__}(dtype_policy={policy!r}): {error}") from None
+                raise type(error)(
+                    f"{type(self).__name__}(dtype_policy={policy!r}): {error}"
+                ) from None
             object.__setattr__(self, "dtype_policy", policy)
         super().__post_init__()
 
@@ -141,7 +181,9 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
         @flax_nn.nowrap
         def _validate_setup(self) -> None:
-            if calls.validates:  # else a call of ours is lifted, where a plain one validates nothing
+            if (
+                calls.validates
+            ):  # else a call of ours is lifted, where a plain one validates nothing
                 super()._validate_setup()
 
         @flax_nn.nowrap
@@ -157,16 +199,15 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         apply = flax_nn.nowrap(missing_policy(flax_nn.Module.apply))
 
 
-Module.__annotations__["dtype_policy"] = DtypePolicy  # Flax copies it into subclasses, where the name means nothing
+Module.__annotations__["dtype_policy"] = (
+    DtypePolicy  # Flax copies it into subclasses, where the name means nothing
+)
 
 
 def _keep_from_flax(cls: type) -> None:
-    """Keeps our private methods out of Flax's method machinery: interceptors, name stacks, tables of calls."""
+    """Keeps our private methods out of Flax's method machinery: interceptors, name stacks, tables
+    of calls.
+    """
     for name, attribute in vars(cls).items():
         if inspect.isfunction(attribute) and name.startswith("_") and not name.startswith("__"):
             attribute.nowrap = True  # type: ignore[attr-defined]
-
-
-def obeys_policies(module: Any) -> bool:
-    """Returns whether `module` is one of ours, rather than a Flax Module that only passes ``isinstance(_, Module)``."""
-    return hasattr(type(module), "_is_layer")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax.core import meta
 
 from mpmodules import functional
+from mpmodules._boundary import returned_dtype
 from mpmodules._normalization_calls import (
     NormalizationCall,
     averaged,
@@ -32,22 +33,20 @@ from mpmodules._normalization_calls import (
     running_average_flag,
     takes_exact_moments,
 )
-from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
+from mpmodules._promotion import mixing_allowed
+from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from mpmodules.moments import Region, shift_of
 from policy.casting import cast_array
+from policy.checkpointing import keeping_inputs, keeping_inputs_once
 from policy.policy import Policy
 from policy.precedence import Effective
-from policy.remembering import keeping_inputs, keeping_inputs_once
-
-
-def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Allows promotion: Flax's statistics mix dtypes where the input is half, and ask how float64 promotes."""
-    return jax.numpy_dtype_promotion("standard")
 
 
 class _Deferred:
-    """Stands for a variable while its layer runs inside of a transform: writes are collected and applied afterwards."""
+    """Stands for a variable while its layer runs inside of a transform: writes are collected and
+    applied afterwards.
+    """
 
     def __init__(self, variable: Any, updates: dict[str, jax.Array], name: str):
         self._variable, self._updates, self._name = variable, updates, name
@@ -64,14 +63,15 @@ class _Deferred:
 class Normalization(Layer):
     """Base class of the normalisations.
 
-    The input is widened to reduction_dtype before the statistics, scale and bias are read in reduction_dtype, and the
-    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
-    half input is that input and the statistics, no float32 copy.
+    The input is widened to reduction_dtype before the statistics, scale and bias are read in
+    reduction_dtype, and the result is rounded once. Where the layer is a boundary, nothing is
+    rounded on the way in. The residuals of a half input are that input and the statistics, no
+    float32 copy.
 
-    `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] - E[x]^2, under a
-    policy a variance that does not cancel: of half inputs exact sums in one pass (`mpmodules.moments`), of others one
-    pass over data shifted by a few of its elements, and two passes where there is a mask or an axis name. A value given
-    by the user is obeyed.
+    `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] -
+    E[x]^2, under a policy a variance that does not cancel: of half inputs exact sums in one pass
+    (`mpmodules.moments`), of others one pass over data shifted by a few of its elements, and two
+    passes where there is a mask or an axis name. A value given by the user is obeyed.
     """
 
     _region: ClassVar[Callable[..., Region | None]] = no_region
@@ -81,11 +81,16 @@ class Normalization(Layer):
     _updates: ClassVar[dict[str, jax.Array] | None] = None
     _running: ClassVar[tuple[str, ...]] = ()  # the running statistics
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         fast = declared_field(self, "use_fast_variance")
         if policy is None:
             return dtype_fields(self, None) | {"use_fast_variance": True if fast is None else fast}
-        fields = dtype_fields(self, policy) | {"dtype": policy.reduction_dtype, "_reads_in": policy.reduction_dtype}
+        fields = dtype_fields(self, policy) | {
+            "dtype": policy.reduction_dtype,
+            "_reads_in": policy.reduction_dtype,
+        }
         return fields | {"use_fast_variance": False if fast is None else fast}
 
     def _takes_statistics(self, use_running_average: bool | None) -> bool:
@@ -93,7 +98,12 @@ class Normalization(Layer):
         return use_running_average is None
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         x = args[0] if args else kwargs.get("x")
@@ -103,9 +113,9 @@ class Normalization(Layer):
             with fields_set(self, {"use_running_average": None}):
                 return self._call_layer(effective, crosses, method, (x, *others), rest)
         if policy is None or effective.dtype is not None or jnp.iscomplexobj(x):
-            with _mixing_allowed():
+            with mixing_allowed():  # Flax asks how float64 promotes
                 return super()._call_layer(effective, crosses, method, args, kwargs)
-        output_dtype = policy.output_dtype if crosses else policy.compute_dtype
+        output_dtype = returned_dtype(policy, crosses)
         shifts = getattr(self, "axis_name", None) is None and rest.get("mask") is None
         shifts = shifts and declared_field(self, "use_fast_variance") is None
         shifts = shifts and self._takes_statistics(running_average_flag(args[1:], rest))
@@ -114,7 +124,9 @@ class Normalization(Layer):
             with contextlib.suppress(_NotThere):
                 return self._normalized(x, output_dtype)
         run = _Run(method, policy, output_dtype, shifts, args[1:], tuple(rest.items()))
-        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
+        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(
+            x.dtype, jnp.floating
+        )
         # A call that may create parameters can't do so inside of a transform.
         remembered = widens and not self.is_mutable_collection("params")
         y, updates = _remembered(self, run, x) if remembered else run(self, x)
@@ -126,7 +138,7 @@ class Normalization(Layer):
         """Returns the result, from exact statistics, and updates running statistics.
 
         Raises:
-          _NotThere: Flax's code is to run, which makes what is missing or refuses what doesn't fit.
+          _NotThere: Flax's code is to run, which makes missing variables and refuses others.
         """
         region = self._region(x)
         cls = type(self)  # a user's `param` and `variable` are to be asked
@@ -139,24 +151,33 @@ class Normalization(Layer):
         bias = self._stored("params", "bias", shape) if self.use_bias else None
         running = {name: self._stored("batch_stats", name, shape) for name in self._running}
         y, *statistics = normalized(self, x, region, scale, bias, output_dtype)
-        for (name, value), batch in zip(running.items(), statistics if running else (), strict=True):
+        for (name, value), batch in zip(
+            running.items(), statistics if running else (), strict=True
+        ):
             self.put_variable("batch_stats", name, averaged(self, value, batch))
         return y
 
     def _stored(self, collection: str, name: str, shape: tuple[int, ...]) -> jax.Array:
         """Returns the value of a variable that exists and has that shape."""
-        value: Any = meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
+        value: Any = (
+            meta.unbox(self.get_variable(collection, name)) if not self.is_initializing() else None
+        )
         if getattr(value, "shape", None) != shape:
             raise _NotThere
         return value
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         """Returns the updates of variables for the input before the shift."""
         return updates
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        """Returns Flax's `param`; while the layer runs under a policy the value is read in reduction_dtype."""
+        """Returns Flax's `param`.
+
+        While the layer runs under a policy the value is read in reduction_dtype.
+        """
         value = super().param(name, init_fn, *init_args, **kwargs)
         return value if self._reads_in is None else cast_array(value, self._reads_in)
 
@@ -165,22 +186,33 @@ class _Run(NormalizationCall):
     def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the result, and the values of the running statistics that the call writes."""
         updates: dict[str, jax.Array] = {}
-        fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {"_updates": updates}
-        fields |= half_safe_inits(layer, self.policy.param_dtype)
+        fields = layer._policy_fields(self.policy, self.output_dtype, self.method.__name__) | {
+            "_updates": updates
+        }
+        fields |= half_safe_fields(layer, self.policy.param_dtype)
         x = jnp.asarray(x, self.policy.reduction_dtype)
         region = layer._region(x) if self.shifts or self.is_masked(layer) else None
         if region is not None and self.is_masked(layer):
-            with contextlib.suppress(_NotThere), fields_set(layer, fields), _mixing_allowed():
+            with contextlib.suppress(_NotThere), fields_set(layer, fields), mixing_allowed():
                 return self._masked(layer, x, region)
         shift = None if region is None or not self.shifts else shift_of(region, x)
         if shift is not None:
             x, fields["use_fast_variance"] = x - shift, True
-        with fields_set(layer, fields), _mixing_allowed():
+        with (
+            fields_set(layer, fields),
+            mixing_allowed(),
+        ):  # Flax's statistics mix dtypes where the input is half
             y = self.method(layer, x, *self.args, **dict(self.rest))
-        return cast_array(y, self.output_dtype), updates if shift is None else layer._shifted_back(updates, shift)
+        return cast_array(y, self.output_dtype), updates if shift is None else layer._shifted_back(
+            updates, shift
+        )
 
-    def _masked(self, layer: Any, x: jax.Array, region: Region) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Normalises by the statistics of what the mask keeps, handed to Flax's method as running ones."""
+    def _masked(
+        self, layer: Any, x: jax.Array, region: Region
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Normalises by the statistics of unmasked elements, handed to Flax's method as running
+        ones.
+        """
         args, rest = by_running_average(self.args, dict(self.rest))
         shape = tuple(x.shape[axis] for axis in feature_axes(layer, x.ndim))
         running = {name: layer._stored("batch_stats", name, shape) for name in layer._running}
@@ -190,11 +222,15 @@ class _Run(NormalizationCall):
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are alike."""
+    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are
+    alike.
+    """
     parts = _parts(layer, run)
     if parts is not None:
         with contextlib.suppress(_NotThere):
-            return keeping_inputs_once(_run_apart, run, type(layer), parts.fields)(x, parts.variables)
+            return keeping_inputs_once(_run_apart, run, type(layer), parts.fields)(
+                x, parts.variables
+            )
     return keeping_inputs(functools.partial(run, layer))(x)
 
 
@@ -213,7 +249,9 @@ _VARIABLES = {"params": ("scale", "bias"), "batch_stats": ("mean", "var")}
 
 
 def _parts(layer: Any, run: _Run) -> _Parts | None:
-    """Returns the parts of a layer whose call is Flax's own and needs nothing else of it, else None."""
+    """Returns the parts of a layer whose call is Flax's own and needs nothing else of it, else
+    None.
+    """
     fields = frozen((field.name, getattr(layer, field.name)) for field in dataclasses.fields(layer))
     if fields is None or layer.is_initializing() or not run.is_of(layer, __name__):
         return None
@@ -227,7 +265,11 @@ def _parts(layer: Any, run: _Run) -> _Parts | None:
 
 
 def _run_apart(
-    run: _Run, kind: type, fields: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
+    run: _Run,
+    kind: type,
+    fields: tuple[tuple[str, Any], ...],
+    x: jax.Array,
+    variables: dict[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs `run` on an unbound layer that is put together again from its parts."""
     layer: Any = object.__new__(kind)
@@ -249,7 +291,9 @@ def _run_apart(
 
 
 class LayerNorm(Normalization, flax_nn.LayerNorm):
-    """`flax.linen.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
@@ -258,14 +302,18 @@ class LayerNorm(Normalization, flax_nn.LayerNorm):
 
 
 class RMSNorm(Normalization, flax_nn.RMSNorm):
-    """`flax.linen.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
 
 
 class GroupNorm(Normalization, flax_nn.GroupNorm):
-    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
@@ -274,7 +322,9 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
 
 
 class InstanceNorm(Normalization, flax_nn.InstanceNorm):
-    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     param_dtype: Any = None
     use_fast_variance: Any = None  # a bool, or None
@@ -283,13 +333,14 @@ class InstanceNorm(Normalization, flax_nn.InstanceNorm):
 
 
 class BatchNorm(Normalization, flax_nn.BatchNorm):
-    """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+    """`flax.linen.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
 
-    Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Running statistics are stored in the wider of float32 and reduction_dtype, not in param_dtype.
 
-    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running statistics, which
-    stay as they are; devices of `axis_name` whose mask keeps none are left out. Without a policy they become NaN, as
-    in Flax.
+    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
+    statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
+    Without a policy they become NaN, as in Flax.
     """
 
     param_dtype: Any = None
@@ -299,10 +350,14 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     _region = batch_norm_region
 
     def _takes_statistics(self, use_running_average: bool | None) -> bool:
-        given = [flag for flag in (self.use_running_average, use_running_average) if flag is not None]
+        given = [
+            flag for flag in (self.use_running_average, use_running_average) if flag is not None
+        ]
         return len(given) == 1 and not given[0]  # none, or two, are Flax's to refuse
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         if "mean" not in updates:
             return updates
         mean = updates["mean"]
@@ -310,9 +365,17 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
 
     @flax_nn.nowrap
     def variable(
-        self, col: str, name: str, init_fn: Callable[..., Any] | None = None, *init_args: Any, **kwargs: Any
+        self,
+        col: str,
+        name: str,
+        init_fn: Callable[..., Any] | None = None,
+        *init_args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Returns Flax's `variable`; running statistics are created in the wider of reduction_dtype and float32."""
+        """Returns Flax's `variable`.
+
+        Running statistics are created in the wider of reduction_dtype and float32.
+        """
         make, reads_in = init_fn, self._reads_in
         if make is not None and reads_in is not None:
             init_fn = lambda *args, **kwargs: functional.widen(make(*args, **kwargs), reads_in)  # noqa: E731

@@ -15,11 +15,11 @@ from flax.errors import TransformedMethodReturnValueError
 from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
 from mpmodules.linen._boundary import NOT_BOUNDARIES
-from mpmodules.linen._held_parameters import Read, made_in_setup
 from mpmodules.linen._pure_calls import Method, lifted, put_back
 from mpmodules.linen._resolution import effective_policy, where
+from mpmodules.linen._setup_parameters import Read, made_in_setup
 from policy.casting import cast_floating, is_floating
-from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
+from policy.grads.parameter_reads import CANNOT_BE_TRACED, needs_float32_sums, with_float32_sums
 from policy.policy import Policy
 from policy.scope import current_scope
 
@@ -44,13 +44,15 @@ def param(
     """Declares a parameter, and returns it in the compute_dtype of the policy in force.
 
     Args:
-      name, init_fn, init_args, init_kwargs: as in `flax.linen.Module.param`. Under a policy, floating results of
-        `init_fn` are stored in param_dtype.
+      name, init_fn, init_args, init_kwargs: as in `flax.linen.Module.param`. Under a policy,
+        floating results of `init_fn` are stored in param_dtype.
       unbox: whether a boxed value is returned without its box. Boxed ones are returned as stored.
-      compute_dtype: the dtype to read it in; None for the policy's. A policy must be in force for either.
+      compute_dtype: the dtype to read it in; None for the policy's. A policy must be in force for
+        either.
 
     Returns:
-      The parameter. Its gradient is summed in float32 and returned in the dtype that it is stored in.
+      The parameter. Its gradient is summed in float32 and returned in the dtype that it is stored
+      in.
     """
     cls = type(self)
     if not is_users(cls) or name in cls.keep_params:
@@ -73,20 +75,26 @@ def _cast_after(init_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
     return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), policy.param_dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def install(cls: Any) -> None:
-    """Makes the calls of a user's class, through which Flax runs every method, ones that may read parameters."""
+    """Makes the calls of a user's class, through which Flax runs every method, ones that may read
+    parameters.
+    """
     if is_users(cls) and cls._call_wrapped_method is _call_plainly:
         cls._call_wrapped_method = _call_reading
 
 
 @flax_nn.nowrap
-def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a method of a module; where it reads parameters of its own, their gradients are summed in float32.
+def _call_reading(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls a method of a module.
+
+    Where it reads parameters of its own, their gradients are summed in float32.
 
     Args:
       module: the module.
@@ -94,14 +102,19 @@ def _call_reading(module: Any, method: Method, args: tuple[Any, ...], kwargs: di
       args, kwargs: its arguments.
     """
     plainly = functools.partial(_call_plainly, module, method, args, kwargs)
-    if not _reads_in_half(module, method, args, kwargs):
+    if not _reads_own_params(module, method, args, kwargs):
         outputs = plainly()
         if _has_just_initialised(module, method) and getattr(type(module), "keep_params", ()):
             warn_of_unknown_names(type(module), own_params(module), f"'{where(module)}'")
         return outputs
     try:
-        return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums)(module, *args, **kwargs)
-    except (*CANNOT_BE_TRACED, TransformedMethodReturnValueError):  # the latter: it returns a module
+        return lifted(flax_nn.module.wrap_method_once(method), with_float32_sums)(
+            module, *args, **kwargs
+        )
+    except (
+        *CANNOT_BE_TRACED,
+        TransformedMethodReturnValueError,
+    ):  # the latter: it returns a module
         vars(module)[_KEPT] = True
         try:
             return plainly()
@@ -115,20 +128,32 @@ def _has_just_initialised(module: Any, method: Method) -> bool:
     return module.is_initializing()
 
 
-def _reads_in_half(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _reads_own_params(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     scope = current_scope()
-    if scope.marks_reads or module.scope is None or not is_users(type(module)) or _KEPT in vars(module):
+    if (
+        scope.marks_reads
+        or module.scope is None
+        or not is_users(type(module))
+        or _KEPT in vars(module)
+    ):
         return False
     if getattr(method, "__name__", "") in NOT_BOUNDARIES or module.is_initializing():
         return False
-    policy, params = effective_policy(module, scope).policy, module.scope.variables().get("params", {})
+    policy, params = (
+        effective_policy(module, scope).policy,
+        module.scope.variables().get("params", {}),
+    )
     if not needs_float32_sums(policy, params, _arrays(args, kwargs)):
         return False
     return bool(own_params(module)) or _holds_params_of_others(module)
 
 
 def _holds_params_of_others(module: Any) -> bool:
-    """Returns whether a module's methods may read parameters of a user's modules that it has as attributes."""
+    """Returns whether a module's methods may read parameters of a user's modules that it has as
+    attributes.
+    """
     if _users_children(module):
         return True
     if type(module).setup is flax_nn.Module.setup:
@@ -142,10 +167,14 @@ def _holds_params_of_others(module: Any) -> bool:
 
 
 def _users_children(module: Any) -> bool:
-    """Returns whether a user's module with parameters of its own is an attribute of a bound module, as far as bound."""
+    """Returns whether a user's module with parameters of its own is an attribute of a bound module,
+    as far as bound.
+    """
     attributes = {name: value for name, value in vars(module).items() if name != "parent"}
     leaves = jax.tree.leaves(attributes, is_leaf=is_reference)
-    children = [leaf for leaf in leaves if isinstance(leaf, flax_nn.Module) and is_users(type(leaf))]
+    children = [
+        leaf for leaf in leaves if isinstance(leaf, flax_nn.Module) and is_users(type(leaf))
+    ]
     return any(child.scope is not None and own_params(child) for child in children)
 
 
@@ -155,7 +184,10 @@ def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def own_params(module: Any) -> dict[str, Any]:
-    """Returns the floating parameters that a bound module holds itself, as stored; those of modules in it are none."""
+    """Returns the floating parameters that a bound module holds itself, as stored.
+
+    Those of modules in it are none.
+    """
     params = module.scope.variables().get("params", {})
     return {
         name: value

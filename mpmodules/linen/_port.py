@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules._port_options import OwnCode, PortOptions, not_a_model, port_options
-from mpmodules.linen._adoption import Adopter, adopting, adopting_class
-from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
-from mpmodules.linen._instance_methods import InstanceMethod
-from mpmodules.linen._own_code import call_port
-from mpmodules.linen._summary import tabulate_method
-from policy.islands import as_in_force
+from mpmodules._port_options import OwnCode, not_a_model, port_options
+from mpmodules.linen._ported_classes import fields_of, rebuild, state_of
 from policy.policy import Policy
-from policy.scope import RulesLike, Scope, current_scope, enter
-from policy.sources import Source
+from policy.scope import RulesLike
 
 M = TypeVar("M", bound=flax_nn.Module)
 
@@ -37,44 +26,55 @@ def apply_policy(
 ) -> M:
     """Returns the same linen model under a policy and rules, without an edit.
 
-    Every Flax layer in the model, at whatever depth, obeys the policy: in compact and setup style, shared, scanned,
-    rematerialised, vmapped and jitted, and inside Flax's own composites. Parameters that other modules create
-    themselves come in param_dtype. Functions (pooling, softmax) and matmuls of the model's own run under autocast.
+    Every Flax layer in the model, at any depth, obeys the policy: in compact and setup style,
+    shared, scanned, rematerialised, vmapped and jitted, and inside Flax's own composites.
+    Parameters that other modules create themselves come in param_dtype. Functions (pooling,
+    softmax) and matmuls of the model's own run under autocast.
 
     Args:
-      model: an unbound linen module, Flax's own or ours. A `dtype_policy` that it carries itself is replaced.
+      model: an unbound linen module, Flax's own or ours. A `dtype_policy` that it carries itself is
+        replaced.
       policy: a Policy or its text form.
       rules: `PolicyRules` or an argument for them; paths are those of the model's variables.
-      keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An explicit `param_dtype`
-        can't be told from the default and never does.
-      dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are neither ours nor layers of Flax's
-        hold the policy's compute_dtype and param_dtype during their setup and calls, for models that hand
-        ``self.dtype`` on to functions and casts. A field that holds a floating dtype or None is set, to a name, a
-        scalar type or a `np.dtype` as it was.
-      cast_submodules: whether the floating outputs of modules below the root that are neither ours nor layers of
-        Flax's (its `Sequential` and `Bidirectional` are none) are cast to the compute_dtype of the module that calls
-        them, so that branches in float32 and in half meet in one dtype. A scan's or a cell's carry keeps the dtype that
-        it was given in.
-      own_code: what happens to matmuls and convolutions that no layer makes. "autocast": the model's own code runs
-        under `policy.autocast`, traced in float32, by the policies that hold at each module; layers run as layers.
-        "keep": it runs in the dtypes that it meets. None: under autocast where there are such matmuls, of which
-        a warning tells once, and where the code adds up rows or computes exponentials, logarithms or roots, which half
-        precision can't bear. As "keep" beside the three options above.
+      keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An
+        explicit `param_dtype` can't be told from the default and never does.
+      dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are neither ours
+        nor layers of Flax's hold the policy's compute_dtype and param_dtype during their setup and
+        calls, for models that hand ``self.dtype`` on to functions and casts. A field that holds a
+        floating dtype or None is set, to a name, a scalar type or a `np.dtype` as it was.
+      cast_submodules: whether the floating outputs of modules below the root that are neither ours
+        nor layers of Flax's (its `Sequential` and `Bidirectional` are none) are cast to the
+        compute_dtype of the module that calls them, so that branches in float32 and in half meet in
+        one dtype. A scan's or a cell's carry keeps the dtype that it was given in.
+      own_code: the treatment of matmuls and convolutions that no layer makes. "autocast": the
+        model's own code runs under `policy.autocast`, traced in float32, by the policies that hold
+        at each module; layers run as layers. "keep": it runs in the dtypes that it meets. None:
+        under autocast where there are such matmuls, of which a warning tells once, and where the
+        code adds up rows or computes exponentials, logarithms or roots, which half precision can't
+        bear. As "keep" beside the three options above.
 
     Returns:
-      An instance of a subclass of the model's class with the same name, constructor, fields, state, variables and
-      methods; equal for equal arguments, and picklable. A submodule taken out of a bound model and called by itself is
-      not covered.
+      An instance of a subclass of the model's class with the same name, constructor, fields, state,
+      variables and methods; equal for equal arguments, and picklable. A submodule taken out of a
+      bound model and called by itself is not covered.
 
     Raises:
       TypeError: `model` is no linen module.
-      ValueError: `model` is bound, the policy or rules are malformed, `own_code` is none of the above, or options
-        contradict each other.
+      ValueError: `model` is bound, the policy or rules are malformed, `own_code` is none of the
+        above, or options contradict each other.
+
+    Example:
+      >>> model = linen.apply_policy(flax.linen.Dense(3), "params=bfloat16,compute=bfloat16")
+      >>> y, variables = model.init_with_output(key, jnp.ones((2, 4)))
+      >>> variables["params"]["kernel"].dtype
+      dtype(bfloat16)
     """
     if not isinstance(model, flax_nn.Module):
         raise not_a_model(model, "a linen module", other="mpmodules.nnx")
     if model.scope is not None:
-        raise ValueError("apply_policy takes an unbound model; apply the policy before bind, init or apply.")
+        raise ValueError(
+            "apply_policy takes an unbound model; apply the policy before bind, init or apply."
+        )
     options = port_options(
         policy,
         rules,
@@ -84,212 +84,7 @@ def apply_policy(
         own_code=own_code,
     )
     base = getattr(type(model), "_ported_from", type(model))
-    fields, state = _fields_of(model), _state_of(model)
+    fields, state = fields_of(model), state_of(model)
     if "dtype_policy" in fields:
         fields["dtype_policy"] = options.policy
-    return _rebuild(base, options, fields, state)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The instance
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Bare(flax_nn.Module):
-    """A module without fields or code of its own."""
-
-
-_FLAX_STATE = frozenset(vars(_Bare(parent=None)))
-
-
-def _fields_of(model: flax_nn.Module) -> dict[str, Any]:
-    return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
-
-
-def _state_of(model: flax_nn.Module) -> dict[str, Any]:
-    """Returns what a constructor of the model's own left on the instance beside its fields, as a config."""
-    fields = {f.name for f in dataclasses.fields(model) if f.init}
-    return {name: value for name, value in vars(model).items() if name not in fields | _FLAX_STATE}
-
-
-def _rebuild(base: type, options: PortOptions, fields: dict[str, Any], state: dict[str, Any]) -> Any:
-    ported = _ported_class(base, options)(**fields, parent=None)
-    vars(ported).update(state)
-    return ported
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The class
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Entered(threading.local):
-    """The ports whose calls are under way in this thread."""
-
-    def __init__(self) -> None:
-        self.ports: list[_Port] = []
-
-
-_entered = _Entered()
-
-# Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
-_NOT_ENTERED = NOT_BOUNDARIES - {"setup"}
-
-
-class _Port:
-    """The scope, the adopter and the options with which the calls of one ported class run."""
-
-    def __init__(self, base: Any, options: PortOptions):
-        self.base = base
-        layer = base if hasattr(base, "_is_layer") else adopting_class(base)
-        is_layer = getattr(layer, "_is_layer", False)
-        if layer is not base and _is_transformed(inspect.getattr_static(base, "__call__")):
-            is_layer = False
-        self.options = options
-        may_multiply = not hasattr(layer, "_is_layer") or issubclass(base, (flax_nn.RNN, flax_nn.Bidirectional))
-        self.autocasts = options.own_code != "keep" and may_multiply
-        policy = None if is_layer else options.policy  # a layer is a boundary only by a policy of its own
-        self.scope = Scope(policy, options.rules, options=options.beside_policy)
-        self.adopter = Adopter(
-            keep=["dtype"] if options.keep_explicit else [],  # an explicit param_dtype can't be told from the default
-            composites=True,
-            dtype_fields=options.dtype_fields,
-            cast_submodules=options.cast_submodules,
-        )
-
-    @property
-    def under_way(self) -> bool:
-        """Returns whether a method of the model was entered in this thread: one that it calls is not entered again."""
-        return self in _entered.ports
-
-    def outermost(self, module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``method(module, *args, **kwargs)``, the outermost method of a bound model, under scope and adopter."""
-        return self._run(lambda: method(module, *args, **kwargs), module, method, args, kwargs)
-
-    def entering(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method that does not run through Flax's `_call_wrapped_method`, entered all the same."""
-
-        @functools.wraps(method)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module.scope is None or self.under_way:
-                return method(module, *args, **kwargs)
-
-            def plainly() -> Any:
-                if hasattr(self.base, "_is_layer"):
-                    return method(module, *args, **kwargs)
-                # No interceptor sees it: the boundary is outside of it, as it is around a method of ours already.
-                return run_method(module, method, args, kwargs, lifted=True)
-
-            return self._run(plainly, module, method, args, kwargs)
-
-        return call
-
-    def _run(
-        self,
-        plainly: Callable[[], Any],
-        module: Any,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        around = current_scope()
-        is_traced_for_autocast = around.hands_on_float32  # by a model around this one
-        scope = dataclasses.replace(
-            self.scope,
-            policy=as_in_force(self.scope.policy, around),
-            hands_on_float32=is_traced_for_autocast,
-            marks_reads=around.marks_reads,
-            in_full_precision=around.in_full_precision,
-        )
-        _entered.ports.append(self)
-        try:
-            with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
-                if not self.autocasts or is_traced_for_autocast:
-                    return plainly()
-                return call_port(module, method, args, kwargs, self.options, plainly=plainly)
-        finally:
-            _entered.ports.pop()
-
-
-def _is_transformed(method: Callable[..., Any]) -> bool:
-    """Returns whether a method is transformed, as in nn.scan(Block): it wraps one that Flax wrapped."""
-    return getattr(getattr(method, "__wrapped__", None), "method_handler_wrapped", False)
-
-
-@functools.cache
-def _ported_class(base: Any, options: PortOptions) -> Any:
-    """Makes the subclass of `base` whose calls enter the scope and the adopter, and which is `base` in all else."""
-    port = _Port(base, options)
-    call_wrapped_method = base._call_wrapped_method  # Flax's, through which every method runs that it wrapped
-
-    @flax_nn.nowrap
-    def _call_wrapped_method(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.scope is None or port.under_way or getattr(fun, "__name__", "") in _NOT_ENTERED:
-            return call_wrapped_method(self, fun, args, kwargs)
-        return port.outermost(self, flax_nn.module.wrap_method_once(fun), args, kwargs)
-
-    @flax_nn.nowrap
-    def __reduce__(self: Any) -> Any:
-        return _rebuild, (base, options, _fields_of(self), _state_of(self))
-
-    others = {name: InstanceMethod(method, port.entering(method)) for name, method in _not_wrapped(base).items()}
-    taking_methods = {
-        name: InstanceMethod(getattr(base, name), _taking_methods(getattr(base, name), others))
-        for name in ("apply", "init_with_output")
-    }
-    namespace = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__reduce__": __reduce__,
-        "_call_wrapped_method": _call_wrapped_method,
-        "_ported_from": base,
-        "_ported_policy": options.policy,
-        "tabulate": InstanceMethod(base.tabulate, tabulate_method),
-        **others,
-        **taking_methods,
-    }
-    ported: Any = type(base)(base.__name__, (base,), namespace)
-    for name in ("__init__", "__eq__", "__hash__"):
-        # Flax's dataclass transform made new ones; those of `base` may do more.
-        if name in vars(ported):
-            delattr(ported, name)
-    return ported
-
-
-def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the public methods that Flax does not wrap, or wraps inside of a transform only.
-
-    Those are the methods that nn.scan, nn.remat, ... transformed, those of bases that are no modules, and those with a
-    compact name scope.
-    """
-    fields = {field.name for field in dataclasses.fields(base)}
-    names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)}
-    names -= NOT_BOUNDARIES | fields | (set(dir(flax_nn.Module)) - {"__call__"})
-    methods = {name: inspect.getattr_static(base, name) for name in names if name == "__call__" or name[0] != "_"}
-    return {
-        name: method
-        for name, method in methods.items()
-        if inspect.isfunction(method)
-        and (hasattr(method, "compact_name_scope") or not hasattr(method, "nowrap"))
-        and (_is_transformed(method) or not hasattr(method, "method_handler_wrapped"))
-    }
-
-
-def _taking_methods(entry: Callable[..., Any], others: dict[str, Any]) -> Callable[..., Any]:
-    """Wraps `apply` and its like, so that any ``method=`` enters the port.
-
-    One of `others` that is given as the base class's function is looked up by name. A function of a module that is no
-    method of it, as encoder-decoder models have for each half, runs as one.
-    """
-    named = {method.__get__(None): name for name, method in others.items()}
-
-    @functools.wraps(entry)
-    def call(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        function = getattr(method, "__func__", method)
-        if callable(function):
-            by_name = named.get(function) if inspect.isfunction(function) else None
-            is_free = not (hasattr(function, "method_handler_wrapped") or hasattr(function, "nowrap"))
-            method = by_name or (flax_nn.module.wrap_method_once(function) if is_free else method)
-        return entry(self, *args, method=method, **kwargs)
-
-    return call
+    return rebuild(base, options, fields, state)

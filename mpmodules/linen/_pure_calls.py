@@ -1,4 +1,6 @@
-"""Calls of linen methods as calls of pure functions: variables and random keys go in, updates of them come out."""
+"""Calls of linen methods as calls of pure functions: variables and random keys go in, updates of
+them come out.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from mpmodules.linen._calls import roots_unchecked
 
 Method = Callable[..., Any]
 Run = Callable[[Callable[..., Any], Any, Any, Any], Any]
-"""From a pure function and its three arguments, parameters, other state and inputs, to its result."""
+"""Returns the result of a pure function of parameters, other state and inputs, and of those."""
 
 
 def lifted(
-    method: Method, run: Run, inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    method: Method,
+    run: Run,
+    inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Method:
     """Returns a method that hands itself to `run` as a pure function of variables and arguments.
 
@@ -43,7 +47,9 @@ def _transform(
 ) -> Callable[..., Any]:
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
-    def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def inner(
+        scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         params, others = _params_and_others(variables)
 
         def call(params: Any, others: Any, inputs: Any) -> Any:
@@ -71,7 +77,9 @@ def _transform(
 
 
 def put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Sets the counters of a scope's random streams, and those of scopes inside of it, to what they were."""
+    """Sets the counters of a scope's random streams, and those of scopes inside of it, to their
+    earlier values.
+    """
     for key in list(counters):
         if key not in before:
             del counters[key]

@@ -1,8 +1,7 @@
-"""Recurrent cells and the loops over them: cells compute, and keep their carry, in compute_dtype."""
+"""Recurrent cells and the loops over them: carries and computation in compute_dtype."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,11 +11,13 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 
-from mpmodules._carries import indexing_lengths, step_in
+from mpmodules._boundary import Crossing
+from mpmodules._carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
+from mpmodules._defined_in import is_upstream
+from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import is_half, widen
 from mpmodules.linen._adoption import layers_inside
-from mpmodules.linen._boundary import is_upstream
-from mpmodules.linen._layer import Layer, declared_field, half_safe_inits
+from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._lstm_gates import GateBiases, gates_of
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
@@ -29,32 +30,47 @@ from policy.scope import current_scope
 class RNNCellBase(Module, flax_nn.RNNCellBase):
     """`flax.linen.RNNCellBase` that obeys policies: the base class of a recurrent cell of your own.
 
-    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
-    cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
-    through a scan. `initialize_carry` is no boundary: its result is not cast.
+    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype;
+    the carry is never cast. Under a policy the new carry has the dtypes of the one given where
+    these are wider, so that its type is kept through a scan. `initialize_carry` is no boundary: its
+    result is not cast.
     """
+
+    _crossing: ClassVar[Crossing] = StepCrossing()
 
 
 class Cell(Layer):
-    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
+    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in
+    param_dtype.
 
-    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own dtype, so that its type
-    is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
+    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own
+    dtype, so that its type is kept through a loop. With no policy, carry and output are in an
+    explicit `dtype`.
     """
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
-        return fields | half_safe_inits(self, fields["param_dtype"], defaults=True)
+        return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         fields = self._policy_fields(effective.policy, None, method.__name__)
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
         step = functools.partial(method, self)
         declared = declared_dtypes(self)
-        with fields_set(self, fields), layers_inside(effective.policy, declared), _mixing_allowed():
+        mixing = mixing_allowed(
+            bool(current_scope().rules)
+        )  # may give layers inside another output_dtype
+        with fields_set(self, fields), layers_inside(effective.policy, declared), mixing:
             if method.__name__ != "__call__":
                 return step(*args, **kwargs)
             return step_in(fields["dtype"], step, args, kwargs)
@@ -73,28 +89,29 @@ class Cell(Layer):
           The carry: an array, or a tuple of arrays.
         """
         fields = plain_fields(self, effective_policy(self, current_scope()))
-        if _is_floating(fields["dtype"]) and declared_field(self, "carry_init") is jax.nn.initializers.zeros:
+        if (
+            _is_floating(fields["dtype"])
+            and declared_field(self, "carry_init") is jax.nn.initializers.zeros
+        ):
             fields |= {"param_dtype": fields["dtype"]}  # zeros need no rounding
         else:
-            fields |= half_safe_inits(self, fields["param_dtype"], defaults=True)
+            fields |= half_safe_fields(self, fields["param_dtype"], defaults=True)
         with fields_set(self, fields):
             upstream: Any = super()
             return self._cast_carry(upstream.initialize_carry(rng, input_shape))
 
     @flax_nn.nowrap
     def _cast_carry(self, carry: Any) -> Any:
-        """Casts a carry to the cell's computation dtype; a cell that infers its dtype leaves it as it is."""
+        """Casts a carry to the cell's computation dtype.
+
+        A cell that infers its dtype leaves it as it is.
+        """
         dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
         return cast_floating(carry, dtype) if _is_floating(dtype) else carry
 
 
 def _is_floating(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-
-
-def _mixing_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Allows promotion under rules: they may give layers inside a cell another output_dtype than the cell's."""
-    return jax.numpy_dtype_promotion("standard") if current_scope().rules else contextlib.nullcontext()
 
 
 class SimpleCell(Cell, flax_nn.SimpleCell):
@@ -106,10 +123,11 @@ class SimpleCell(Cell, flax_nn.SimpleCell):
 class LSTMCell(Cell, flax_nn.LSTMCell):
     """`flax.linen.LSTMCell` that obeys policies.
 
-    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
-    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
-    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
-    Initialisers that JAX can't run in half precision run in float32.
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an
+    `RNN` the gradient of each is summed over the steps in reduction_dtype, and rounded once.
+    Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
+    its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    half precision run in float32.
     """
 
     param_dtype: Any = None
@@ -118,15 +136,20 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
 
-    Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that matches nothing but
-    its parts is refused.
+    Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that
+    matches nothing but its parts is refused.
     """
 
     param_dtype: Any = None
     _is_whole: ClassVar[bool] = True
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
 
@@ -161,17 +184,24 @@ class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
 
 
 class RNN(Module, flax_nn.RNN):
-    """`flax.linen.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
+    """`flax.linen.RNN` that carries a policy: its call is a boundary, as any module's is, but never
+    for the carry.
 
-    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one of Flax's) to the
-    carry returned, so that one call can go on where another ended.
+    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one
+    of Flax's) to the carry returned, so that one call can go on where another ended.
     """
 
     _dtype_fields: ClassVar[bool] = True
     _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
+    _crossing: ClassVar[Crossing] = LoopCrossing()
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         carry = kwargs.get("initial_carry")
         if carry is not None and isinstance(self.cell, Cell):
@@ -196,15 +226,21 @@ class RNN(Module, flax_nn.RNN):
     def _may_widen(self) -> bool:
         """Returns whether the loop may pass its half parameters to the cell in float32.
 
-        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the values are the same,
-        and the gradient of each is summed over the steps in float32: JAX sums that of a loop's constant in the
-        constant's own dtype.
+        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the
+        values are the same, and the gradient of each is summed over the steps in float32: JAX sums
+        that of a loop's constant in the constant's own dtype.
         """
-        is_upstreams = isinstance(self.cell, Cell) and is_upstream(inspect.unwrap(type(self.cell).__call__))
+        is_upstreams = isinstance(self.cell, Cell) and is_upstream(
+            inspect.unwrap(type(self.cell).__call__)
+        )
         if not is_upstreams or self.is_initializing() or self.is_mutable_collection("params"):
             return False
         return any(is_half(x.dtype) for x in jax.tree.leaves(self.cell.variables.get("params", {})))
 
 
 class Bidirectional(Module, flax_nn.Bidirectional):
-    """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
+    """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but
+    never for the carry.
+    """
+
+    _crossing: ClassVar[Crossing] = LoopCrossing()

@@ -1,4 +1,6 @@
-"""The policy that a linen module obeys, and the dtype fields that Flax's code sees of it during a call."""
+"""The policy that a linen module obeys, and the dtype fields that Flax's code sees of it during a
+call.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from mpmodules.linen._calls import calls, model_of, path_of
 from policy.islands import as_in_force
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
+from policy.provenance import NO_SOURCE, Source, source_in_force
 from policy.rules import name_of
 from policy.scope import Scope
-from policy.sources import NO_SOURCE, Source, source_in_force
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:
@@ -37,20 +39,32 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
     )
 
 
-def _carried(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy, Source] | None:
+def _carried(
+    module: Any, path: tuple[str, ...] | None, scope: Scope
+) -> tuple[Policy, Source] | None:
     """Returns the policy that a module carries itself, by an argument or a rule, and its source."""
-    own, ported = getattr(module, "dtype_policy", None), getattr(type(module), "_ported_policy", None)
+    own, ported = (
+        getattr(module, "dtype_policy", None),
+        getattr(type(module), "_ported_policy", None),
+    )
     if own is not None and ported is None:
         return get_policy(own), Source("argument", "dtype_policy", own=True)
     if scope.rules and path is not None:
         rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
-        if rule is not None:  # one for the whole model, too, whose policy is what `apply_policy` was given
+        if (
+            rule is not None
+        ):  # one for the whole model, too, whose policy is what `apply_policy` was given
             return rule[1], Source("rule", name_of(rule[0]), own=True)
     return None if own is None else (get_policy(own), Source("argument", "apply_policy", own=True))
 
 
-def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple[Policy | None, Source]:
-    """Returns the caller's policy; where no module of ours is calling, the policy that its ancestors would obey."""
+def _inherited(
+    module: Any, path: tuple[str, ...] | None, scope: Scope
+) -> tuple[Policy | None, Source]:
+    """Returns the caller's policy.
+
+    Where no module of ours is calling, the policy that its ancestors would obey.
+    """
     in_force = scope.policy, source_in_force()
     if not path or (not scope.rules and calls.paths):
         return in_force
@@ -59,12 +73,18 @@ def _inherited(module: Any, path: tuple[str, ...] | None, scope: Scope) -> tuple
         above = path[:length]
         if above in calls.paths:
             return in_force
-        ancestor = ancestor if isinstance(ancestor, flax_nn.Module) and ancestor.path == above else None
+        ancestor = (
+            ancestor if isinstance(ancestor, flax_nn.Module) and ancestor.path == above else None
+        )
         policy = getattr(ancestor, "dtype_policy", None) if not calls.paths else None
         if policy is not None:
             return policy, Source("enclosing module", where(ancestor))
         cls = None if ancestor is None else type(ancestor)
-        rule = scope.rules.rule_for("/".join(above), cls, model=model_of(module)) if scope.rules else None
+        rule = (
+            scope.rules.rule_for("/".join(above), cls, model=model_of(module))
+            if scope.rules
+            else None
+        )
         if rule is not None:
             return rule[1], Source("rule", name_of(rule[0]))
         ancestor = None if ancestor is None else ancestor.parent
@@ -77,7 +97,9 @@ def where(module: Any) -> str:
 
 
 def declared_dtypes(module: Any) -> Mapping[str, Any]:
-    """Returns the dtype arguments that the user gave a layer, whatever its fields hold for the length of a call."""
+    """Returns the dtype arguments that the user gave a layer, whose fields may hold others during a
+    call.
+    """
     declared = module.__dict__.get("_declared_fields")
     if declared is None:
         declared = {name: module.__dict__.get(name) for name in ("dtype", "param_dtype")}
@@ -89,7 +111,10 @@ def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
     declared = declared_dtypes(module)
     param_dtype = declared.get("param_dtype")
     if policy is None:
-        return {"dtype": declared.get("dtype"), "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
+        return {
+            "dtype": declared.get("dtype"),
+            "param_dtype": jnp.float32 if param_dtype is None else param_dtype,
+        }
     if param_dtype is not None and jnp.issubdtype(param_dtype, jnp.complexfloating):
         return {"dtype": policy.compute_dtype, "param_dtype": param_dtype}
     return {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
@@ -105,14 +130,17 @@ def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
 def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
     """Puts other values in a layer's dataclass fields for the length of a block.
 
-    The user's values stay in `_declared_fields` meanwhile; a block inside a block restores the outer's values.
+    The user's values stay in `_declared_fields` meanwhile; a block inside a block restores the
+    outer's values.
     """
     namespace = module.__dict__
     outermost = "_declared_fields" not in namespace
     before = {name: namespace[name] for name in fields if name in namespace}
     if outermost:
         names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
-        namespace["_declared_fields"] = {name: namespace[name] for name in names if name in namespace}
+        namespace["_declared_fields"] = {
+            name: namespace[name] for name in names if name in namespace
+        }
     namespace.update(fields)
     try:
         yield

@@ -13,12 +13,20 @@ from policy.precedence import Effective
 
 
 class Dropout(Layer, flax_nn.Dropout):
-    """`flax.linen.Dropout` that obeys policies: a floating input is cast to compute_dtype. The masks are Flax's."""
+    """`flax.linen.Dropout` that obeys policies: a floating input is cast to compute_dtype.
+
+    The masks are Flax's.
+    """
 
     _dtype_fields: ClassVar[bool] = True
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         policy = effective.policy
         if policy is not None and args:

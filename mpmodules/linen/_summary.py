@@ -10,17 +10,22 @@ from typing import Any
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
-from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, taking_what, with_columns
+from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, with_columns, with_signature_of
 from mpmodules.linen._calls import Recorded, recording
 from policy.precedence import DtypePolicyWarning, Effective
 from policy.scope import Scope, current_scope, enter
 
 
-@taking_what(flax_summary.tabulate)
+@with_signature_of(flax_summary.tabulate)
 def tabulate(
-    module: flax_nn.Module, rngs: Any, *options: Any, policy_columns: bool | None = None, **named_options: Any
+    module: flax_nn.Module,
+    rngs: Any,
+    *options: Any,
+    policy_columns: bool | None = None,
+    **named_options: Any,
 ) -> Callable[..., str]:
-    """`flax.linen.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
+    """`flax.linen.tabulate`, with two columns more: the policy that each module obeys, and where it
+    comes from.
 
     The policy is in its short text form, empty where none holds. The source is one of
 
@@ -29,17 +34,23 @@ def tabulate(
     - ``rule: 'encoder/.*'`` or ``rule: Dense``, of the module itself or of one above;
     - ``enclosing module: encoder``, the nearest that carries a policy by an argument;
     - ``scope``, a `use_policy` block, or ``global``, `set_policy`;
-    - ``none``, and ``none: Flax's own`` of one that knows of no policy, whatever is in force.
+    - ``none``, and ``none: Flax's own`` of one that obeys no policy, even where one is in force.
 
     Args:
       module: the module to tabulate.
       rngs: as `Module.init` takes them.
       *options, **named_options: all that `flax.linen.tabulate` takes.
-      policy_columns: whether our columns are there. By default they are where any module obeys a policy: without one
-        the table is Flax's.
+      policy_columns: whether our columns are there. By default they are where any module obeys a
+        policy: without one the table is Flax's.
 
     Returns:
       A function of the method's arguments that returns the table as text.
+
+    Example:
+      >>> model = linen.Dense(3, dtype_policy="mixed_bfloat16")
+      >>> table = linen.tabulate(model, key, console_kwargs={"width": 200})(jnp.ones((2, 4)))
+      >>> "argument: dtype_policy" in table
+      True
     """
     if policy_columns is False:
         return flax_summary.tabulate(module, rngs, *options, **named_options)
@@ -55,7 +66,10 @@ def tabulate(
                 *others: Any,
             ) -> str:
                 cells = _cells(table, recorded)
-                draw = hooked(flax_summary._render_table, _get_rich_repr=_drawing(cells, column_kwargs, policy_columns))
+                draw = hooked(
+                    flax_summary._render_table,
+                    _get_rich_repr=_drawing(cells, column_kwargs, policy_columns),
+                )
                 return draw(table, console_kwargs, table_kwargs, column_kwargs, *others)
 
             rows = hooked(flax_summary._get_module_table, _get_call_flops=_flops(recorded))
@@ -65,11 +79,13 @@ def tabulate(
     return summary
 
 
-@taking_what(flax_nn.Module.tabulate)
+@with_signature_of(flax_nn.Module.tabulate)
 def tabulate_method(
     module: flax_nn.Module, rngs: Any, *args: Any, policy_columns: bool | None = None, **kwargs: Any
 ) -> str:
-    """Runs `tabulate` as `Module.tabulate` does: its options by name, and the arguments of the tabulated method."""
+    """Runs `tabulate` as `Module.tabulate` does: its options by name, and the arguments of the
+    tabulated method.
+    """
     names = ("depth", "show_repeated", "mutable", "console_kwargs", "table_kwargs", "column_kwargs")
     names = (*names, "compute_flops", "compute_vjp_flops")
     options = {name: kwargs.pop(name) for name in names if name in kwargs}
@@ -77,7 +93,9 @@ def tabulate_method(
 
 
 def _obeyed(recorded: Recorded) -> Callable[[tuple[str, ...], str], Effective | None]:
-    """Returns a function that gives the policies of a method's calls one by one, in the order of the table's rows."""
+    """Returns a function that gives the policies of a method's calls one by one, in the order of
+    the table's rows.
+    """
     calls = {call: iter(obeyed) for call, obeyed in recorded.obeyed.items()}
     return lambda path, method: next(calls.get((path, method), iter(())), None)
 
@@ -90,20 +108,26 @@ def _cells(table: Any, recorded: Recorded) -> list[Cells]:
 
 
 def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
-    """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root, without path rules."""
+    """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root,
+    without path rules.
+    """
     obeyed = functools.cache(lambda: _obeyed(recorded))  # asked once all calls are recorded
 
     def flops(call: Any, *which: bool) -> tuple[int, int]:
         held = obeyed()(call.path, call.method)
         policy = current_scope().policy if held is None else held.base
         with enter(Scope(policy)), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DtypePolicyWarning)  # told of already, under the module's own path
+            warnings.simplefilter(
+                "ignore", DtypePolicyWarning
+            )  # told of already, under the module's own path
             return flax_summary._get_call_flops(call, *which)
 
     return flops
 
 
-def _drawing(cells: list[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None) -> Callable[..., str]:
+def _drawing(
+    cells: list[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None
+) -> Callable[..., str]:
     return lambda table, console_kwargs: flax_summary._get_rich_repr(
         with_columns(table, cells, column_kwargs, policy_columns), console_kwargs
     )

@@ -1,4 +1,7 @@
-"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; stored weights keep their dtype."""
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype.
+
+Stored weights keep their dtype.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mpmodules import functional
+from mpmodules._promotion import mixing_allowed
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import dtype_fields, fields_set, plain_fields
 from policy.casting import cast_array
@@ -19,31 +23,47 @@ from policy.reductions import reduction_dtype
 
 
 class ReparameterizedWeights(Module):
-    """Base class of both wrappers, which count as modules and pass normalised weights to the layer inside.
+    """Base class of both wrappers, which count as modules and pass normalised weights to the layer
+    inside.
 
-    Weights are widened to reduction_dtype before their norm is taken. While the layer initialises (and wherever the
-    params are mutable) Flax stores the normalised weights: there they are rounded to the weights' dtype, so that
-    param_dtype holds. Everywhere else the layer gets them unrounded under a policy, and rounds them once, as it would
-    any weight; with no policy it gets them in Flax's `dtype`.
+    Weights are widened to reduction_dtype before their norm is taken. While the layer initialises
+    (and wherever the params are mutable) Flax stores the normalised weights: there they are rounded
+    to the weights' dtype, so that param_dtype holds. Everywhere else the layer gets them unrounded
+    under a policy, and rounds them once, as it would any weight; with no policy it gets them in
+    Flax's `dtype`.
     """
 
     _dtype_fields: ClassVar[bool] = True
-    _reads_in: ClassVar[Any] = None  # while weights are being normalised: the dtype to read parameters in
+    _reads_in: ClassVar[Any] = (
+        None  # while weights are being normalised: the dtype to read parameters in
+    )
 
-    def _policy_fields(self, policy: Policy | None, output_dtype: Any, method_name: str) -> dict[str, Any]:
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: Any, method_name: str
+    ) -> dict[str, Any]:
         return dtype_fields(self, policy)
 
     def _call_layer(
-        self, effective: Effective, crosses: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         with fields_set(self, plain_fields(self, effective) | {"_obeys": effective.policy}):
             return method(self, *args, **kwargs)
 
-    _obeys: ClassVar[Policy | None] = None  # while a call is under way: the policy that the call obeys
+    _obeys: ClassVar[Policy | None] = (
+        None  # while a call is under way: the policy that the call obeys
+    )
 
     @flax_nn.nowrap
-    def _normalised(self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any) -> jax.Array:
-        """Computes ``normalise(weights)`` in reduction_dtype, and returns it in the dtype that the layer inside gets.
+    def _normalised(
+        self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any
+    ) -> jax.Array:
+        """Computes ``normalise(weights)`` in reduction_dtype, and returns it in the dtype that the
+        layer inside gets.
 
         Args:
           normalise: Flax's own function: weights in, weights of the same shape out.
@@ -63,34 +83,49 @@ class ReparameterizedWeights(Module):
             return cast_array(normalised, weights.dtype)
         if self._obeys is not None:
             return normalised
-        return cast_array(normalised, self._inferred_dtype(weights) if self.dtype is None else self.dtype)
+        return cast_array(
+            normalised, self._inferred_dtype(weights) if self.dtype is None else self.dtype
+        )
 
     @flax_nn.nowrap
     def _inferred_dtype(self, weights: jax.Array) -> Any:
-        """Returns Flax's result dtype where none is given: the one that weights and its own parameters promote to."""
-        with jax.numpy_dtype_promotion("standard"):
-            return jnp.result_type(weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights)
+        """Returns Flax's result dtype where none is given: the one that weights and its own
+        parameters promote to.
+        """
+        with mixing_allowed():
+            return jnp.result_type(
+                weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights
+            )
 
     @flax_nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        """Returns Flax's `param`; while weights are being normalised the value is read in reduction_dtype."""
+        """Returns Flax's `param`.
+
+        While weights are being normalised the value is read in reduction_dtype.
+        """
         value = super().param(name, init_fn, *init_args, **kwargs)
         return value if self._reads_in is None else functional.widen(value, self._reads_in)
 
 
 class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
-    """`flax.linen.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
+    """`flax.linen.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales
+    kept in param_dtype.
+    """
 
     param_dtype: Any = None
 
     def _l2_normalize(self, path: Any, vs: Any) -> Any:
-        return self._normalised(lambda weights: flax_nn.WeightNorm._l2_normalize(self, path, weights), vs)
+        return self._normalised(
+            lambda weights: flax_nn.WeightNorm._l2_normalize(self, path, weights), vs
+        )
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
-    """`flax.linen.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights in param_dtype.
+    """`flax.linen.SpectralNorm` that obeys policies: the power iteration in reduction_dtype,
+    weights in param_dtype.
 
-    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, not in
+    param_dtype.
     """
 
     param_dtype: Any = None

@@ -1,4 +1,4 @@
-"""`flax.nnx` with dtype policies: all that `flax.nnx` exports, and layers that obey policies in place of its own."""
+"""`flax.nnx` with dtype policies: all that it exports, with layers that obey policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpmodules.activations import softplus as softplus
 from mpmodules.activations import standardize as standardize
 from mpmodules.nnx._activations import PReLU as PReLU
 from mpmodules.nnx._attention import MultiHeadAttention as MultiHeadAttention
-from mpmodules.nnx._attention import dot_product_attention as dot_product_attention
+from mpmodules.nnx._dot_product_attention import dot_product_attention as dot_product_attention
 from mpmodules.nnx._containers import Sequential as Sequential
 from mpmodules.nnx._convolution import Conv as Conv
 from mpmodules.nnx._convolution import ConvTranspose as ConvTranspose
@@ -56,10 +56,12 @@ from mpmodules.pooling import pool as pool
 
 if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
     from mpmodules.nnx._rotary import RoPE as RoPE
-    from mpmodules.nnx._rotary import dot_product_attention_with_rope as dot_product_attention_with_rope
+    from mpmodules.nnx._rotary import (
+        dot_product_attention_with_rope as dot_product_attention_with_rope,
+    )
 
 if hasattr(_flax_nnx, "EMA"):  # flax 0.12.12 and later
-    from mpmodules.nnx._average import EMA as EMA
+    from mpmodules.nnx._ema import EMA as EMA
 
 
 def __getattr__(name: str) -> Any:
@@ -68,7 +70,9 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         if name.startswith("_") or _util.find_spec(f"flax.nnx.{name}") is None:
             raise
-        return _importlib.import_module(f"flax.nnx.{name}")  # a submodule that Flax does not import by itself
+        return _importlib.import_module(
+            f"flax.nnx.{name}"
+        )  # a submodule that Flax does not import by itself
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`flax.nnx` with dtype policies: all that `flax.nnx` exports, and layers that obey policies in place of its own.
+"""`flax.nnx` with dtype policies: all that it exports, with layers that obey policies.
 
 Written by `python -m tests.checkers.make_stubs`, from the code of mpmodules.nnx and of Flax.
 """
@@ -212,7 +212,7 @@ from mpmodules.nnx._recurrent import Bidirectional as _Bidirectional
 from mpmodules.nnx._convolution import Conv as _Conv
 from mpmodules.nnx._convolution import ConvTranspose as _ConvTranspose
 from mpmodules.nnx._stochastic import Dropout as _Dropout
-from mpmodules.nnx._average import EMA as EMA
+from mpmodules.nnx._ema import EMA as EMA
 from mpmodules.nnx._linear import Einsum as _Einsum
 from mpmodules.nnx._embedding import Embed as _Embed
 from mpmodules.nnx._recurrent import GRUCell as _GRUCell
@@ -240,7 +240,7 @@ from mpmodules.nnx._weight_norms import SpectralNorm as _SpectralNorm
 from mpmodules.nnx._weight_norms import WeightNorm as _WeightNorm
 from mpmodules.nnx._port import apply_policy as apply_policy
 from mpmodules.pooling import avg_pool as avg_pool
-from mpmodules.nnx._attention import dot_product_attention as dot_product_attention
+from mpmodules.nnx._dot_product_attention import dot_product_attention as dot_product_attention
 from mpmodules.nnx._rotary import dot_product_attention_with_rope as dot_product_attention_with_rope
 from mpmodules.nnx._gradients import grad as grad
 from mpmodules.activations import log_sigmoid as log_sigmoid

@@ -10,19 +10,27 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import activations, functional
-from mpmodules.nnx._layer import Layer, in_complex
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._resolution import in_complex
 from policy.casting import cast_array
+from policy.precedence import Effective
 
 
 class PReLU(Layer, flax_nnx.PReLU):
-    """`flax.nnx.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is summed wide.
+    """`flax.nnx.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is
+    summed wide.
 
-    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are multiplied in
-    reduction_dtype and rounded once.
+    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are
+    multiplied in reduction_dtype and rounded once.
     """
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         view = in_complex(self, args, kwargs)
         if view is not None:

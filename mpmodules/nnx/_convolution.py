@@ -9,16 +9,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from mpmodules import functional
-from mpmodules.nnx._layer import viewed
-from mpmodules.nnx._linear import Matmul, PromoteToAccumulator
+from mpmodules._operands import DetachedOperands, PromoteToAccumulator
+from mpmodules.nnx._linear import Matmul
+from mpmodules.nnx._resolution import viewed
+from policy.policy import Policy
 
 
 class Conv(Matmul, flax_nnx.Conv):
     """`flax.nnx.Conv` that obeys policies.
 
-    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype, and so is the result.
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
+    and so is the result.
     """
 
     _operation = "conv_general_dilated"
@@ -29,28 +33,35 @@ class Conv(Matmul, flax_nnx.Conv):
 class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` that obeys policies; dtypes as in `Conv`.
 
-    Its operation can't be replaced, but takes `preferred_element_type`; JAX can't transpose that where the operands are
-    half. So Flax's method runs on operands without a gradient; the gradient is that of the same method in
-    compute_dtype.
+    Its operation can't be replaced, but takes `preferred_element_type`; JAX can't transpose that
+    where the operands are half. So Flax's method runs on operands without a gradient; the gradient
+    is that of the same method in compute_dtype.
     """
 
     def _call_accumulating(
-        self, dtype: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        policy: Policy,
+        dtype: DTypeLike,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
-        policy: Any = self.dtype_policy
-        accumulated = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(dtype))
-        kernels: list[jax.Array] = []
-
-        def promote(arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
-            inputs, kernel, *bias = accumulated(arrays)
-            kernels.append(kernel)
-            return (lax.stop_gradient(inputs), lax.stop_gradient(kernel), *bias)
+        detached = DetachedOperands(PromoteToAccumulator(policy.compute_dtype, jnp.dtype(dtype)))
 
         def operation(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
             promote = lambda arrays, dtype=None, inexact=True: arrays  # noqa: E731
-            without = {"bias": None, "use_bias": False, "mask": None, "preferred_element_type": None}
-            return method(viewed(self, kernel={...: kernel}, promote_dtype=promote, **without), inputs)
+            without = {
+                "bias": None,
+                "use_bias": False,
+                "mask": None,
+                "preferred_element_type": None,
+            }
+            return method(
+                viewed(self, kernel={...: kernel}, promote_dtype=promote, **without), inputs
+            )
 
-        y = method(viewed(self, promote_dtype=promote, preferred_element_type=dtype), *args, **kwargs)
+        y = method(
+            viewed(self, promote_dtype=detached, preferred_element_type=dtype), *args, **kwargs
+        )
         inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
-        return functional.with_operand_gradients(y, inputs, kernels[0], operation)
+        return functional.with_operand_gradients(y, inputs, detached.kernel, operation)

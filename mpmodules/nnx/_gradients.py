@@ -12,8 +12,8 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from mpmodules import functional
-from policy.gradients import Finish, GradientKind, scaled_loss, with_scalar_loss
-from policy.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale
+from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
 from policy.policy import Policy
 
 ArgNums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -31,22 +31,27 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Like `nnx.value_and_grad`, under a policy and a loss scale.
 
-    Updates of the model in its forward pass (BatchNorm statistics, RNG counts) are kept, as in Flax; `jax.grad` would
-    lose them. The loss is cast to float32 before it is scaled, and returned unscaled. Without `policy`, `loss_scale`
-    and `grads` it is Flax's own function, but for gradients and a loss in half precision: they are cast to float32.
+    Updates of the model in its forward pass (BatchNorm statistics, RNG counts) are kept, as in
+    Flax; `jax.grad` would lose them. The loss is cast to float32 before it is scaled, and returned
+    unscaled. Without `policy`, `loss_scale` and `grads` it is Flax's own function, but for
+    gradients and a loss in half precision: they are cast to float32.
 
-    Gradients accumulate over the uses of a float32 param in float32. A param that is stored in half precision gets the
-    sum that JAX makes, in its own dtype, cast to float32: split the model and take `policy.value_and_grad` of its state
-    for a float32 sum there too.
+    Gradients accumulate over the uses of a float32 param in float32. A param that is stored in half
+    precision gets the sum that JAX makes, in its own dtype, cast to float32: split the model and
+    take `policy.value_and_grad` of its state for a float32 sum there too.
 
     Args:
-      f: the loss: returns a floating scalar, or with `has_aux` a pair `(loss, aux)`. Without it the result decorates.
+      f: the loss: returns a floating scalar, or with `has_aux` a pair `(loss, aux)`. Without it the
+        result decorates.
       argnums: positions, or `nnx.DiffState`s, to differentiate by.
       has_aux: whether `f` returns a pair.
       policy: a Policy or its text form, in force while `f` is traced; a built model keeps its own.
-      loss_scale: None, a loss scale such as `loss_scale_of(optimizer.opt_state)`, or a positive number.
-      grads: "float32" for `nnx.Optimizer.update`; "compute" returns `ScaledGradients`, for `apply_gradients`.
-      **options: handed to `nnx.value_and_grad` (`graph`, `graph_updates`, `holomorphic`, `allow_int`).
+      loss_scale: None, a loss scale such as `loss_scale_of(optimizer.opt_state)`, or a positive
+        number.
+      grads: "float32" for `nnx.Optimizer.update`; "compute" returns `ScaledGradients`, for
+        `apply_gradients`.
+      **options: handed to `nnx.value_and_grad` (`graph`, `graph_updates`, `holomorphic`,
+        `allow_int`).
 
     Returns:
       A function of `f`'s arguments that returns `(loss, gradients)` or `((loss, aux), gradients)`.
@@ -54,6 +59,12 @@ def value_and_grad(
     Raises:
       ValueError: `grads` is unknown or the scale not positive; `f` is a bound method of a model.
       TypeError: on the call, the loss is not a floating scalar.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> loss, gradients = nnx.value_and_grad(lambda model: model(jnp.ones((2, 4))).sum())(model)
+      >>> loss.dtype, gradients["kernel"][...].dtype
+      (dtype('float32'), dtype('float32'))
     """
     if f is None:
         return functools.partial(
@@ -67,8 +78,9 @@ def value_and_grad(
         )
     if isinstance(getattr(f, "__self__", None), nnx.Module):
         raise ValueError(
-            f"The loss should take the model as an argument, but got {f.__qualname__} of a model: bound methods are "
-            "refused, since that model would get no gradients. Pass a function: lambda model, ...: model.loss(...)."
+            f"The loss should take the model as an argument, but got {f.__qualname__} of a model: "
+            "bound methods are refused, since that model would get no gradients. Pass a function: "
+            "lambda model, ...: model.loss(...)."
         )
     finish = Finish.of(policy, loss_scale, grads)
     if policy is None and loss_scale is None and grads == "float32":
@@ -83,7 +95,9 @@ def value_and_grad(
 
         return flaxs_value_and_gradients
 
-    differentiated = nnx.value_and_grad(scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options)
+    differentiated = nnx.value_and_grad(
+        scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options
+    )
 
     @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -105,7 +119,14 @@ def grad(
     grads: GradientKind = "float32",
     **options: Any,
 ) -> Callable[..., Any]:
-    """Like `value_and_grad` without the value: returns the gradients, or with `has_aux` the pair `(gradients, aux)`."""
+    """Like `value_and_grad` without the value: returns the gradients, or with `has_aux` the pair
+    `(gradients, aux)`.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(model)["bias"][...]
+      Array([2., 2., 2.], dtype=float32)
+    """
     options |= {"policy": policy, "loss_scale": loss_scale, "grads": grads}
     if f is None:
         return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)
@@ -128,7 +149,9 @@ def _widened_leaves(tree: Any) -> Any:
 
 
 def _any_half(tree: Any) -> bool:
-    return any(functional.is_half(leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    return any(
+        functional.is_half(leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")
+    )
 
 
 def _is_variable(x: Any) -> bool:
@@ -136,11 +159,15 @@ def _is_variable(x: Any) -> bool:
 
 
 def _mapped(function: Callable[[Any], Any], gradients: Any) -> Any:
-    """Applies a map of leaves to `gradients`; a Variable that occurs several times is mapped to one Variable."""
+    """Applies a map of leaves to `gradients`.
+
+    A Variable that occurs several times is mapped to one Variable.
+    """
     before = jax.tree.leaves(gradients, is_leaf=_is_variable)
     after, structure = jax.tree.flatten(function(gradients), is_leaf=_is_variable)
     made: dict[int, Any] = {}
     shared = [
-        made.setdefault(id(old), new) if _is_variable(old) else new for old, new in zip(before, after, strict=False)
+        made.setdefault(id(old), new) if _is_variable(old) else new
+        for old, new in zip(before, after, strict=False)
     ]
     return jax.tree.unflatten(structure, shared + after[len(before) :])

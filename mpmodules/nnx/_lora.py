@@ -1,7 +1,10 @@
-"""LoRA and LoRALinear: every matmul in compute_dtype, and the sum with the layer beneath in one dtype."""
+"""LoRA and LoRALinear: every matmul in compute_dtype, and the sum with the layer beneath in one
+dtype.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,25 +15,32 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules import functional
-from mpmodules.nnx._layer import Layer, in_complex, viewed
+from mpmodules._boundary import returned_dtype
+from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._linear import Linear, Matmul
+from mpmodules.nnx._resolution import in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
-from policy.precedence import with_explicit_dtypes
-from policy.sources import Source
+from policy.precedence import Effective, with_explicit_dtypes
+from policy.provenance import Source
 
 
 class LoRA(Layer, flax_nnx.LoRA):
     """`flax.nnx.LoRA` that obeys policies.
 
-    Both matrices are kept in param_dtype and multiplied in compute_dtype; a `base_module`'s result is cast to
-    compute_dtype before it is added.
+    Both matrices are kept in param_dtype and multiplied in compute_dtype; a `base_module`'s result
+    is cast to compute_dtype before it is added.
     """
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
-        policy, base = self.dtype_policy, self.base_module
+        policy, base = effective.policy, self.base_module
         view = in_complex(self, args, kwargs)
         if policy is None or view is not None:
             return method(view or self, *args, **kwargs)
@@ -38,14 +48,18 @@ class LoRA(Layer, flax_nnx.LoRA):
         if crosses and self.dtype == policy.compute_dtype and self.promote_dtype is promote_dtype:
             view, returned = _accumulating(self, policy.output_dtype), policy.output_dtype
         if callable(base):
-            view = viewed(view, base_module=lambda x, **kwargs: cast_array(base(_plain(x), **kwargs), returned))
+            view = viewed(
+                view,
+                base_module=lambda x, **kwargs: cast_array(base(_plain(x), **kwargs), returned),
+            )
         return method(view, *args, **kwargs)
 
 
 class LoRALinear(Matmul, flax_nnx.LoRALinear):
     """`flax.nnx.LoRALinear` that obeys policies; dtypes as in `Linear` and `LoRA`.
 
-    Under a policy its low-rank part follows the policy too, unless `lora_dtype` or `lora_param_dtype` is given.
+    Under a policy its low-rank part follows the policy too, unless `lora_dtype` or
+    `lora_param_dtype` is given.
     """
 
     _operation = Linear._operation
@@ -70,7 +84,9 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
         # Flax hands these on to Linear without naming them.
         names = ("dtype", "param_dtype")
         own = list(inspect.signature(upstream_init).parameters.values())
-        named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+        named = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names
+        ]
         init.__signature__ = inspect.Signature([*own[:-1], *named, own[-1]])  # type: ignore[attr-defined]
         super()._construct(policy, source, init, args, kwargs)
         if type(self.lora) is flax_nnx.LoRA:
@@ -87,22 +103,32 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
             self.lora._capture(low_rank.policy, low_rank.source)  # type: ignore[attr-defined]
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
+        policy = effective.policy
+
+        @functools.wraps(method)
         def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if layer.dtype_policy is None:
+            if policy is None:
                 return method(layer, *args, **kwargs)
-            returned = layer._returns(crosses)
+            returned = returned_dtype(policy, crosses)
             lora = layer.lora
             if isinstance(lora, LoRA) and lora.promote_dtype is promote_dtype:
                 lora = _accumulating(lora, returned)
             return method(viewed(layer, lora=_returning(lora, returned)), *args, **kwargs)
 
-        return super()._call_layer(crosses, run, name, args, kwargs)
+        return super()._call_layer(effective, crosses, run, args, kwargs)
 
 
 class _Factor:
-    """The left operand of Flax's ``x @ lora_a @ lora_b``: the last of these products returns its accumulator."""
+    """The left operand of Flax's ``x @ lora_a @ lora_b``: the last of these products returns its
+    accumulator.
+    """
 
     def __init__(self, x: jax.Array, dtype: Any, *, is_last: bool = False):
         self.x, self.dtype, self.is_last = x, dtype, is_last
@@ -118,11 +144,19 @@ def _plain(x: Any) -> Any:
 
 
 def _accumulating(lora: Any, dtype: Any) -> Any:
-    """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider than its operands."""
+    """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider
+    than its operands.
+    """
 
-    def promote(arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    def promote(
+        arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+    ) -> tuple[Any, ...]:
         x, *matrices = promote_dtype(arrays, dtype=dtype, inexact=inexact)
-        return (_Factor(x, returned), *matrices) if functional.is_wider(returned, x.dtype) else (x, *matrices)
+        return (
+            (_Factor(x, returned), *matrices)
+            if functional.is_wider(returned, x.dtype)
+            else (x, *matrices)
+        )
 
     returned = dtype
     return viewed(lora, promote_dtype=promote)

@@ -1,4 +1,4 @@
-"""nnx's `Module`: captures a dtype policy when it is built, and its public methods are boundaries."""
+"""nnx's `Module`: captures a dtype policy when built, and its public methods are boundaries."""
 
 from __future__ import annotations
 
@@ -11,71 +11,58 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
+from mpmodules._boundary import PLAIN, Crossing
 from mpmodules._constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
 from mpmodules._defined_in import module_of, package_of
 from mpmodules._docstrings import extend_docstring
 from mpmodules._own_parameters import require_keep_params
 from mpmodules.nnx._boundary import install_boundaries
-from mpmodules.nnx._captured import Frame, building, refuse_children_from_outside
-from mpmodules.nnx._obeying import LAYER_OF
+from mpmodules.nnx._calls import Construction, calls, construction_under_way
 from mpmodules.nnx._own_parameters import store_in_param_dtype
-from policy.policy import Policy, get_policy
-from policy.rules import name_of
-from policy.scope import current_scope, enter, require_usable
-from policy.sources import NO_SOURCE, Source, source_in_force
+from mpmodules.nnx._registry import LAYER_OF
+from mpmodules.nnx._resolution import own_policy, policy_to_capture, refuse_children_from_outside
+from policy.policy import Policy
+from policy.provenance import NO_SOURCE, Source, source_in_force
+from policy.scope import current_scope, enter
 
 T = TypeVar("T")
 
 # What a layer's docstring says of the argument.
 _DTYPE_POLICY = (
-    "a `Policy` or its text form, captured when the layer is built; None takes that of a class rule, of the module "
-    "being built around the layer, or of the scope. Where the layer has dtype and param_dtype, one that is not given "
-    "is the policy's."
+    "a `Policy` or its text form, captured when the layer is built; None takes that of a class "
+    "rule, of the module being built around the layer, or of the scope. Where the layer has dtype "
+    "and param_dtype, one that is not given is the policy's."
 )
 
 
 class ModuleMeta(FlaxModuleMeta):
-    """Builds a module under its policy, and stands for Flax's class of that name in ``isinstance``."""
+    """Builds modules under their policies; stands for Flax's class in ``isinstance``."""
 
     _upstream_class: type
 
-    # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves `__init__` alone only where
-    # this returns something else than the class: hence the union, in which the class and its attributes stay known.
+    # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves
+    # `__init__` alone only where this returns something else than the class: hence the union, in
+    # which the class and its attributes stay known.
     @overload
-    def __call__(cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any) -> T | Any: ...
+    def __call__(
+        cls: type[T], *args: Any, dtype_policy: Policy | str | None, **kwargs: Any
+    ) -> T | Any: ...
     @overload
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         require_keep_inputs(cls)
-        own, kwargs = _own_policy(cls, args, kwargs)
+        own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
-        source = source_in_force() if own is None else Source("argument", "dtype_policy", own=True)
-        if scope.rules:
-            if scope.rules.has_paths:
-                raise ValueError(
-                    f"Building {cls.__name__} under use_policy(rules=...): path rules can't hold here, since no path "
-                    "exists while an nnx model is being built. Build the model first and call "
-                    "mpmodules.nnx.apply_policy(model, policy, rules); class rules work in a scope."
-                )
-            if own is None:
-                rule = scope.rules.rule_for(None, cls)
-                if rule is not None:
-                    own, source = rule[1], Source("rule", name_of(rule[0]), own=True)
-        policy = own if own is not None else scope.policy
-        if policy is not None:
-            require_usable(policy)
-        frame = Frame(source)
-        building.frames.append(frame)
+        policy, source = policy_to_capture(cls, own, scope)
+        inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
+        inside = source.for_those_inside(cls.__name__)
         try:
-            inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
-            with enter(inner, source.for_those_inside(cls.__name__)):
+            with construction_under_way(source) as construction, enter(inner, inside):
                 module = super().__call__(*args, **kwargs)
         except TypeError as error:
             explain(error, cls, args, kwargs)
             raise
-        finally:
-            building.frames.pop()
-        if not frame.captured:
+        if not construction.captured:
             refuse_policy_set_by_hand(module, policy)
             module._capture(policy, source)
         store_in_param_dtype(module, policy, (args, kwargs))
@@ -84,8 +71,8 @@ class ModuleMeta(FlaxModuleMeta):
         return module
 
     def _pytree_meta_construct(cls, self: Any, *args: Any, **kwargs: Any) -> None:
-        if building.frames:
-            building.frames[-1].module = self
+        if calls.constructions:
+            calls.constructions[-1].module = self
         super()._pytree_meta_construct(self, *args, **kwargs)
 
     @property
@@ -94,7 +81,10 @@ class ModuleMeta(FlaxModuleMeta):
         if any(p.name == "dtype_policy" for p in parameters):
             return inspect.Signature(parameters)
         added = inspect.Parameter(
-            "dtype_policy", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Policy | str | None"
+            "dtype_policy",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation="Policy | str | None",
         )
         last = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
         return inspect.Signature([*parameters[:last], added, *parameters[last:]])
@@ -107,54 +97,48 @@ class ModuleMeta(FlaxModuleMeta):
         )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if "_upstream_class" in cls.__dict__:  # asked of the MRO: Flax's own check asks all its subclasses, us included
+        if (
+            "_upstream_class" in cls.__dict__
+        ):  # asked of the MRO: Flax's own check asks all its subclasses, us included
             return cls.__dict__["_upstream_class"] in subclass.__mro__
         return super().__subclasscheck__(subclass)
-
-
-def _own_policy(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Policy | None, dict[str, Any]]:
-    """Returns the policy given as `dtype_policy=`, and the keyword arguments that go on to ``__init__``.
-
-    An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by position.
-    """
-    signature = inspect.signature(cls.__init__)
-    if "dtype_policy" in signature.parameters:
-        given = signature.bind_partial(None, *args, **kwargs)
-        given.apply_defaults()
-        given = given.arguments.get("dtype_policy")
-    else:
-        kwargs = dict(kwargs)
-        given = kwargs.pop("dtype_policy", None)
-    if given is None:
-        return None, kwargs
-    try:
-        return get_policy(given), kwargs
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
 
 
 class Module(flax_nnx.Module, metaclass=ModuleMeta):
     """`flax.nnx.Module` with a dtype policy.
 
-    Every subclass takes ``dtype_policy=`` when it is built, a `Policy` or its text form, without saying so in its
-    ``__init__``. The policy is captured then: the argument, else a class rule in force, else the policy of the module
-    or `use_policy` block that it is built in. It is a static attribute, part of the graph definition and never of the
-    state. A scope around a call of a built model changes no layer.
+    Every subclass takes ``dtype_policy=`` when it is built, a `Policy` or its text form, without
+    saying so in its ``__init__``. The policy is captured then: the argument, else a class rule in
+    force, else the policy of the module or `use_policy` block that it is built in. It is a static
+    attribute, part of the graph definition and never of the state. A scope around a call of a built
+    model changes no layer.
 
-    A module's call is a *boundary* when its policy differs from the one in force, or when none is open yet: its
-    floating inputs are cast to compute_dtype and its floating outputs to output_dtype. Every layer inside returns
-    compute_dtype. That holds for every public method that is called from outside.
+    A module's call is a *boundary* when its policy differs from the one in force, or when none is
+    open yet: its floating inputs are cast to compute_dtype and its floating outputs to
+    output_dtype. Every layer inside returns compute_dtype. That holds for every public method that
+    is called from outside.
 
     Attributes:
       dtype_policy: the `Policy` captured, or None.
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
-        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the module is built.
-      keep_params: names of attributes whose parameters no policy touches: they are stored and read as they are made. A
-        class attribute: ``keep_params = ("scale",)``.
+        ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
+        module is built.
+      keep_params: names of attributes whose parameters no policy touches: they are stored and read
+        as they are made. A class attribute: ``keep_params = ("scale",)``.
 
-    A method of a user's reads the module's own floating `nnx.Param`s in compute_dtype. They are stored in param_dtype,
-    and their gradients are summed in float32 over all uses. ``nnx.Param(x, compute_dtype=jnp.float32)`` is read in
-    another dtype.
+    A method of a user's reads the module's own floating `nnx.Param`s in compute_dtype. They are
+    stored in param_dtype, and their gradients are summed in float32 over all uses. ``nnx.Param(x,
+    compute_dtype=jnp.float32)`` is read in another dtype.
+
+    Example:
+      >>> class Net(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.dense = nnx.Linear(4, 3, rngs=rngs)
+      ...     def __call__(self, x):
+      ...         return self.dense(x)
+      >>> net = Net(nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> net(jnp.ones((2, 4))).dtype, net.dense.kernel[...].dtype, net.dense.dtype
+      (dtype('float32'), dtype('float32'), dtype(bfloat16))
     """
 
     if TYPE_CHECKING:
@@ -163,11 +147,14 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
         dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
-    _upstream_class: ClassVar[type] = flax_nnx.Module  # what the class stands for in isinstance and in class rules
+    _upstream_class: ClassVar[type] = (
+        flax_nnx.Module
+    )  # what the class stands for in isinstance and in class rules
 
     _policy_source = NO_SOURCE  # where the policy came from
     _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
     _explicit_param_dtype = None
+    _crossing: ClassVar[Crossing] = PLAIN
     _is_layer = False  # a bare layer is a boundary only by a policy of its own
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -179,25 +166,32 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                     LAYER_OF[base] = cls
                     extend_docstring(cls, base, _DTYPE_POLICY)
                     if hasattr(cls, "_construct"):
-                        # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
+                        # Not `cls.__init__ =`: to a type checker that would be an __init__ of
+                        # Module's own.
                         type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
         install_boundaries(cls)
         require_keep_params(cls)
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""
-        if policy is not None or self.dtype_policy is not None:  # an __init__ may have stored its own argument there
+        if (
+            policy is not None or self.dtype_policy is not None
+        ):  # an __init__ may have stored its own argument there
             self.dtype_policy = policy
             self._policy_source = NO_SOURCE if policy is None else source
 
 
 def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., None]:
-    """Wraps Flax's constructor: the layer's `_construct` runs it, also for a subclass's ``super().__init__``."""
+    """Wraps Flax's constructor: the layer's `_construct` runs it, also for a subclass's
+    ``super().__init__``.
+    """
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        frame = building.frames[-1] if building.frames else Frame(source_in_force())
-        self._construct(current_scope().policy, frame.source, upstream_init, args, kwargs)
-        frame.captured = True
+        construction = (
+            calls.constructions[-1] if calls.constructions else Construction(source_in_force())
+        )
+        self._construct(current_scope().policy, construction.source, upstream_init, args, kwargs)
+        construction.captured = True
 
     return __init__

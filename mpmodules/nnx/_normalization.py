@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from mpmodules import functional
+from mpmodules._boundary import returned_dtype
 from mpmodules._normalization_calls import (
     NormalizationCall,
     averaged,
@@ -32,35 +32,42 @@ from mpmodules._normalization_calls import (
     running_average_flag,
     takes_exact_moments,
 )
+from mpmodules._promotion import mixing_allowed
 from mpmodules.moments import Region, shift_of
-from mpmodules.nnx._layer import Layer, in_complex, viewed
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._resolution import in_complex, viewed
 from policy.casting import cast_array
+from policy.checkpointing import keeping_inputs, keeping_inputs_once
 from policy.policy import Policy
-from policy.remembering import keeping_inputs, keeping_inputs_once
-from policy.sources import Source
+from policy.precedence import Effective
+from policy.provenance import Source
 
 
 @dataclasses.dataclass(frozen=True)
 class PromoteTo:
-    """A `promote_dtype` that casts everything to one dtype: nothing is rounded before the statistics."""
+    """A `promote_dtype` that casts everything to one dtype: nothing is rounded before the
+    statistics.
+    """
 
     reduction_dtype: np.dtype
 
-    def __call__(self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    def __call__(
+        self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+    ) -> tuple[Any, ...]:
         return tuple(None if x is None else jnp.asarray(x, self.reduction_dtype) for x in arrays)
 
 
 class Normalization(Layer):
     """Base class of the normalisations.
 
-    Input, scale, bias and running statistics are widened to reduction_dtype before anything is computed, and the
-    result is rounded once. Where the layer is a boundary, nothing is rounded on the way in. What backward keeps of a
-    half input is that input and the statistics, no float32 copy.
+    Input, scale, bias and running statistics are widened to reduction_dtype before anything is
+    computed, and the result is rounded once. Where the layer is a boundary, nothing is rounded on
+    the way in. The residuals of a half input are that input and the statistics, no float32 copy.
 
-    Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and under a policy a
-    variance that does not cancel: of half inputs exact sums in one pass (`mpmodules.moments`), of others one pass over
-    data shifted by a few of its elements, and two passes where there is a mask or an axis name. A value given by the
-    user is obeyed.
+    Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and
+    under a policy a variance that does not cancel: of half inputs exact sums in one pass
+    (`mpmodules.moments`), of others one pass over data shifted by a few of its elements, and two
+    passes where there is a mask or an axis name. A value given by the user is obeyed.
     """
 
     axis_name: str | None
@@ -85,13 +92,18 @@ class Normalization(Layer):
             self._chooses_variance = False
 
     def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
-        """Returns the result from exact statistics, and updates running ones; None where Flax's code is to run."""
+        """Returns the result from exact statistics, and updates running ones.
+
+        Returns None where Flax's code is to run.
+        """
         region = self._region(x)
         if region is None:
             return None
         shape = tuple(x.shape[axis] for axis in feature_axes(self, x.ndim))
         values: dict[str, Any] = {
-            name: None if (v := getattr(self, name)) is None else v[...] for name in _VALUES if hasattr(self, name)
+            name: None if (v := getattr(self, name)) is None else v[...]
+            for name in _VALUES
+            if hasattr(self, name)
         }
         if any(value is not None and value.shape != shape for value in values.values()):
             return None
@@ -105,29 +117,44 @@ class Normalization(Layer):
         variable = getattr(self, name)
         variable[...] = jax.lax.stop_gradient(value).astype(variable[...].dtype)
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         """Returns the updated running statistics for the input before the shift."""
         return updates
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
-        policy = self.dtype_policy
+        policy = effective.policy
         x: Any = args[0] if args else kwargs.get("x")
         if self.promote_dtype is not promote_dtype or not hasattr(x, "dtype"):
             return method(self, *args, **kwargs)
         if functional.complex_input((x,)) is not None:
-            with jax.numpy_dtype_promotion("standard"):
+            with mixing_allowed():
                 return method(in_complex(self, args, kwargs) or self, *args, **kwargs)
         if policy is None:
             stored: list[Any] = [
-                v[...] for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias")) if v is not None
+                v[...]
+                for v in (getattr(self, n, None) for n in ("mean", "var", "scale", "bias"))
+                if v is not None
             ]
-            with jax.numpy_dtype_promotion("standard"):  # what Flax infers, asked for without computing anything
+            with mixing_allowed():  # what Flax infers, asked for without computing anything
                 output_dtype = canonicalize_dtype(x, *stored, dtype=self.dtype)
-            if not any(functional.is_half(dtype) for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))):
+            if not any(
+                functional.is_half(dtype)
+                for dtype in (output_dtype, x.dtype, *(v.dtype for v in stored))
+            ):
                 return method(self, *args, **kwargs)
-            return cast_array(method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype)
+            return cast_array(
+                method(_in(self, jnp.dtype(jnp.float32)), *args, **kwargs), output_dtype
+            )
+        output_dtype = returned_dtype(policy, crosses)
         others: tuple[Any, ...] = args[1:]
         rest = kwargs if args else {name: value for name, value in kwargs.items() if name != "x"}
         if has_no_statistics(self, method, x, others, rest):
@@ -137,23 +164,27 @@ class Normalization(Layer):
         shifts = shifts and self._takes_statistics(use_running_average)
         x = jnp.asarray(x)
         if shifts and takes_exact_moments(self, method, x, others, rest, policy):
-            y = self._normalized(x, self._returns(crosses))
+            y = self._normalized(x, output_dtype)
             if y is not None:
                 return y
-        run = _Run(method, policy, self._returns(crosses), shifts, others, tuple(rest.items()))
-        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(x.dtype, jnp.floating)
+        run = _Run(method, policy, output_dtype, shifts, others, tuple(rest.items()))
+        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(
+            x.dtype, jnp.floating
+        )
         y, updates = _remembered(self, run, x) if widens else run(self, x)
         if not self._uses_running_average(use_running_average):
             for statistic, value in updates.items():
                 self._put(statistic, value)
         return y
 
-    def _takes_statistics(self, argument: bool | None) -> bool:
+    def _takes_statistics(self, use_running_average: bool | None) -> bool:
         """Returns whether a call with that argument takes statistics of its input."""
-        return argument is None
+        return use_running_average is None
 
-    def _uses_running_average(self, argument: bool | None) -> bool:
-        """Returns whether a call with that argument reads the running statistics, rather than updating them."""
+    def _uses_running_average(self, use_running_average: bool | None) -> bool:
+        """Returns whether a call with that argument reads the running statistics, rather than
+        updating them.
+        """
         return not self._running
 
 
@@ -170,15 +201,19 @@ class _Run(NormalizationCall):
             view.__dict__["use_fast_variance"] = shift is not None
         x = x if shift is None else x - shift
         updates: dict[str, jax.Array] | None = None
-        if region is not None and self.is_masked(layer):  # statistics of what the mask keeps, as if they were running
+        if region is not None and self.is_masked(
+            layer
+        ):  # statistics of what the mask keeps, as if they were running
             args, rest = by_running_average(args, rest)
-            with jax.numpy_dtype_promotion("standard"):
-                statistics, updates = masked_statistics(view, x, rest.pop("mask"), region.axes, statistics)
+            with mixing_allowed():
+                statistics, updates = masked_statistics(
+                    view, x, rest.pop("mask"), region.axes, statistics
+                )
         for statistic, value in statistics.items():  # written in here, put in place outside
             view.__dict__[statistic] = flax_nnx.BatchStat(value)
-        # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses for any other.
-        strict = self.policy.reduction_dtype == jnp.float32
-        with contextlib.nullcontext() if strict else jax.numpy_dtype_promotion("standard"):
+        # Flax's statistics promote their dtype with float32 in a way that strict promotion refuses
+        # for any other.
+        with mixing_allowed(self.policy.reduction_dtype != jnp.float32):
             y = cast_array(self.method(view, x, *args, **rest), self.output_dtype)
         if updates is None:
             updates = {statistic: getattr(view, statistic)[...] for statistic in layer._running}
@@ -189,7 +224,9 @@ _VALUES = ("scale", "bias", "mean", "var")
 
 
 def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are alike."""
+    """Runs `run` with the uncast input as backward's residual, traced once for all layers that are
+    alike.
+    """
     parts = _parts(layer, run)
     if parts is None:
         return keeping_inputs(functools.partial(run, layer))(x)
@@ -197,10 +234,19 @@ def _remembered(layer: Any, run: _Run, x: jax.Array) -> tuple[jax.Array, dict[st
     return keeping_inputs_once(_run_apart, run, type(layer), attributes)(x, variables)
 
 
-def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
-    """Returns the attributes that determine a layer's program, and its variables by name; None for a user's layer."""
-    namespace = {name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")}
-    variables = {name: value for name, value in namespace.items() if isinstance(value, flax_nnx.Variable)}
+def _parts(
+    layer: Any, run: _Run
+) -> tuple[tuple[tuple[str, Any], ...], dict[str, jax.Array]] | None:
+    """Returns the attributes that determine a layer's program, and its variables by name.
+
+    Returns None for a user's layer.
+    """
+    namespace = {
+        name: value for name, value in vars(layer).items() if not name.startswith("_pytree__")
+    }
+    variables = {
+        name: value for name, value in namespace.items() if isinstance(value, flax_nnx.Variable)
+    }
     attributes = frozen((name, value) for name, value in namespace.items() if name not in variables)
     if attributes is None or not run.is_of(layer, __name__):
         return None
@@ -208,7 +254,11 @@ def _parts(layer: Any, run: _Run) -> tuple[tuple[tuple[str, Any], ...], dict[str
 
 
 def _run_apart(
-    run: _Run, kind: type, attributes: tuple[tuple[str, Any], ...], x: jax.Array, variables: dict[str, jax.Array]
+    run: _Run,
+    kind: type,
+    attributes: tuple[tuple[str, Any], ...],
+    x: jax.Array,
+    variables: dict[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs `run` on a layer that is put together again from its parts."""
     layer: Any = object.__new__(kind)
@@ -222,51 +272,65 @@ def _in(module: Any, reduction_dtype: Any) -> Any:
 
 
 class LayerNorm(Normalization, flax_nnx.LayerNorm):
-    """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
     _region = layer_norm_region
 
 
 class RMSNorm(Normalization, flax_nnx.RMSNorm):
-    """`flax.nnx.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
 
 class GroupNorm(Normalization, flax_nnx.GroupNorm):
-    """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
+    """
 
     def _region(self, x: jax.Array) -> Region | None:
-        # Flax lays out the groups' statistics as if one axis were left beside the channels; others are its to mix up.
+        # Flax lays out the groups' statistics as if one axis were left beside the channels; others
+        # are its to mix up.
         region = group_norm_region(self, x)
         return region if region is not None and len(region.axes) == x.ndim - 2 else None
 
 
 class InstanceNorm(Normalization, flax_nnx.InstanceNorm):
-    """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end."""
+    """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at
+    the end.
+    """
 
     _region = instance_norm_region
 
 
 class BatchNorm(Normalization, flax_nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the end.
+    """`flax.nnx.BatchNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
+    end.
 
-    Running statistics are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Running statistics are stored in the wider of float32 and reduction_dtype, not in param_dtype.
 
-    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running statistics, which
-    stay as they are; devices of `axis_name` whose mask keeps none are left out. Without a policy they become NaN, as
-    in Flax.
+    Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
+    statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
+    Without a policy they become NaN, as in Flax.
     """
 
     _running = ("mean", "var")
     _region = batch_norm_region
 
-    def _takes_statistics(self, argument: bool | None) -> bool:
-        flag = self.use_running_average if argument is None else argument
+    def _takes_statistics(self, use_running_average: bool | None) -> bool:
+        flag = self.use_running_average if use_running_average is None else use_running_average
         return flag is not None and not flag  # where there is none, Flax says what to do
 
-    def _uses_running_average(self, argument: bool | None) -> bool:
-        return bool(self.use_running_average if argument is None else argument)
+    def _uses_running_average(self, use_running_average: bool | None) -> bool:
+        return bool(
+            self.use_running_average if use_running_average is None else use_running_average
+        )
 
-    def _shifted_back(self, updates: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
+    def _shifted_back(
+        self, updates: dict[str, jax.Array], shift: jax.Array
+    ) -> dict[str, jax.Array]:
         mean = updates["mean"]
         return updates | {"mean": mean + (1 - self.momentum) * shift.reshape(mean.shape)}
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, TypeVar
 
-import jax
 import optax
 from flax import nnx as flax_nnx
 
-from mpmodules.nnx._layer import viewed
-from policy.gradients import ScaledGradients
+from mpmodules._promotion import mixing_allowed
+from mpmodules.nnx._resolution import viewed
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import MixedPrecision
 
 M = TypeVar("M")
@@ -23,8 +22,18 @@ class Optimizer(flax_nnx.Optimizer[M]):
 
     ``optimizer = nnx.Optimizer(model, mixed_precision(tx, policy), wrt=nnx.Param)``
 
-    A skipped step leaves the model's params as they are. `finite_of(optimizer)` tells, and gates what else the forward
-    pass wrote to the model, such as BatchNorm statistics. `optimizer.step` counts skipped steps too, as in Flax.
+    A skipped step leaves the model's params as they are. `finite_of(optimizer)` tells, and gates
+    other writes of the forward pass to the model, such as BatchNorm statistics. `optimizer.step`
+    counts skipped steps too, as in Flax.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> tx = mixed_precision(optax.sgd(0.1), model.dtype_policy)
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> loss = lambda model: model(jnp.ones((2, 4))).sum()
+      >>> updates = optimizer.update(model, nnx.grad(loss, grads="compute")(model))
+      >>> model.bias[...]
+      Array([-0.2, -0.2, -0.2], dtype=float32)
     """
 
     def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> optax.Updates:
@@ -32,12 +41,12 @@ class Optimizer(flax_nnx.Optimizer[M]):
 
         Args:
           model: the model that the optimizer was made for.
-          grads: a State of true gradients, or the `ScaledGradients` of ``value_and_grad(..., grads="compute")``,
-            which are divided by the scale that they carry.
+          grads: a State of true gradients, or the `ScaledGradients` of ``value_and_grad(...,
+            grads="compute")``, which are divided by the scale that they carry.
           **kwargs: handed to the transform's update.
 
         Returns:
-          The updates, a State like the params: what was added to them.
+          The updates, a State like the params, which was added to them.
 
         Raises:
           TypeError: `grads` are ScaledGradients, and the transform is not `mixed_precision`'s.
@@ -48,28 +57,35 @@ class Optimizer(flax_nnx.Optimizer[M]):
         if isinstance(grads, ScaledGradients):
             if not isinstance(self.tx, MixedPrecision):
                 raise TypeError(
-                    "grads are ScaledGradients, which only mixed_precision divides by their scale, but tx is "
-                    f"{type(self.tx).__name__}: make the optimizer with mixed_precision(tx, policy), or take true "
-                    "gradients, value_and_grad(..., grads='float32')."
+                    "grads are ScaledGradients, which only mixed_precision divides by their "
+                    f"scale, but tx is {type(self.tx).__name__}: make the optimizer with "
+                    "mixed_precision(tx, policy), or take true gradients, value_and_grad(..., "
+                    "grads='float32')."
                 )
             optimizer, grads = viewed(self, tx=_taking_like(grads, self.tx)), grads.tree
-        with _promotion_of(self.tx):
+        # Our float32 updates are added to half-precision params by optax.
+        with mixing_allowed(isinstance(self.tx, MixedPrecision)):
             return super(Optimizer, optimizer).update(model, grads, **kwargs)
 
 
 class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too."""
+    """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> optimizer = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> updates = optimizer.update(nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(model))
+      >>> optimizer.model.bias[...]
+      Array([-0.2, -0.2, -0.2], dtype=float32)
+    """
 
 
-def _taking_like(scaled: ScaledGradients, tx: MixedPrecision) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx` for the tree inside of `scaled`, which Flax takes apart: the scale is put back."""
+def _taking_like(
+    scaled: ScaledGradients, tx: MixedPrecision
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `tx` for the tree inside of `scaled`: the scale is put back."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         return tx.update(scaled.with_tree(updates), state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _promotion_of(tx: Any) -> contextlib.AbstractContextManager[Any]:
-    """Lets `optax.apply_updates` add our float32 updates to half-precision params where promotion is strict."""
-    return jax.numpy_dtype_promotion("standard") if isinstance(tx, MixedPrecision) else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Calls of nnx ports whose own code multiplies: traced as pure functions, and run under autocast."""
+"""Calls of nnx ports whose own code multiplies: traced as pure functions and autocast."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules import _carries as carries
-from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Shown, described, told_apart, tracing
+from mpmodules._boundary import cast_outputs
+from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decision, describe, key_of_call, tracing
 from mpmodules._port_options import OwnCode
 from mpmodules.nnx._pure_calls import StatefulCall
-from policy.amp.ported import traced
+from policy.autocast.own_code import traced
 from policy.policy import Policy
 from policy.precedence import warn_once
 
 
 class OwnCodeOf:
-    """The choice of how a foreign module's own code runs in a port, and the results of looking at its methods' calls.
+    """The choice of how a foreign module's own code runs in a port, and the results of looking at
+    its methods' calls.
 
-    It is static metadata of the module: copies share it, and two are equal where the code runs alike.
+    It is static metadata of the module: copies share it, and two are equal where the code runs
+    alike.
 
     Attributes:
-      asked: "autocast", "keep", or None: under autocast where the code multiplies, or needs float32.
+      asked: "autocast", "keep", or None: under autocast where the code multiplies, or needs
+        float32.
     """
 
     def __init__(self, asked: OwnCode):
         self.asked: OwnCode = asked
-        self.known: dict[Hashable, Shown] = {}
+        self.known: dict[Hashable, Decision] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnCodeOf) and other.asked == self.asked
@@ -52,27 +55,28 @@ def own_code_of(module: Any) -> OwnCodeOf | None:
 
 def call_port(
     module: Any,
-    note: OwnCodeOf,
     name: str,
-    plainly: Callable[[], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    note: OwnCodeOf,
+    *,
+    plainly: Callable[[], Any],
     inside: Callable[[], AbstractContextManager[None]],
 ) -> Any:
     """Calls the outermost method of a port, its own code under autocast where it multiplies.
 
     Args:
       module: a foreign module of the port.
-      note: the module's.
-      name: the method's.
-      plainly: calls the method as it is.
+      name: the method's name.
       args, kwargs: its arguments.
+      note: the module's.
+      plainly: calls the method as it is.
       inside: a context in which calls are no outermost ones.
     """
     if note.asked == "keep":
         return plainly()
     policy: Policy = module.dtype_policy
-    key = name, told_apart(args, kwargs)
+    key = name, key_of_call(args, kwargs)
     shown = ASKED_FOR if note.asked else note.known.get(key)
     if shown == LAYERS_ONLY:
         return plainly()
@@ -83,21 +87,26 @@ def call_port(
     except Exception:
         if shown is not None:
             raise
-        # Code that asks for another dtype, or one with an error, is called as it is: it says itself what is wrong.
+        # Code that asks for another dtype, or one with an error, is called as it is: it says itself
+        # what is wrong.
         outputs = plainly()
         note.known[key] = LAYERS_ONLY  # not before: what fails in either way shows nothing
         return outputs
     if shown is None:
-        shown = note.known[key] = described(type(module).__name__, ported, *_classes_and_shares(module))
+        shown = note.known[key] = describe(
+            type(module).__name__, ported, *_classes_and_shares(module)
+        )
         if not shown.autocasts:
             return plainly()
     if shown.text:  # by the first call, whose shares may be others
         warn_once(next(known.text for known in note.known.values() if known.text))
-    return carries.cast_outputs(policy, call.finish(ported.run(policy)), has_carry=False)
+    return cast_outputs(policy, call.finish(ported.run(policy)), has_carry=False)
 
 
 def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[str, float]]:
-    """Returns the class of the module at each path, and the shares of the parameters that foreign ones hold."""
+    """Returns the class of the module at each path, and the shares of the parameters that foreign
+    ones hold.
+    """
     name, total = type(module).__name__, 0
     classes: dict[tuple[str, ...], str] = {}
     sizes: collections.Counter[str] = collections.Counter()

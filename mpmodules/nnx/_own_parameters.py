@@ -12,37 +12,48 @@ import jax
 from flax import nnx as flax_nnx
 from flax.errors import TraceContextError
 
-from mpmodules._own_code import told_apart
+from mpmodules._own_code import key_of_call
 from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
-from mpmodules.nnx._obeying import is_ours
 from mpmodules.nnx._pure_calls import StatefulCall
+from mpmodules.nnx._registry import is_ours
+from policy._jaxpr.pure_calls import UnreturnableError
 from policy.casting import cast_floating, is_floating
+from policy.grads.parameter_reads import (
+    CANNOT_BE_TRACED,
+    needs_float32_sums,
+    read_parameter,
+    with_float32_sums,
+)
 from policy.islands import as_in_force
-from policy.own_parameters import CANNOT_BE_TRACED, needs_float32_sums, read_parameter, with_float32_sums
 from policy.policy import Policy
-from policy.pure_calls import UnreturnableError
 from policy.scope import current_scope
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Whose parameters they are
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def is_users(cls: type) -> bool:
-    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's layers."""
+    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's
+    layers.
+    """
     return is_ours(cls) and is_written_by_user(cls, flax_nnx.Module)
 
 
 def own_params(module: Any) -> Iterator[tuple[str, flax_nnx.Param]]:
-    """Yields the parameters that a module holds itself, in lists, tuples and dicts too, by attribute."""
+    """Yields the parameters that a module holds itself, in lists, tuples and dicts too, by
+    attribute.
+    """
     for name, attribute in vars(module).items():
         if not name.startswith(("_pytree__", "_object__")):
             yield from ((name, param) for param in _params_in(attribute))
 
 
 def _params_in(value: Any) -> Iterator[flax_nnx.Param]:
-    """Yields the parameters that an attribute of a module is, or holds in containers, but none of other modules."""
+    """Yields the parameters that an attribute of a module is, or holds in containers, but none of
+    other modules.
+    """
     if isinstance(value, flax_nnx.Param):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -60,7 +71,9 @@ def _is_container(value: Any) -> bool:
 
 
 def touched_params(module: Any) -> Iterator[flax_nnx.Param]:
-    """Yields the parameters of a user's module that follow its policy: those whose names it does not keep."""
+    """Yields the parameters of a user's module that follow its policy: those whose names it does
+    not keep.
+    """
     return (param for name, param in own_params(module) if name not in type(module).keep_params)
 
 
@@ -70,7 +83,8 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
     Args:
       module: the module, just built.
       policy: its policy.
-      arguments: what it was built with: parameters among them are shared, and not its own to change.
+      arguments: those that it was built with; parameters among them are shared, and stay as they
+        are.
     """
     if not is_users(type(module)):
         return
@@ -91,14 +105,17 @@ def _variables(tree: Any) -> Iterator[Any]:
         if isinstance(leaf, flax_nnx.Variable):
             yield leaf
         elif isinstance(leaf, flax_nnx.Module):
-            yield from (node for _, node in flax_nnx.iter_graph(leaf) if isinstance(node, flax_nnx.Variable))
+            yield from (
+                node for _, node in flax_nnx.iter_graph(leaf) if isinstance(node, flax_nnx.Variable)
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Reads
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-# Metadata of a copied parameter that a user's module holds, its path; copies of the copy have it too.
+# Metadata of a copied parameter that a user's module holds, its path; copies of the copy have it
+# too.
 _USERS = "policy_users_own"
 
 
@@ -106,9 +123,11 @@ class _Reads(threading.local):
     """The reads in this thread.
 
     Attributes:
-      policy: the policy of the user's module whose method is running; None in a layer's, and where no policy holds.
+      policy: the policy of the user's module whose method is running; None in a layer's, and where
+        no policy holds.
       are_marked: whether a call of a user's module is under way: calls in it make no copies.
-      marks_new: whether its modules are copies, whose parameters of a user's tell so; new ones are to be like them.
+      marks_new: whether its modules are copies, whose parameters of a user's tell so; new ones are
+        to be like them.
     """
 
     policy: Policy | None = None
@@ -117,16 +136,29 @@ class _Reads(threading.local):
 
 
 reads = _Reads()
-_get_value, _set_value, _getattr = (getattr(flax_nnx.Param, n) for n in ("get_value", "set_value", "__getattr__"))
+_get_value, _set_value, _getattr = (
+    getattr(flax_nnx.Param, n) for n in ("get_value", "set_value", "__getattr__")
+)
 
 
 class _Written(BaseException):
-    """Ends a call that writes to a parameter which it reads in compute_dtype; no `except Exception` of its stops it."""
+    """Ends a call that writes to a parameter which it reads in compute_dtype.
+
+    No `except Exception` of its stops it.
+    """
 
 
-def policy_of_reader(module: Any, policy: Policy | None) -> Policy | None:
-    """Returns the policy under which a method of `module` reads; a layer reads its parameters as they are stored."""
-    return policy if is_users(type(module)) else None
+@contextlib.contextmanager
+def reading(module: Any, policy: Policy | None) -> Iterator[None]:
+    """Puts the policy in force under which a method of `module` reads parameters.
+
+    A layer reads them as stored.
+    """
+    outer, reads.policy = reads.policy, policy if is_users(type(module)) else None
+    try:
+        yield
+    finally:
+        reads.policy = outer
 
 
 def _is_read(param: Any) -> bool:
@@ -144,7 +176,9 @@ def _value_for_reader(self: Any, **index: Any) -> Any:
         return _get_value(self, **index)
     if not current_scope().marks_reads:
         return _read(self, _get_value(self, **index))
-    value = _read(self, _get_value(self))  # read first: the rows of a half table are summed up in float32
+    value = _read(
+        self, _get_value(self)
+    )  # read first: the rows of a half table are summed up in float32
     return value[index["index"]] if index and index["index"] is not ... else value
 
 
@@ -163,33 +197,48 @@ def _set_by_writer(self: Any, value: Any, **index: Any) -> None:
     _set_value(self, value, **index)
 
 
-# Flax has one class of parameters, which its modules, states and filters know; outside of our calls it is as before.
+# Flax has one class of parameters, which its modules, states and filters know; outside of our calls
+# it is as before.
 flax_nnx.Param.get_value = _value_for_reader
 flax_nnx.Param.set_value = _set_by_writer
 flax_nnx.Param.__getattr__ = _attribute_for_reader
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-_written: dict[Hashable, frozenset[str]] = {}  # the parameters that a method writes back, by their paths
+_written: dict[
+    Hashable, frozenset[str]
+] = {}  # the parameters that a method writes back, by their paths
 
 
 def reads_own_params(module: Any) -> bool:
-    """Returns whether a call may read parameters of users' modules in another dtype than they are stored in."""
-    if reads.are_marked or not is_users(type(module)) or not isinstance(module.dtype_policy, Policy):
+    """Returns whether a call may read parameters of users' modules in another dtype than they are
+    stored in.
+    """
+    if (
+        reads.are_marked
+        or not is_users(type(module))
+        or not isinstance(module.dtype_policy, Policy)
+    ):
         return False  # a text that was set by hand is refused where the call begins
     modules: list[Any] = [node for _, node in flax_nnx.iter_modules(module) if is_users(type(node))]
     params = [param for node in modules for param in touched_params(node)]
-    stored = {leaf.dtype for param in params for leaf in jax.tree.leaves(param) if is_floating(leaf)}
-    computed = {node.dtype_policy.compute_dtype for node in modules if isinstance(node.dtype_policy, Policy)}
+    stored = {
+        leaf.dtype for param in params for leaf in jax.tree.leaves(param) if is_floating(leaf)
+    }
+    computed = {
+        node.dtype_policy.compute_dtype for node in modules if isinstance(node.dtype_policy, Policy)
+    }
     dtypes = stored | computed
     return bool(stored) and (len(dtypes) > 1 or any(dtype.itemsize < 4 for dtype in dtypes))
 
 
 def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a method in which users' modules read parameters; their gradients are summed in float32.
+    """Calls a method in which users' modules read parameters.
+
+    Their gradients are summed in float32.
 
     A parameter that the call writes back, as an average that is kept by hand, is read as stored.
 
@@ -200,11 +249,13 @@ def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     """
     call = StatefulCall(module, name, args, kwargs, named=False)
     policy = as_in_force(module.dtype_policy, current_scope())
-    key = type(module), name, told_apart(args, kwargs)
+    key = type(module), name, key_of_call(args, kwargs)
     written = _written_by(key)
     while True:
         try:
-            return call.finish(_run(call, written, is_traced=needs_float32_sums(policy, *call.trees)))
+            return call.finish(
+                _run(call, written, is_traced=needs_float32_sums(policy, *call.trees))
+            )
         except UnreturnableError:
             return _as_it_is(module, name, args, kwargs)
         except _Written as write:
@@ -221,7 +272,9 @@ def _written_by(key: Hashable) -> frozenset[str]:
 
 
 def _as_it_is(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a method of the module itself, which reads parameters as stored: what it returns may hold them."""
+    """Calls a method of the module itself, which reads parameters as stored: its outputs may hold
+    them.
+    """
     outer, reads.are_marked = reads.are_marked, True
     try:
         return getattr(module, name)(*args, **kwargs)
@@ -234,14 +287,19 @@ def _run(call: StatefulCall, written: frozenset[str], *, is_traced: bool) -> Any
     if is_traced:
         try:
             return with_float32_sums(pure, *call.trees)
-        except (*CANNOT_BE_TRACED, TraceContextError):  # the latter: it writes to a variable outside of the module
+        except (
+            *CANNOT_BE_TRACED,
+            TraceContextError,
+        ):  # the latter: it writes to a variable outside of the module
             pass
     return pure(*call.trees)
 
 
 @contextlib.contextmanager
 def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
-    """Notes on the parameters of users' modules that they are, for a block that calls copies of the modules."""
+    """Notes on the parameters of users' modules that they are, for a block that calls copies of the
+    modules.
+    """
     nodes, call.copies = call.copies, ()  # they may hold tracers
     copies = [node for node in nodes if isinstance(node, flax_nnx.Module)]
     params = {path: param for node in copies for path, param in _users_params(node)}
@@ -260,7 +318,9 @@ def _marked(call: StatefulCall, written: frozenset[str]) -> Iterator[None]:
 
 
 def _users_params(root: Any) -> Iterator[tuple[str, flax_nnx.Param]]:
-    """Yields the parameters that follow the policies of users' modules in a module, itself included, by their paths."""
+    """Yields the parameters that follow the policies of users' modules in a module, itself
+    included, by their paths.
+    """
     for path, module in flax_nnx.iter_modules(root):
         if is_users(type(module)):
             for i, param in enumerate(touched_params(module)):

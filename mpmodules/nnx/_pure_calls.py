@@ -1,4 +1,6 @@
-"""Calls of nnx methods as calls of pure functions: state goes in and out, and is put in place afterwards."""
+"""Calls of nnx methods as calls of pure functions: state goes in and out, and is put in place
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
+from mpmodules._nnx_names import named_modules
 from mpmodules._references import is_reference
-from mpmodules.nnx._tracing import named_modules
+from policy._jaxpr.pure_calls import UnreturnableError, require_returnable
 from policy.casting import cast_array
-from policy.pure_calls import UnreturnableError, require_returnable
 
 _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
 _NOTHING = object()
@@ -34,7 +36,7 @@ class _Edit:
       index: of the object that has it.
       name: the attribute's.
       is_data: whether Flax has it for data.
-      value: what it was set to; `_NOTHING` where it was deleted.
+      value: the new value; `_NOTHING` where it was deleted.
       is_dynamic: whether the value holds arrays or objects, and is a result of the pure function.
     """
 
@@ -46,7 +48,8 @@ class _Edit:
 
 
 class _Results:
-    """The results of a call of copies, in which objects are told by their numbers: first the copies, then new ones.
+    """The results of a call of copies, in which objects are told by their numbers: first the
+    copies, then new ones.
 
     Attributes:
       made: the new ones.
@@ -96,13 +99,18 @@ class StatefulCall:
     Attributes:
       nodes: the module, and the modules and variables among the arguments.
       trees: the pure function's arguments: parameters, other state and inputs.
-      copies: while the method runs, the copies of the nodes; just after it, also the objects that it returned.
+      copies: while the method runs, the copies of the nodes; just after it, also the objects that
+        it returned.
     """
 
-    def __init__(self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, named: bool):
+    def __init__(
+        self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, named: bool
+    ):
         leaves, self._treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_reference)
         self._is_node = [_is_object(leaf) for leaf in leaves]
-        self.nodes = tuple(leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one)
+        self.nodes = tuple(
+            leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one
+        )
         inputs = [leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one]
         self._graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
         self._name, self._named = name, named
@@ -110,11 +118,14 @@ class StatefulCall:
         self.copies: tuple[Any, ...] = ()
         self._edits: list[_Edit] = []
 
-    def inside(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[..., Any]:
+    def inside(
+        self, context: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> Callable[..., Any]:
         """Returns the pure function, whose method runs in a context.
 
         Raises (the function):
-          UnreturnableError: what the method returned, or set, can't be told apart from the copies that it ran on.
+          UnreturnableError: an object that the method returned, or set, can't be told apart from
+            the copies that it ran on.
         """
 
         def pure(params: Any, rest: Any, inputs: Any) -> Any:
@@ -128,7 +139,12 @@ class StatefulCall:
             self.copies = ()  # they may hold tracers
             results = _Results(known)
             variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
-            return results.carried(out), variables, self._edited(known, before, results), results.made
+            return (
+                results.carried(out),
+                variables,
+                self._edited(known, before, results),
+                results.made,
+            )
 
         return pure
 
@@ -139,15 +155,24 @@ class StatefulCall:
         root, args, kwargs = jax.tree.unflatten(self._treedef, filled)
         return getattr(root, self._name)(*args, **kwargs)
 
-    def _edited(self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results) -> list[Any]:
-        """Notes the attributes that the call set or deleted; returns the values of those that hold arrays."""
+    def _edited(
+        self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results
+    ) -> list[Any]:
+        """Notes the attributes that the call set or deleted.
+
+        Returns the values of those that hold arrays.
+        """
         edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
         values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
-        self._edits = [dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits]
+        self._edits = [
+            dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
+        ]
         return values
 
     def finish(self, returned: tuple[Any, Any, Any, Any]) -> Any:
-        """Puts the state that the pure function returned in place where it changed, and returns the call's result."""
+        """Puts the state that the pure function returned in place where it changed, and returns the
+        call's result.
+        """
         out, variables, values, made = returned
         known = _objects(self.nodes)
         before = [node for node in known if isinstance(node, flax_nnx.Variable)]
@@ -157,7 +182,11 @@ class StatefulCall:
         known += made
         results = iter(values)
         for edit in self._edits:
-            _put_in_place(known[edit.index], edit, _given_back(next(results), known) if edit.is_dynamic else edit.value)
+            _put_in_place(
+                known[edit.index],
+                edit,
+                _given_back(next(results), known) if edit.is_dynamic else edit.value,
+            )
         return _given_back(out, known)
 
 
@@ -172,12 +201,17 @@ def _holders(tree: Any) -> list[Any]:
 
 
 def _objects(nodes: tuple[Any, ...]) -> list[Any]:
-    """Returns the modules, containers and variables of nodes: in the same order for nodes and for their copies."""
+    """Returns the modules, containers and variables of nodes: in the same order for nodes and for
+    their copies.
+    """
     return [node for _, node in flax_nnx.iter_graph(nodes) if _is_object(node)]
 
 
 def _attributes(node: Any) -> dict[str, tuple[Any, list[Any]]]:
-    """Returns the structure and the leaves of each attribute of a module or container; a variable has none."""
+    """Returns the structure and the leaves of each attribute of a module or container.
+
+    A variable has none.
+    """
     found: dict[str, tuple[Any, list[Any]]] = {}
     own: dict[str, Any] = {} if isinstance(node, flax_nnx.Variable) else vars(node)
     for name, value in own.items():
@@ -191,13 +225,19 @@ def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
     """Returns the attributes of an object that differ from those before."""
     after, found = _attributes(node), []
     for name, (treedef, leaves) in after.items():
-        if name in before and before[name][0] == treedef and all(map(_is_identical, leaves, before[name][1])):
+        if (
+            name in before
+            and before[name][0] == treedef
+            and all(map(_is_identical, leaves, before[name][1]))
+        ):
             continue
         for leaf in leaves:
             if not is_reference(leaf):
                 require_returnable(leaf)
         is_dynamic = any(is_reference(leaf) or isinstance(leaf, jax.Array) for leaf in leaves)
-        found.append(_Edit(index, name, bool(node._pytree__nodes.get(name)), vars(node)[name], is_dynamic))
+        found.append(
+            _Edit(index, name, bool(node._pytree__nodes.get(name)), vars(node)[name], is_dynamic)
+        )
     return found + [_Edit(index, name) for name in before if name not in after]
 
 
@@ -214,7 +254,9 @@ def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
 
 def _given_back(tree: Any, known: Sequence[Any]) -> Any:
     """Returns a tree with the objects given in the places of their copies."""
-    return jax.tree.map(lambda x: known[x.index] if isinstance(x, _Known) else x, tree, is_leaf=is_reference)
+    return jax.tree.map(
+        lambda x: known[x.index] if isinstance(x, _Known) else x, tree, is_leaf=is_reference
+    )
 
 
 def _is_same(new: Any, old: Any) -> bool:
@@ -224,7 +266,9 @@ def _is_same(new: Any, old: Any) -> bool:
 
 
 def _as_stored(new: Any, old: Any) -> Any:
-    """Returns a variable's new value in the floating dtype of the old one: half parameters are traced in float32."""
+    """Returns a variable's new value in the floating dtype of the old one: half parameters are
+    traced in float32.
+    """
     if not isinstance(new, flax_nnx.Param) or jax.tree.structure(new) != jax.tree.structure(old):
         return new
     return jax.tree.map(lambda array, before: cast_array(array, before.dtype), new, old)

@@ -1,76 +1,84 @@
-"""Recurrent cells and the loops over them: cells compute, and keep their carry, in compute_dtype."""
+"""Recurrent cells and the loops over them: carries and computation in compute_dtype."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules._carries import indexing_lengths, step_in
-from mpmodules._defined_in import package_of
+from mpmodules._boundary import Crossing
+from mpmodules._carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
+from mpmodules._defined_in import is_upstream
+from mpmodules._initializers import half_safe_inits
+from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import HalfSafe, is_half, widen
-from mpmodules.nnx._layer import Layer, constructor_dtypes, viewed
+from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._obeying import as_ours
-from mpmodules.nnx._port import adopt_children
+from mpmodules.nnx._registry import as_ours
+from mpmodules.nnx._resolution import is_initialiser, viewed
 from policy.casting import cast_floating
-from policy.policy import Policy
-from policy.sources import Source
+from policy.precedence import Effective
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
     """`flax.nnx.RNNCellBase` that obeys policies: the base class of a recurrent cell of your own.
 
-    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype; the carry is never
-    cast. Under a policy the new carry has the dtypes of the one given where these are wider, so that its type is kept
-    through a scan. `initialize_carry` is no boundary: its result is not cast.
+    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype;
+    the carry is never cast. Under a policy the new carry has the dtypes of the one given where
+    these are wider, so that its type is kept through a scan. `initialize_carry` is no boundary: its
+    result is not cast.
     """
+
+    _crossing: ClassVar[Crossing] = StepCrossing()
 
 
 class Cell(Layer):
-    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in param_dtype.
+    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in
+    param_dtype.
 
-    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own dtype, so that its type
-    is kept through a loop. With no policy, carry and output are in an explicit `dtype`.
+    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own
+    dtype, so that its type is kept through a loop. With no policy, carry and output are in an
+    explicit `dtype`.
     """
 
-    param_dtype: Any
     carry_init: Any
 
-    def _construct(
-        self,
-        policy: Policy | None,
-        source: Source,
-        upstream_init: Callable[..., None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
-        if is_half(kwargs.get("param_dtype", jnp.float32)):
-            kwargs |= _half_safe_inits(upstream_init, kwargs)
-        upstream_init(self, *args, **kwargs)
-        self._capture(effective.policy, effective.source)
-        adopt_children(self, effective.policy)
+    _adopts_children: ClassVar[bool] = True
+
+    def _policy_arguments(
+        self, upstream_init: Callable[..., None], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        parameters = inspect.signature(upstream_init).parameters.values()
+        defaults = {
+            p.name: p.default for p in parameters if is_initialiser(p.name) and p.name not in kwargs
+        }
+        return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
-        if name != "__call__":
+        if method.__name__ != "__call__":
             return method(self, *args, **kwargs)
-        with self._mixing_allowed():
+        inside = (
+            getattr(part, "dtype_policy", None)
+            for part in vars(self).values()
+            if isinstance(part, Module)
+        )
+        mixes = any(
+            policy != self.dtype_policy for policy in inside
+        )  # those may have another output_dtype
+        with mixing_allowed(mixes):
             return step_in(self.dtype, functools.partial(method, self), args, kwargs)
-
-    def _mixing_allowed(self) -> contextlib.AbstractContextManager[Any]:
-        """Allows promotion where layers inside have another output_dtype than the cell's."""
-        inside = (getattr(part, "dtype_policy", None) for part in vars(self).values() if isinstance(part, Module))
-        alike = all(policy == self.dtype_policy for policy in inside)
-        return contextlib.nullcontext() if alike else jax.numpy_dtype_promotion("standard")
 
     def initialize_carry(
         self,
@@ -97,30 +105,30 @@ class Cell(Layer):
         return self._cast_carry(upstream.initialize_carry(input_shape, rngs, init))
 
     def _cast_carry(self, carry: Any) -> Any:
-        """Casts a carry to the cell's computation dtype; a cell that infers its dtype leaves it as it is."""
+        """Casts a carry to the cell's computation dtype.
+
+        A cell that infers its dtype leaves it as it is.
+        """
         if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
             return carry
         return cast_floating(carry, self.dtype)
 
 
-def _half_safe_inits(upstream_init: Callable[..., None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the default initialisers of a cell's parameters, made to work in half precision."""
-    parameters = inspect.signature(upstream_init).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.name.endswith("_init") and p.name not in kwargs}
-    return {name: HalfSafe(init) for name, init in defaults.items() if name != "carry_init"}
-
-
 class SimpleCell(Cell, flax_nnx.SimpleCell):
-    """`flax.nnx.SimpleCell` that obeys policies; dtypes as in `LSTMCell`. With no policy its `dtype` is float32."""
+    """`flax.nnx.SimpleCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    With no policy its `dtype` is float32.
+    """
 
 
 class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
 
-    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an `RNN` the gradient
-    of each is summed over the steps in reduction_dtype, and rounded once. Matmuls, gates, carry and output are in
-    compute_dtype. A cell with a policy of its own returns its output in output_dtype, and its carry in compute_dtype.
-    Initialisers that JAX can't run in half precision run in float32.
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an
+    `RNN` the gradient of each is summed over the steps in reduction_dtype, and rounded once.
+    Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
+    its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    half precision run in float32.
     """
 
 
@@ -136,11 +144,14 @@ _upstream_call = flax_nnx.RNN.__call__  # Flax's own: a port wraps the method
 
 
 class RNN(Module, flax_nnx.RNN):
-    """`flax.nnx.RNN` that carries a policy: its call is a boundary, as any module's is, but never for the carry.
+    """`flax.nnx.RNN` that carries a policy: its call is a boundary, as any module's is, but never
+    for the carry.
 
-    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one of Flax's) to the
-    carry returned, so that one call can go on where another ended.
+    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one
+    of Flax's) to the carry returned, so that one call can go on where another ended.
     """
+
+    _crossing: ClassVar[Crossing] = LoopCrossing()
 
     def __call__(
         self,
@@ -157,12 +168,14 @@ class RNN(Module, flax_nnx.RNN):
         """Runs the cell over a sequence, as Flax's `__call__` does.
 
         Args:
-          inputs: (batch..., time, features...), or (time, batch..., features...) where `time_major`.
-          initial_carry: a result of the cell's `initialize_carry` for one step, in any floating dtype.
-          seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
+          inputs: (batch..., time, features...), or (time, batch..., features...) where
+            `time_major`.
+          initial_carry: a result of the cell's `initialize_carry` for one step, in any floating
+          dtype. seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
 
         Returns:
-          The outputs of all steps, or a pair of the last carry and the outputs where `return_carry`.
+          The outputs of all steps, or a pair of the last carry and the outputs where
+          `return_carry`.
         """
         cell = as_ours(self.cell)
         if initial_carry is not None and isinstance(cell, Cell):
@@ -191,14 +204,14 @@ class RNN(Module, flax_nnx.RNN):
     def _may_widen(self) -> bool:
         """Returns whether the loop may pass its half parameters to the cell in float32.
 
-        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the values are the same,
-        and the gradient of each is summed over the steps in float32: JAX sums that of a loop's carry in
-        the carry's dtype.
+        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the
+        values are the same, and the gradient of each is summed over the steps in float32: JAX sums
+        that of a loop's carry in the carry's dtype.
         """
         cell: Any = as_ours(self.cell)
         if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
             return False
-        if package_of(inspect.unwrap(type(cell).__call__)) not in ("flax", "mpmodules"):
+        if not is_upstream(inspect.unwrap(type(cell).__call__)):
             return False
         return any(is_half(x.dtype) for x in jax.tree.leaves(flax_nnx.state(cell, flax_nnx.Param)))
 
@@ -206,8 +219,14 @@ class RNN(Module, flax_nnx.RNN):
 def _widened(cell: Any, dtype: Any) -> Any:
     """Copies a cell with parameters at least as wide as `dtype`."""
     graphdef, params, rest = flax_nnx.split(cell, flax_nnx.Param, ...)
-    return flax_nnx.merge(graphdef, jax.tree.map(lambda x: widen(x, dtype), params), rest, copy=True)
+    return flax_nnx.merge(
+        graphdef, jax.tree.map(lambda x: widen(x, dtype), params), rest, copy=True
+    )
 
 
 class Bidirectional(Module, flax_nnx.Bidirectional):
-    """`flax.nnx.Bidirectional` that carries a policy: a boundary as any module's call is, but never for the carry."""
+    """`flax.nnx.Bidirectional` that carries a policy: a boundary as any module's call is, but never
+    for the carry.
+    """
+
+    _crossing: ClassVar[Crossing] = LoopCrossing()

@@ -1,5 +1,6 @@
 # pyright: reportAttributeAccessIssue=false
-"""Rotary position embedding: positions, angles and tables in reduction_dtype, the rotated result in its input's dtype.
+"""Rotary position embedding: positions, angles and tables in reduction_dtype, the rotated result in
+its input's dtype.
 
 Imported only where Flax has these (0.12.12 and later).
 """
@@ -14,29 +15,38 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from mpmodules.nnx._attention import dot_product_attention
-from mpmodules.nnx._layer import Layer, viewed
+from mpmodules._boundary import returned_dtype
+from mpmodules._promotion import mixing_allowed
+from mpmodules.nnx._dot_product_attention import dot_product_attention
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._resolution import viewed
 from policy.casting import cast_array
+from policy.precedence import Effective
 from policy.reductions import reduction_dtype
 
 
 class RoPE(Layer, flax_nnx.RoPE):
     """`flax.nnx.RoPE` that obeys policies.
 
-    Positions, which half precision can't count (bfloat16 has 257 and 256 in one), and their sines and cosines are in
-    reduction_dtype; so is the rotation, which is rounded once to the input's dtype, or under a policy to
-    compute_dtype.
+    Positions, which half precision can't count (bfloat16 has 257 and 256 in one), and their sines
+    and cosines are in reduction_dtype; so is the rotation, which is rounded once to the input's
+    dtype, or under a policy to compute_dtype.
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
         arguments = dict(zip(("x", "input_positions"), args, strict=False)) | kwargs
         x = arguments["x"]
-        policy = self.dtype_policy
-        if name != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        policy = effective.policy
+        if method.__name__ != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return method(self, *args, **kwargs)
         wide = reduction_dtype(x) if policy is None else policy.reduction_dtype
         positions = arguments.get("input_positions")
@@ -46,14 +56,18 @@ class RoPE(Layer, flax_nnx.RoPE):
         view = viewed(
             self,
             **{
-                name: None if table is None else types.SimpleNamespace(value=table[...].astype(wide))
+                name: None
+                if table is None
+                else types.SimpleNamespace(value=table[...].astype(wide))
                 for name, table in tables.items()
             },
         )
         arguments["x"] = jnp.asarray(x, wide)
-        with jax.numpy_dtype_promotion("standard"):  # with x64 enabled, Flax's angles are float64
+        with mixing_allowed():  # with x64 enabled, Flax's angles are float64
             rotated = method(view, **arguments)
-        return cast_array(rotated, jnp.result_type(x) if policy is None else self._returns(crosses))
+        return cast_array(
+            rotated, jnp.result_type(x) if policy is None else returned_dtype(policy, crosses)
+        )
 
 
 def dot_product_attention_with_rope(
@@ -65,17 +79,24 @@ def dot_product_attention_with_rope(
     input_positions: jax.Array | None = None,
     **kwargs: Any,
 ) -> jax.Array:
-    """`flax.nnx.dot_product_attention_with_rope`: queries and keys rotated by `rope`, then `dot_product_attention`.
+    """`flax.nnx.dot_product_attention_with_rope`: queries and keys rotated by `rope`, then
+    `dot_product_attention`.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads, width).
+      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads,
+        width).
       rope: a `RoPE`, ours or Flax's.
-      input_positions: (length,), or (batch..., length) with a position for each token of the batch, which Flax's own
-        function does not take.
+      input_positions: (length,), or (batch..., length) with a position for each token of the batch,
+        which Flax's own function does not take.
       **kwargs: as in `dot_product_attention`.
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> nnx.dot_product_attention_with_rope(x, x, x, rope=nnx.RoPE()).shape
+      (2, 5, 4, 8)
     """
     query, key = _rotated(query, rope, input_positions), _rotated(key, rope, input_positions)
     return dot_product_attention(query, key, value, **kwargs)

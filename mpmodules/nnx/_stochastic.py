@@ -9,15 +9,24 @@ from flax import nnx as flax_nnx
 
 from mpmodules.nnx._layer import Layer
 from policy.casting import cast_array
+from policy.precedence import Effective
 
 
 class Dropout(Layer, flax_nnx.Dropout):
-    """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype. Masks are Flax's own."""
+    """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype.
+
+    Masks are Flax's own.
+    """
 
     def _call_layer(
-        self, crosses: bool, method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
     ) -> Any:
-        policy = self.dtype_policy
+        policy = effective.policy
         if policy is not None and args:
             args = (cast_array(args[0], policy.compute_dtype), *args[1:])
         elif policy is not None and "inputs" in kwargs:

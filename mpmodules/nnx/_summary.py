@@ -10,32 +10,39 @@ from typing import Any
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
-from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, taking_what, with_columns
-from mpmodules.nnx._obeying import obeys_policies
+from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, with_columns, with_signature_of
+from mpmodules.nnx._registry import obeys_policies
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 
 
-@taking_what(flax_nnx.tabulate)
+@with_signature_of(flax_nnx.tabulate)
 def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **kwargs: Any) -> str:
-    """`flax.nnx.tabulate`, with two columns more: the policy that each module obeys, and where it comes from.
+    """`flax.nnx.tabulate`, with two columns more: the policy that each module obeys, and where it
+    comes from.
 
-    The policy is the one that the module captured, in its short text form, empty where there is none. The source is
-    one of
+    The policy is the one that the module captured, in its short text form, empty where there is
+    none. The source is one of
 
-    - ``argument: dtype_policy`` or ``argument: apply_policy``;
-    - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
-    - ``rule: 'encoder/.*'`` or ``rule: Linear``, of the module itself or of one above;
-    - ``enclosing module: encoder``, the nearest that carries a policy by an argument: its path where `apply_policy`
+    - ``argument: dtype_policy`` or ``argument: apply_policy``; - ``argument: dtype=float32; else
+    ...``, a dtype argument that holds against the policy; - ``rule: 'encoder/.*'`` or ``rule:
+    Linear``, of the module itself or of one above; - ``enclosing module: encoder``, the nearest
+    that carries a policy by an argument: its path where `apply_policy`
       put it there, its class where it was built with it;
     - ``scope``, the `use_policy` block that it was built in, or ``global``, `set_policy`;
-    - ``none``, and ``none: Flax's own`` of one that knows of no policy, whatever is in force.
+    - ``none``, and ``none: Flax's own`` of one that obeys no policy, even where one is in force.
 
     Args:
       obj: an nnx module, or another graph object.
       *input_args, **kwargs: all that `flax.nnx.tabulate` takes, and the method's arguments.
-      policy_columns: whether our columns are there. By default they are where any module obeys a policy: without one
-        the table is Flax's.
+      policy_columns: whether our columns are there. By default they are where any module obeys a
+        policy: without one the table is Flax's.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> table = nnx.tabulate(model, jnp.ones((2, 4)), console_kwargs={"width": 200})
+      >>> "argument: dtype_policy" in table
+      True
     """
     with _classes_as_they_were(obj):
         if policy_columns is False:
@@ -43,7 +50,9 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
         return _with_columns(obj, input_args, kwargs, policy_columns)
 
 
-def _with_columns(obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any], policy_columns: bool | None) -> str:
+def _with_columns(
+    obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any], policy_columns: bool | None
+) -> str:
     is_shown = kwargs.pop("row_filter", _OPTIONS["row_filter"].default)
     cells: list[Cells] = []
 
@@ -63,7 +72,9 @@ def _with_columns(obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @contextlib.contextmanager
 def _classes_as_they_were(obj: Any) -> Iterator[None]:
-    """Restores the classes in the graph, whose methods Flax's `tabulate` replaces, leaving inherited ones on them."""
+    """Restores the classes in the graph, whose methods Flax's `tabulate` replaces, leaving
+    inherited ones on them.
+    """
     before = {type(node): dict(vars(type(node))) for _, node in flax_nnx.iter_graph(obj)}
     try:
         yield
@@ -77,7 +88,9 @@ def _classes_as_they_were(obj: Any) -> Iterator[None]:
 
 
 def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
-    """Returns our columns for a path of the table, which ends in the method's name where that is not __call__."""
+    """Returns our columns for a path of the table, which ends in the method's name where that is
+    not __call__.
+    """
     for key in path:
         child = getattr(obj, key, None) if isinstance(key, str) else None
         if inspect.ismethod(child):

@@ -1,4 +1,7 @@
-"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype; stored weights keep their dtype."""
+"""WeightNorm and SpectralNorm: norms of weights in reduction_dtype.
+
+Stored weights keep their dtype.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,32 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from mpmodules import functional
-from mpmodules.nnx._layer import constructor_dtypes, viewed
-from mpmodules.nnx._module import Module
+from mpmodules._promotion import mixing_allowed
+from mpmodules.nnx._layer import BuiltWithDtypes
+from mpmodules.nnx._resolution import viewed
 from policy.casting import cast_array
 from policy.policy import Policy
+from policy.provenance import Source
 from policy.reductions import reduction_dtype
-from policy.sources import Source
 
 
-class ReparameterizedWeights(Module):
-    """Base class of both wrappers, which count as modules and normalise the weights of the layer inside in place.
+class ReparameterizedWeights(BuiltWithDtypes):
+    """Base class of both wrappers, which count as modules and normalise the weights of the layer
+    inside in place.
 
-    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before their norm is taken. The
-    layer inside gets them unrounded under a policy, and rounds them once, as it would any weight; with no policy it
-    gets them in Flax's `dtype`. The stored weights are rounded to the dtype that they were stored in.
+    Flax overwrites those weights at each call. Here they are widened to reduction_dtype before
+    their norm is taken. The layer inside gets them unrounded under a policy, and rounds them once,
+    as it would any weight; with no policy it gets them in Flax's `dtype`. The stored weights are
+    rounded to the dtype that they were stored in.
     """
 
-    dtype: Any
-    param_dtype: Any
-
-    _handed: list[tuple[Any, Any]] | None = None  # while a call is under way: the weights, and their stored dtypes
-
-    def _construct(
-        self,
-        policy: Policy | None,
-        source: Source,
-        upstream_init: Callable[..., None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        effective, kwargs = constructor_dtypes(self, upstream_init, policy, source, kwargs)
-        upstream_init(self, *args, **kwargs)
-        self._capture(effective.policy, effective.source)
+    _handed: list[tuple[Any, Any]] | None = (
+        None  # while a call is under way: the weights, and their stored dtypes
+    )
 
     def _run(self, upstream_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs Flax's call, and then rounds the weights to their stored dtype."""
@@ -57,9 +49,13 @@ class ReparameterizedWeights(Module):
         """Puts normalised weights in place for the call under way."""
         stored = weights.get_value().dtype
         dtype = normalised.dtype
-        if self.dtype_policy is None:  # what Flax hands on: what weights and its own parameters have in common
-            with jax.numpy_dtype_promotion("standard"):
-                inferred = jnp.result_type(stored, self.param_dtype if getattr(self, "use_scale", True) else stored)
+        if (
+            self.dtype_policy is None
+        ):  # what Flax hands on: what weights and its own parameters have in common
+            with mixing_allowed():
+                inferred = jnp.result_type(
+                    stored, self.param_dtype if getattr(self, "use_scale", True) else stored
+                )
             dtype = inferred if self.dtype is None else self.dtype
         if self._handed is None:  # not in a call: what stays
             dtype = stored
@@ -71,11 +67,18 @@ class ReparameterizedWeights(Module):
         """Returns the dtype in which the norm of `arrays` is taken."""
         wide = reduction_dtype(*arrays)
         policy = self.dtype_policy
-        return wide if policy is None or functional.is_wider(wide, policy.reduction_dtype) else policy.reduction_dtype
+        return (
+            wide
+            if policy is None or functional.is_wider(wide, policy.reduction_dtype)
+            else policy.reduction_dtype
+        )
 
 
 def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Flax's call: the weights are then rounded to their stored dtype. Arguments differ by Flax's version."""
+    """Wraps Flax's call: the weights are then rounded to their stored dtype.
+
+    Arguments differ by Flax's version.
+    """
 
     @functools.wraps(upstream_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +88,9 @@ def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
-    """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept in param_dtype."""
+    """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept
+    in param_dtype.
+    """
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         super()._capture(policy, source)
@@ -113,9 +118,11 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
-    """`flax.nnx.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights in param_dtype.
+    """`flax.nnx.SpectralNorm` that obeys policies: the power iteration in reduction_dtype, weights
+    in param_dtype.
 
-    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, whatever param_dtype is.
+    Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, not in
+    param_dtype.
     """
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
@@ -140,5 +147,7 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
             if (*path, name) in self.batch_stats:
                 self._widen_statistic(self.batch_stats[*path, name])
         weights = orig_param.replace(functional.widen(stored, wide))
-        flax_nnx.SpectralNorm._spectral_normalize_inplace(viewed(self, dtype=wide), path, weights, update_stats)
+        flax_nnx.SpectralNorm._spectral_normalize_inplace(
+            viewed(self, dtype=wide), path, weights, update_stats
+        )
         self._hand_on(orig_param, weights.get_value())

@@ -1,14 +1,28 @@
-"""The optax side: float32 steps, master weights, skipped steps."""
+"""Mixed precision around optax: float32 steps, master weights, loss scales, skipped steps."""
 
-from policy.optim.apply import apply_gradients as apply_gradients
-from policy.optim.apply import init_from_master as init_from_master
-from policy.optim.convert import convert as convert
-from policy.optim.masters import master_params as master_params
-from policy.optim.masters import resync as resync
-from policy.optim.match import match_updates as match_updates
-from policy.optim.shardings import state_shardings as state_shardings
-from policy.optim.state import MixedPrecisionState as MixedPrecisionState
-from policy.optim.state import finite_of as finite_of
-from policy.optim.state import loss_scale_of as loss_scale_of
-from policy.optim.wrapper import MixedPrecision as MixedPrecision
-from policy.optim.wrapper import mixed_precision as mixed_precision
+from policy.optim.conversion import convert, init_from_master
+from policy.optim.master_weights import master_params, resync
+from policy.optim.shardings import state_shardings
+from policy.optim.state import MixedPrecisionState, finite_of, loss_scale_of
+from policy.optim.update import apply_gradients
+from policy.optim.update_dtypes import match_updates
+from policy.optim.wrapper import MixedPrecision, mixed_precision
+
+__all__ = [
+    "MixedPrecision",
+    "MixedPrecisionState",
+    "apply_gradients",
+    "convert",
+    "finite_of",
+    "init_from_master",
+    "loss_scale_of",
+    "master_params",
+    "match_updates",
+    "mixed_precision",
+    "resync",
+    "state_shardings",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,4 +1,4 @@
-"""Shardings of an optimizer's state: each leaf's is that of the param that it belongs to."""
+"""Shardings of an optimizer's state: each leaf has that of the param that it belongs to."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.tree_util import KeyPath
 
 from policy.optim.checks import is_transform
 from policy.trees import path_name, shortened
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The sharding of every leaf of `tx.init(params)`: a param's own for what has its shape, else on every device.
+    """Returns the sharding of every leaf of `tx.init(params)`: its param's, or replicated.
 
-    ``opt_state = jax.jit(tx.init, out_shardings=state_shardings(tx, params))(params)``
-
-    A leaf belongs to a param where its path ends in the param's: moments, masters, remainders, what Kahan's summation
-    keeps. One with more axes in front, such as a history of gradients, has those on every device. What else a transform
-    keeps (counts, scales, a factored second moment's rows and columns) is replicated. For `jax.shard_map`, the specs
-    are ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``.
+    A leaf belongs to a param if its path ends in the param's and its shape is the param's: moments,
+    masters, remainders, Kahan errors. One with more axes in front, such as a history of gradients,
+    has those on every device. All others (counts, scales, a factored second moment's rows and
+    columns) are replicated. For `jax.shard_map`, the specs are
+    ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``.
 
     Args:
       tx: `mixed_precision`'s, or any optax transform.
@@ -31,45 +31,67 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Raises:
       TypeError: `tx` is no transform.
-      ValueError: a param says no sharding, or one that is neither a NamedSharding nor a single device's; or meshes
-        differ.
+      ValueError: a param has no sharding, or one that is neither a NamedSharding nor a single
+        device's; or meshes differ.
+
+    Example:
+
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from policy.optim import mixed_precision, state_shardings
+      >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> rows = jax.NamedSharding(mesh, jax.P("data"))
+      >>> params = {"w": jax.device_put(jnp.ones((8, 2)), rows)}
+      >>> shardings = state_shardings(tx, params)
+      >>> opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> opt_state.inner[0].mu["w"].sharding == rows
+      True
     """
     if not is_transform(tx):
         raise TypeError(
-            f"tx should be an optax transform, but got {type(tx).__name__}: call state_shardings(tx, params)."
+            f"tx should be an optax transform, but got {type(tx).__name__}: call "
+            "state_shardings(tx, params)."
         )
-    known = {path: (leaf.shape, _sharding(path, leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    known = {path: (leaf.shape, _sharding(path, leaf)) for path, leaf in leaves}
     everywhere = _everywhere(known)
 
-    def one(path: Any, leaf: Any) -> Any:
+    def one(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Sharding | None:
         for start in range(len(path) + 1):  # the longest end of the path that is a param's
             if path[start:] in known:
                 shape, sharding = known[path[start:]]
                 more = len(leaf.shape) - len(shape)
-                return _with_more_axes(sharding, more) if more >= 0 and leaf.shape[more:] == shape else everywhere
+                has_shape = more >= 0 and leaf.shape[more:] == shape
+                return _with_more_axes(sharding, more) if has_shape else everywhere
         return everywhere
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))
 
 
-def _sharding(path: Any, leaf: Any) -> Sharding:
+def _sharding(path: KeyPath, leaf: Any) -> Sharding:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
         raise ValueError(
-            f"Each param should have a NamedSharding, or lie on a single device, but {path_name(path)} has {sharding}: "
-            "put it there with jax.device_put, or give its jax.ShapeDtypeStruct a sharding."
+            f"Each param should have a NamedSharding, or lie on a single device, but "
+            f"{path_name(path)} has {sharding}: put it there with jax.device_put, or give its "
+            "jax.ShapeDtypeStruct a sharding."
         )
     return sharding
 
 
-def _everywhere(known: dict[Any, tuple[Any, Sharding]]) -> Sharding | None:
-    """The sharding of what is the same on all devices. None, which leaves it to JAX, where there are no params."""
-    meshes = {s.mesh if isinstance(s, NamedSharding) else s: path_name(path) for path, (_, s) in known.items()}
+def _everywhere(known: dict[KeyPath, tuple[tuple[int, ...], Sharding]]) -> Sharding | None:
+    """Returns the replicated sharding; None, which leaves it to JAX, where there are no params."""
+    meshes = {
+        s.mesh if isinstance(s, NamedSharding) else s: path_name(path)
+        for path, (_, s) in known.items()
+    }
     if len(meshes) > 1:
         places = [f"{name} on {place}" for place, name in meshes.items()]
         raise ValueError(f"params should lie on one mesh, but got {shortened(places)}.")
     place = next(iter(meshes), None)
-    return place if place is None or isinstance(place, Sharding) else NamedSharding(place, PartitionSpec())
+    if place is None or isinstance(place, Sharding):
+        return place
+    return NamedSharding(place, PartitionSpec())
 
 
 def _with_more_axes(sharding: Sharding, more: int) -> Sharding:

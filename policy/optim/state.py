@@ -1,4 +1,4 @@
-"""The state of `mixed_precision` between steps, and functions that find it."""
+"""The state of `mixed_precision` between steps, and functions that read it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
-from policy.loss_scale import LossScale
-from policy.optim.storage import MasterWeights, storage_code
+from policy.grads.loss_scale import LossScale
+from policy.optim.storage_code import storage_code
+from policy.optim.storage_modes import MasterWeights
 from policy.trees import unboxed
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The storage of each param when the state was made. It has no leaves: it lives in the tree's structure.
+    """The storage of each param when the state was made: a part of the tree's structure.
 
     Attributes:
-      master_weights: the mode.
-      dtypes: the name of each param's dtype, in flattening order; None stands for any, where the state was made
-        from a tree without leaves (`optax.tree_map_params` does that to learn where the params are).
+      master_weights: the mode's name, or "auto".
+      dtypes: the name of each param's dtype, in flattening order; None stands for any, where the
+        state was made from a tree without leaves (`optax.tree_map_params` does that to learn where
+        the params are).
       optimizer: the inner transform, by the names of the functions that make its state.
     """
 
@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def storage(self) -> int:
-        """The `storage_code` of the params."""
+        """The `storage_code` of the params, an int."""
         return storage_code(self.dtypes or (), self.master_weights)
 
     def __eq__(self, other: object) -> bool:
@@ -42,7 +42,7 @@ class Layout:
         return self.dtypes is None or other.dtypes is None or self.dtypes == other.dtypes
 
     def __hash__(self) -> int:
-        return hash(self._named())  # nothing of dtypes: a layout of any dtypes equals each of them
+        return hash(self._named())  # without dtypes: a layout of any dtypes equals each of them
 
     def _named(self) -> tuple[str, str]:
         return self.master_weights, self.optimizer
@@ -52,15 +52,29 @@ class MixedPrecisionState(NamedTuple):
     """The state of `mixed_precision`.
 
     Attributes:
-      layout: each param's dtype when the state was made, the mode by name, and the inner transform's name. It comes
-        first, so that what restores a state field by field compares it first.
+      layout: each param's dtype when the state was made, the mode by name, and the inner
+        transform's name. It comes first, so that libraries which restore a state field by field
+        compare it first.
       inner: the wrapped transform's own state; it was made from float32 params.
       loss_scale: the current scale. It lives here and nowhere else.
-      finite: () bool, whether the last step's gradients were finite.
-      skipped: () int32, steps left out because they weren't.
-      count: () int32, steps applied.
-      masters: a tree like the params: what `policy.optim.storage` keeps beside each, else an empty `optax.MaskedNode`.
-      mode: () int32, the `storage_code` of the masters. A leaf, so that it is saved and restored with them.
+      finite: () bool, True if the last step's gradients were finite.
+      skipped: () int32, steps that were skipped.
+      count: () int32, steps that were applied.
+      masters: a tree like the params: the array stored beside each, see `mixed_precision`, or an
+        empty `optax.MaskedNode`.
+      mode: () int32, the `storage_code` of the masters. A leaf, so that it is saved and restored
+        with them.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy.optim import MixedPrecisionState, mixed_precision
+      >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
+      >>> opt_state = tx.init({"w": jnp.ones(2)})
+      >>> isinstance(opt_state, MixedPrecisionState)
+      True
+      >>> opt_state.count, opt_state.skipped
+      (Array(0, dtype=int32), Array(0, dtype=int32))
     """
 
     layout: Layout
@@ -74,54 +88,71 @@ class MixedPrecisionState(NamedTuple):
 
 
 def loss_scale_of(opt_state: Any) -> LossScale:
-    """The current loss scale in an optimizer state, for `value_and_grad`.
+    """Returns the current loss scale in an optimizer state, for `value_and_grad`.
 
     Args:
-      opt_state: a `MixedPrecisionState`, a tree that holds one (`nnx.Optimizer`'s), or what has one
-        as its attribute `opt_state` (a `TrainState`).
+      opt_state: a `MixedPrecisionState`, a tree that holds one (`nnx.Optimizer`'s), or an object
+        with one as its attribute `opt_state` (a `TrainState`).
 
     Raises:
       ValueError: it holds none, or several.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy.optim import loss_scale_of, mixed_precision
+      >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16", loss_scale=1024.0)
+      >>> opt_state = tx.init({"w": jnp.ones(2)})
+      >>> loss_scale_of(opt_state).loss_scale
+      1024.0
     """
     return unboxed(find_state(opt_state).loss_scale)
 
 
 def finite_of(opt_state: Any) -> jax.Array:
-    """() bool: whether the last step's gradients were finite, so that it was applied. True before the first step.
+    """Returns a () bool: True if the last step's gradients were finite, so that it was applied.
 
-    Takes and raises what `loss_scale_of` does. Gate what a skipped step must not touch with `select_tree`.
+    True before the first step. Gate state that a skipped step must not touch with `select_tree`.
+
+    Args:
+      opt_state: see `loss_scale_of`.
+
+    Raises:
+      ValueError: it holds no `MixedPrecisionState`, or several.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy.optim import apply_gradients, finite_of, mixed_precision
+      >>> tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+      >>> params = {"w": jnp.ones(2)}
+      >>> grads = {"w": jnp.array([1.0, jnp.inf])}
+      >>> params, opt_state, finite = apply_gradients(tx, params, tx.init(params), grads)
+      >>> finite_of(opt_state)
+      Array(False, dtype=bool)
+      >>> params["w"]  # the step was skipped
+      Array([1., 1.], dtype=float32)
     """
     return unboxed(find_state(opt_state).finite)
 
 
 def find_state(opt_state: Any) -> MixedPrecisionState:
-    """The one MixedPrecisionState in a tree. Raises ValueError where there is none, or are several."""
+    """Returns the one MixedPrecisionState in a tree.
+
+    Raises:
+      ValueError: there is none, or are several.
+    """
     opt_state = getattr(opt_state, "opt_state", opt_state)
     found = states_in(opt_state)
     if len(found) != 1:
         raise ValueError(
-            f"opt_state should hold one MixedPrecisionState, but got {type(opt_state).__name__} with {len(found)}: "
-            "make it with the init of mixed_precision(tx, policy)."
+            f"opt_state should hold one MixedPrecisionState, but got {type(opt_state).__name__} "
+            f"with {len(found)}: make it with the init of mixed_precision(tx, policy)."
         )
     return found[0]
 
 
 def states_in(tree: Any) -> list[MixedPrecisionState]:
-    """Every MixedPrecisionState in a tree, outermost ones only."""
+    """Returns every MixedPrecisionState in a tree, outermost ones only."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState))
     return [leaf for leaf in leaves if isinstance(leaf, MixedPrecisionState)]
-
-
-def strong(x: Any) -> Any:
-    """An array of its own with a dtype of its own: no weak type that the first update would change, no shared buffer.
-
-    A buffer that is both a param and a state leaf can't be donated, and what a caller passed in isn't ours to donate.
-    """
-    return jnp.array(x, dtype=jnp.result_type(x), copy=True)
-
-
-def strengthened(leaf: Any) -> Any:
-    """A state leaf with a dtype of its own: a Python number that was set from outside, as `tree_set` does, has none."""
-    if isinstance(leaf, (float, int)):
-        return jnp.asarray(leaf, jnp.float32 if isinstance(leaf, float) else jnp.result_type(type(leaf)))
-    return lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf

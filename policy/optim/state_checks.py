@@ -4,57 +4,66 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
-from policy.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale
 from policy.optim.moments import moment_targets
-from policy.optim.naming import optimizer_name
 from policy.optim.state import Layout, MixedPrecisionState
-from policy.optim.storage import MasterWeights, kept_dtype, kind_of, storage_code, storage_text
+from policy.optim.storage_code import storage_code, storage_text
+from policy.optim.storage_modes import MasterWeights, storage_mode
+from policy.optim.transform_names import optimizer_name
 from policy.trees import leaf_names, path_name, shortened, unboxed
 
 _CONVERT = "convert(state, params, to=tx) migrates it"
 
 
 def require_storage(
-    params: Any, state: MixedPrecisionState, master_weights: MasterWeights
+    params: optax.Params, state: MixedPrecisionState, master_weights: MasterWeights
 ) -> jax.Array | Literal[True]:
-    """Refuses masters that are stored in another way than `master_weights` does, before they are read as such.
+    """Refuses masters that are stored in another way than `master_weights` stores them.
 
     Args:
-      params: without their overwritten leaves.
+      params: the params, without their overwritten leaves.
+      state: the state to check, before its masters are read.
+      master_weights: the mode's name, or "auto".
 
     Returns:
-      True, where `state.mode` is concrete and was compared. A traced one gives a () bool: whether masters that were
-      restored into this state's tree are what the tree says.
+      True, where `state.mode` is concrete and was compared. A traced one gives a () bool: True if
+      masters that were restored into this state's tree are of the tree's mode.
 
     Raises:
-      ValueError: the state's mode stores params of these dtypes differently, or its masters were saved in another mode;
-        or the tree or the dtypes of params are not those that the state was made from.
+      ValueError: the state's mode stores params of these dtypes differently, or its masters were
+        saved in another mode; or the tree or the dtypes of params are not those that the state was
+        made from.
     """
     dtypes = state.layout.dtypes or [leaf.dtype for leaf in jax.tree.leaves(params)]
     made_by, expected = state.layout.master_weights, storage_code(dtypes, master_weights)
     if storage_code(dtypes, made_by) != expected:
         raise ValueError(
-            f"state was made with master_weights={made_by!r} ({storage_text(storage_code(dtypes, made_by))}), but tx "
-            f"has {master_weights!r} ({storage_text(expected)}): {_CONVERT}."
+            f"state was made with master_weights={made_by!r} "
+            f"({storage_text(storage_code(dtypes, made_by))}), but tx has {master_weights!r} "
+            f"({storage_text(expected)}): {_CONVERT}."
         )
     # params that are their own masters are stored alike in every mode
     any_half = any(np.dtype(dtype).itemsize < 4 for dtype in dtypes)
     is_stored = has_mode(state, expected) if any_half else True
     check_layout(params, state)
-    _check_kept(params, state)
+    _check_stored(params, state)
     return is_stored
 
 
 def has_mode(state: MixedPrecisionState, expected: int) -> jax.Array | Literal[True]:
-    """Returns True, or for a traced `state.mode` a () bool.
+    """Compares a state's mode with the `expected` storage code.
+
+    Returns:
+      True, or for a traced `state.mode` a () bool.
 
     Raises:
       ValueError: the masters were saved in another mode.
@@ -65,9 +74,10 @@ def has_mode(state: MixedPrecisionState, expected: int) -> jax.Array | Literal[T
     for saved in np.unique(np.asarray(mode)):
         if saved != expected:
             raise ValueError(
-                f"state holds masters of another mode: they were saved as {storage_text(int(saved))}, and restored "
-                f"into a state of master_weights={state.layout.master_weights!r} ({storage_text(expected)}). Restore "
-                f"them into the state of the transform that saved them, then {_CONVERT}."
+                "state holds masters of another mode: they were saved as "
+                f"{storage_text(int(saved))}, and restored into a state of "
+                f"master_weights={state.layout.master_weights!r} ({storage_text(expected)}). "
+                f"Restore them into the state of the transform that saved them, then {_CONVERT}."
             )
     return True
 
@@ -76,71 +86,105 @@ def _is_readable(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
-def check_tree(params: Any, state: MixedPrecisionState) -> None:
-    """Refuses params, less their overwritten leaves, that are not the tree the state was made from."""
+def check_tree(params: optax.Params, state: MixedPrecisionState) -> None:
+    """Refuses params, without overwritten leaves, of another tree than the state was made from.
+
+    Raises:
+      ValueError: the trees differ.
+    """
     is_empty = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    if jax.tree.structure(params, is_leaf=is_empty) != jax.tree.structure(state.masters, is_leaf=is_empty):
+    made_from = jax.tree.structure(state.masters, is_leaf=is_empty)
+    if jax.tree.structure(params, is_leaf=is_empty) != made_from:
         names = leaf_names(params)
         raise ValueError(
             "params should be the tree that the optimizer state was made from, but got another, "
-            f"with {len(names)} leaves: {shortened(names)}. Make a state for it with tx.init(params)."
+            f"with {len(names)} leaves: {shortened(names)}. Make a state for it with "
+            "tx.init(params)."
         )
 
 
-def check_layout(params: Any, state: MixedPrecisionState) -> None:
-    """Refuses params, less their overwritten leaves, whose tree or dtypes are not those the state was made from."""
+def check_layout(params: optax.Params, state: MixedPrecisionState) -> None:
+    """Refuses params, without overwritten leaves, whose dtypes the state was not made from.
+
+    Raises:
+      ValueError: the trees or dtypes differ.
+    """
     check_tree(params, state)
     if state.layout.dtypes is None:
         return
     wrong = [
         f"{name} was {before} and is {leaf.dtype}"
-        for name, leaf, before in zip(leaf_names(params), jax.tree.leaves(params), state.layout.dtypes, strict=True)
+        for name, leaf, before in zip(
+            leaf_names(params), jax.tree.leaves(params), state.layout.dtypes, strict=True
+        )
         if np.dtype(leaf.dtype).name != before
     ]
     if wrong:
         raise ValueError(
-            f"The dtype of params changed since the optimizer state was made: {shortened(wrong)}. "
-            "Cast them back, or call resync(params, state) first."
+            "The dtype of params changed since the optimizer state was made: "
+            f"{shortened(wrong)}. Cast them back, or call resync(params, state) first."
         )
 
 
-def _check_kept(params: Any, state: MixedPrecisionState) -> None:
-    """Refuses masters of other dtypes or shapes than their params': a restored tree may hold any."""
+def _check_stored(params: optax.Params, state: MixedPrecisionState) -> None:
+    """Refuses stored arrays of wrong dtypes or shapes: a restored tree may hold any."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     wrong = []
-    for (path, p), kept in zip(leaves, tree.flatten_up_to(state.masters), strict=True):
-        dtype = kept_dtype(p.dtype, kind_of(p.dtype, state.layout.master_weights))
-        found = (kept.dtype, kept.shape) if hasattr(kept, "dtype") else None
+    for (path, p), stored in zip(leaves, tree.flatten_up_to(state.masters), strict=True):
+        stored_dtype = storage_mode(p.dtype, state.layout.master_weights).stored_dtype
+        dtype = None if stored_dtype is None else stored_dtype(np.dtype(p.dtype))
+        found = (stored.dtype, stored.shape) if hasattr(stored, "dtype") else None
         if found != (None if dtype is None else (dtype, p.shape)):
             shown = "nothing" if found is None else f"{found[0]}{list(found[1])}"
             expected = "nothing" if dtype is None else f"{dtype}{list(p.shape)}"
             wrong.append(f"{path_name(path)} has {shown} for {expected}")
     if wrong:
         raise ValueError(
-            f"state.masters should be those of master_weights={state.layout.master_weights!r}, but {shortened(wrong)}: "
-            "make a state with tx.init(params), or restore the one that belongs to these params."
+            f"state.masters should be those of master_weights={state.layout.master_weights!r}, but "
+            f"{shortened(wrong)}: make a state with tx.init(params), or restore the one that "
+            "belongs to these params."
         )
+
+
+class LeafLike(NamedTuple):
+    """A leaf of an inner state.
+
+    Attributes:
+      name: its path, as messages show it.
+      shape: its shape.
+      dtype: the dtype that it is stored in; None for leaves that are no arrays.
+      is_of_param: True if it belongs to one param.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype | None
+    is_of_param: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class InnerLike:
-    """The leaves of an inner state, as a transform makes it and a `MixedPrecision` stores it.
+    """The leaves of an inner state, as a transform makes it and a `MixedPrecision` stores it."""
 
-    Attributes:
-      leaves: each with its path, its shape, its dtype, and whether it belongs to one param.
-    """
-
-    leaves: tuple[tuple[str, tuple[int, ...], Any, bool], ...]
+    leaves: tuple[LeafLike, ...]
 
     @classmethod
-    def of(cls, inner: Any, params: Any, moment_dtypes: Mapping[str, np.dtype] | None) -> InnerLike:
-        """Describes an inner state that was just made, before or after its moments were narrowed."""
-        shapes = {path: tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    def of(
+        cls,
+        inner: optax.OptState,
+        params: optax.Params,
+        moment_dtypes: Mapping[str, np.dtype] | None,
+    ) -> InnerLike:
+        """Describes an inner state that was just made, before or after moments are narrowed."""
+        known = jax.tree_util.tree_leaves_with_path(params)
+        shapes = {path: tuple(leaf.shape) for path, leaf in known}
         leaves = jax.tree_util.tree_leaves_with_path(inner)
-        targets = [None] * len(leaves) if moment_dtypes is None else moment_targets(inner, params, moment_dtypes)
+        targets: list[np.dtype | None] = [None] * len(leaves)
+        if moment_dtypes is not None:
+            targets = moment_targets(inner, params, moment_dtypes)
         return cls(
             tuple(
-                (
+                LeafLike(
                     path_name(path),
                     tuple(jnp.shape(leaf)),
                     getattr(leaf, "dtype", None) if target is None else target,
@@ -151,88 +195,113 @@ class InnerLike:
         )
 
 
-def _is_of_param(path: Any, shape: tuple[int, ...], params: dict[Any, tuple[int, ...]]) -> bool:
-    """Returns whether a leaf's path ends in a param's; where the params are one array, whether it has its shape."""
+def _is_of_param(
+    path: KeyPath, shape: tuple[int, ...], params: dict[KeyPath, tuple[int, ...]]
+) -> bool:
+    """Returns whether a leaf's path ends in a param's.
+
+    Params that are one array have no path: then leaves of its shape belong to it.
+    """
     if any(getattr(key, "name", None) == "hyperparams" for key in path):
         return False
     return any(path[start:] in params for start in range(len(path))) or params.get(()) == shape
 
 
 def check_inner(
-    inner: Any, like: InnerLike | None, layout: Layout, tx: Any, moment_dtypes: Mapping[str, np.dtype] | None
+    inner: optax.OptState,
+    like: InnerLike | None,
+    layout: Layout,
+    tx: optax.GradientTransformation,
+    moment_dtypes: Mapping[str, np.dtype] | None,
 ) -> None:
     """Refuses an inner state that the transform did not make for these params.
 
     Integers may have any width, and Python numbers pass: hyperparameters are set from outside.
 
     Args:
-      like: what the transform makes; None compares names only.
+      inner: the state to check.
+      like: the leaves that the transform makes; None compares names only.
+      layout: the layout of the whole state.
       tx: the transform.
+      moment_dtypes: see `get_moment_dtypes`.
 
     Raises:
       ValueError: another transform made it; or a moment has another dtype or shape.
     """
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(inner)]
-    expected = names if like is None else [name for name, *_ in like.leaves]
+    expected = names if like is None else [leaf.name for leaf in like.leaves]
     optimizer = optimizer_name(tx, inner if names == expected else None)
     text = (
-        f"state was made by {layout.optimizer}, but tx is {optimizer}: use the transform that made it, or start anew "
-        "with tx.init(params)."
+        f"state was made by {layout.optimizer}, but tx is {optimizer}: use the transform that made "
+        "it, or start anew with tx.init(params)."
     )
     if names != expected:
-        missing, extra = ([n for n in one if n not in other] for one, other in ((expected, names), (names, expected)))
+        missing = [name for name in expected if name not in names]
+        extra = [name for name in names if name not in expected]
         raise ValueError(
-            f"{text} Leaves that the state lacks: {shortened(missing) or 'none'}; that it has beyond: "
-            f"{shortened(extra) or 'none'}."
+            f"{text} Leaves that the state lacks: {shortened(missing) or 'none'}; that it has "
+            f"beyond: {shortened(extra) or 'none'}."
         )
     if layout.optimizer != optimizer:
         raise ValueError(
-            f"{text} Where it is the same under another name, convert(state, params, to=tx) keeps its moments."
+            f"{text} Where it is the same under another name, convert(state, params, to=tx) keeps "
+            "its moments."
         )
     if like is None:
         return
     shapes, dtypes = [], []
-    for leaf, (name, shape, dtype, is_of_param) in zip(jax.tree.leaves(inner), like.leaves, strict=True):
+    for leaf, expected in zip(jax.tree.leaves(inner), like.leaves, strict=True):
+        name, shape, dtype, is_of_param = expected
         if is_of_param and jnp.shape(leaf) != shape:
             shapes.append(f"{name} is {tuple(jnp.shape(leaf))} for {shape}")
         if is_of_param and _is_other_float(leaf, dtype):
             dtypes.append(f"{name} is {leaf.dtype} for {dtype}")
     if shapes:
         raise ValueError(
-            f"state was made for params of other shapes: {shortened(shapes)}. Make one with tx.init(params)."
+            f"state was made for params of other shapes: {shortened(shapes)}. Make one with "
+            "tx.init(params)."
         )
     if dtypes:
-        asked = {name or "first moments": str(dtype) for name, dtype in (moment_dtypes or {}).items()} or None
+        pairs = (moment_dtypes or {}).items()
+        asked = {name or "first moments": str(dtype) for name, dtype in pairs} or None
         raise ValueError(
-            f"state holds moments of other dtypes than moment_dtype={asked} stores: {shortened(dtypes)}. Pass the "
-            f"moment_dtype, or Optax's own mu_dtype, that it was made with, or {_CONVERT}."
+            f"state holds moments of other dtypes than moment_dtype={asked} stores: "
+            f"{shortened(dtypes)}. Pass the moment_dtype, or Optax's own mu_dtype, that it was "
+            f"made with, or {_CONVERT}."
         )
 
 
-def _is_other_float(leaf: Any, dtype: Any) -> bool:
+def _is_other_float(leaf: Any, dtype: np.dtype | None) -> bool:
     if not hasattr(leaf, "dtype") or dtype is None:
         return False
     return jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype != dtype
 
 
 def check_loss_scale(saved: LossScale, of_tx: LossScale) -> None:
-    """Refuses a state whose loss scale is of another kind than the transform's, whose own would go unused.
+    """Refuses a state whose loss scale is of another kind than the transform's.
 
     Raises:
       ValueError: the kinds differ.
     """
     if type(saved) is not type(of_tx):
         raise ValueError(
-            f"state has a {type(saved).__name__}, but tx was made with a {type(of_tx).__name__}: make tx with the "
-            f"loss_scale of the state, or {_CONVERT}."
+            f"state has a {type(saved).__name__}, but tx was made with a {type(of_tx).__name__}: "
+            f"make tx with the loss_scale of the state, or {_CONVERT}."
         )
 
 
-def inner_like(init: Callable[[Any], Any], wide: Any, moment_dtypes: Mapping[str, np.dtype] | None) -> InnerLike | None:
-    """Returns the description of what `init` makes of float32 params, from shapes; None where it can't be traced."""
+def inner_like(
+    init: Callable[[Any], optax.OptState],
+    wide: optax.Params,
+    moment_dtypes: Mapping[str, np.dtype] | None,
+) -> InnerLike | None:
+    """Describes the state that `init` makes of float32 params, from their shapes and dtypes.
+
+    None where it can't be traced.
+    """
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wide)
     try:
         made = jax.eval_shape(init, wide)
-    except Exception:  # an init that reads values, or asks for more than its shapes; its steps are checked still
+    except Exception:  # an init that reads values, or more than shapes; its steps are checked still
         return None
     return InnerLike.of(made, wide, moment_dtypes)

@@ -1,4 +1,4 @@
-"""`mixed_precision`: one wrapper around any optax transform, which is right in float32 and often wrong elsewhere."""
+"""`mixed_precision`: runs any optax transform in float32, on params and gradients of any dtype."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.loss_scale import DynamicLossScale, LossScale, get_loss_scale
+from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
 from policy.optim.checks import check_number, is_transform
 from policy.optim.moments import get_moment_dtypes
-from policy.optim.recipe import Recipe
-from policy.optim.state import MixedPrecisionState
-from policy.optim.storage import MASTER_WEIGHTS, MasterWeights
+from policy.optim.state import MixedPrecisionState, states_in
+from policy.optim.step import Stepper
+from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, mode_names
 from policy.policy import Policy, get_policy
 from policy.precedence import warn_once
 
@@ -34,50 +34,67 @@ def mixed_precision(
     skip_nonfinite: bool = True,
     check_results: bool = False,
 ) -> MixedPrecision:
-    """Wraps an optax transform so that it sees float32 gradients and float32 params, whatever those are stored in.
+    """Wraps an optax transform so that it sees float32 gradients and float32 params.
 
-    A step whose gradients hold a NaN, an infinity, or a number whose float32 square is infinite is skipped: params, the
-    inner state, masters and counts stay, only `skipped`, `finite` and the loss scale move. Clip, schedules,
-    `optax.MultiSteps`, `masked`, `partition` and so on go inside; `init` refuses to be called by one of them. A state
-    of another storage mode, moment_dtype, kind of loss scale or transform is refused; `convert` migrates it.
-    docs/faults.md says what is skipped, refused and not checked.
+    A step whose gradients hold a NaN, an infinity, or a number whose float32 square is infinite is
+    skipped: params, the inner state, masters and counts stay; only `skipped`, `finite` and the loss
+    scale change. Clipping, schedules, `optax.MultiSteps`, `masked`, `partition` and so on go
+    inside; `init` refuses to be called by one of them. A state of another storage mode,
+    moment_dtype, kind of loss scale or transform is refused; `convert` migrates it. docs/faults.md
+    lists all faults: those that are skipped, refused and not checked.
 
     Args:
       tx: any optax transform.
       policy: a Policy or its text form.
-      loss_scale: None, "dynamic", a positive number or a loss scale. What `loss_scale_of(state)` starts with. There is
-        no default, as the loss must be scaled too; None where the compute_dtype is float16 warns.
-      master_weights: how the float32 value of a bfloat16 or float16 param is kept, in bytes an element beside it. A
-        param that is float32 or wider is its own master, always.
+      loss_scale: None, "dynamic", a positive number or a loss scale: the first value of
+        `loss_scale_of(state)`. There is no default, as the loss must be scaled too; None where the
+        compute_dtype is float16 warns.
+      master_weights: the storage mode of float32 values of bfloat16 and float16 params, in bytes an
+        element beside them. A param that is float32 or wider is its own master, always.
         "auto": "remainder" for bfloat16, "full" for float16.
         "full": +4, a float32 master.
-        "remainder": +2, the low 16 bits of that master, whose high half is the param; bfloat16 only. The same numbers
-        as "full", bit for bit.
-        "kahan": +2, what rounding dropped, in the param's dtype.
+        "remainder": +2, the low 16 bits of that master, whose high half is the param; bfloat16
+        only. The same numbers as "full", bit for bit.
+        "kahan": +2, the rounding error, in the param's dtype.
         "stochastic": +0, each step is rounded up or down by chance, right on average; needs `key`.
         "none" or None: +0, each step is rounded to nearest, and steps below half an ulp are lost.
-      moment_dtype: what moments are stored in; they are computed in float32. A dtype means the first moments (`mu`,
-        `m`, `trace`, `ema`, `exp_avg`); any other field goes by name, `{"mu": "bfloat16", "nu": "bfloat16"}`. With a
-        `key` they are rounded stochastically, which a bfloat16 second moment needs where b2 is above .98.
-      clip_global_norm: the largest global norm of the true gradients that is let through. The norm is the flag too: a
-        step whose squares overflow float32 (norms from 1.8e19 on) is skipped.
-      key: a JAX PRNG key: what stochastic rounding draws from, with the step and the leaf folded in.
-      axis_name: mapped axes that gradients are sharded over, where their types don't say so: under `jax.vmap` and
-        `jax.shard_map(check_vma=False)`. The flag and the global norm are taken over them.
-      skip_nonfinite: False doesn't look whether gradients are finite, and applies every step: 4 bytes an element less
-        memory traffic. `finite` stays True, unless masters were restored from another storage mode, or `check_results`
-        finds something.
-      check_results: also skips a step that makes a finite leaf of the params, masters or inner state infinite or NaN.
-        For debugging: it moves 2.6 times the bytes of an AdamW step, by XLA:CPU's count.
+      moment_dtype: the dtype that moments are stored in; they are computed in float32. A dtype
+        means the first moments (`mu`, `m`, `trace`, `ema`, `exp_avg`); any other field goes by
+        name, `{"mu": "bfloat16", "nu": "bfloat16"}`. With a `key` they are rounded stochastically,
+        which a bfloat16 second moment needs where b2 is above .98.
+      clip_global_norm: the largest global norm of the true gradients that is let through. The norm
+        is the flag too: a step whose squares overflow float32 (norms from 1.8e19 on) is skipped.
+      key: a JAX PRNG key that stochastic rounding draws from, with the step and the leaf folded in.
+      axis_name: mapped axes that gradients are sharded over, where their types don't say so: under
+        `jax.vmap` and `jax.shard_map(check_vma=False)`. The flag and the global norm are taken over
+        them.
+      skip_nonfinite: False applies every step, finite or not: 4 bytes an element less memory
+        traffic. `finite` stays True, unless masters were restored from another storage mode, or
+        `check_results` finds something.
+      check_results: also skips a step that makes a finite leaf of the params, masters or inner
+        state infinite or NaN. For debugging: it moves 2.6 times the bytes of an AdamW step, by
+        XLA:CPU's count.
 
     Returns:
       A `MixedPrecision`. Step with `apply_gradients`, or through optax's own contract.
 
     Raises:
-      ValueError: an argument's value breaks its rule. `init` raises it where `moment_dtype` names no field of the
-        state, or one that can't be narrow: copies of params, running sums, means that would never decay.
-      TypeError: `tx` is no transform, `policy` no policy, or `key` no key. `init` raises it inside of an optax
-        transform.
+      ValueError: an argument's value breaks its rule. `init` raises it where `moment_dtype` names
+        no field of the state, or one that can't be narrow: copies of params, running sums, means
+        that would never decay.
+      TypeError: `tx` is no transform, `policy` no policy, or `key` no key. `init` raises it inside
+        of an optax transform.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy.optim import mixed_precision
+      >>> tx = mixed_precision(optax.adam(0.1), "bfloat16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> opt_state = tx.init(params)
+      >>> updates, opt_state = tx.update({"w": jnp.ones(2)}, opt_state, params)
+      >>> optax.apply_updates(params, updates)["w"]
+      Array([0.898438, 0.898438], dtype=bfloat16)
     """
     if not is_transform(tx):
         name = getattr(tx, "__name__", None) if callable(tx) else None
@@ -87,58 +104,78 @@ def mixed_precision(
             "mixed_precision(optax.adamw(1e-3), 'mixed_bfloat16')."
         )
     if isinstance(tx, MixedPrecision):
-        raise ValueError("tx is a mixed_precision already: wrap once, as in mixed_precision(tx, policy).")
+        raise ValueError(
+            "tx is a mixed_precision already: wrap once, as in mixed_precision(tx, policy)."
+        )
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
-    if master_weights not in (*MASTER_WEIGHTS, None):
-        names = ", ".join(map(repr, MASTER_WEIGHTS))
-        raise ValueError(f"master_weights should be one of {names} or None, but got {master_weights!r}.")
+    if master_weights not in (*mode_names(), None):
+        names = ", ".join(map(repr, mode_names()))
+        raise ValueError(
+            f"master_weights should be one of {names} or None, but got {master_weights!r}."
+        )
     moment_dtypes = get_moment_dtypes(moment_dtype)
     _check_key(key, master_weights, moment_dtypes is not None)
     scale = get_loss_scale(loss_scale)
     if not skip_nonfinite and isinstance(scale, DynamicLossScale):
         raise ValueError(
-            "skip_nonfinite=False never looks for the overflow that a dynamic loss scale is steered by: leave it True, "
-            "or pass a fixed loss_scale."
+            "skip_nonfinite=False never looks for the overflow that a dynamic loss scale is "
+            "steered by: leave it True, or pass a fixed loss_scale."
         )
     policy = get_policy(policy)
     if loss_scale is None and policy.compute_dtype == jnp.float16:
         warn_once(
-            f"mixed_precision has no loss scale under '{policy}': float16 gradients below 6e-8 become 0, and their "
-            "steps are lost. Pass loss_scale='dynamic' here and loss_scale=loss_scale_of(opt_state) to value_and_grad, "
-            "or loss_scale=NoOpLossScale() where none is wanted."
+            f"mixed_precision has no loss scale under '{policy}': float16 gradients below 6e-8 "
+            "become 0, and their steps are lost. Pass loss_scale='dynamic' here and "
+            "loss_scale=loss_scale_of(opt_state) to value_and_grad, or loss_scale=NoOpLossScale() "
+            "where none is wanted."
         )
-    names = () if axis_name is None else tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    recipe = Recipe(
+    if clip_global_norm is not None:
+        clip_global_norm = check_number("clip_global_norm", clip_global_norm)
+    axes = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    stepper = Stepper(
         inner=optax.with_extra_args_support(tx),
         policy=policy,
         loss_scale=scale,
         master_weights=master_weights or "none",
         moment_dtypes=moment_dtypes,
-        clip_global_norm=None if clip_global_norm is None else check_number("clip_global_norm", clip_global_norm),
+        clip_global_norm=clip_global_norm,
         key=key,
-        axis_name=names,
+        axis_name=() if axis_name is None else tuple(axes),
         skip_nonfinite=bool(skip_nonfinite),
         check_results=bool(check_results),
     )
     # optax types trees as a closed set of containers; ours may hold any registered node
-    return MixedPrecision(cast("optax.TransformInitFn", recipe.init), cast("optax.TransformUpdateFn", recipe.update))
+    return MixedPrecision(
+        cast("optax.TransformInitFn", stepper.init), cast("optax.TransformUpdateFn", stepper.update)
+    )
 
 
 def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: bool) -> None:
-    if master_weights == "stochastic" and key is None:
-        raise ValueError("master_weights='stochastic' needs a key: mixed_precision(..., key=jax.random.key(0)).")
+    mode = STORAGE_MODES.get(master_weights or "none")  # "auto" is none of them
+    needs_key = mode is not None and mode.needs_key
+    if needs_key and key is None:
+        raise ValueError(
+            f"master_weights={master_weights!r} needs a key: mixed_precision(..., "
+            "key=jax.random.key(0))."
+        )
     if key is None:
         return
-    if master_weights != "stochastic" and not narrow_moments:
+    if not needs_key and not narrow_moments:
         raise ValueError(
-            f"key is for stochastic rounding, but master_weights is {master_weights!r} and moment_dtype None: leave it "
-            "out."
+            f"key is for stochastic rounding, but master_weights is {master_weights!r} and "
+            "moment_dtype None: leave it out."
         )
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
+    typed = (
+        isinstance(key, jax.Array)
+        and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        and key.ndim == 0
+    )
     raw = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim == 1
     if not (typed or raw):
-        raise TypeError(f"key should be one JAX PRNG key, as of jax.random.key(0), but got {_shown(key)}.")
+        raise TypeError(
+            f"key should be one JAX PRNG key, as of jax.random.key(0), but got {_shown(key)}."
+        )
 
 
 def _shown(x: Any) -> str:
@@ -146,7 +183,18 @@ def _shown(x: Any) -> str:
 
 
 class MixedPrecision(optax.GradientTransformationExtraArgs):
-    """The result of `mixed_precision`: an optax transform whose parts can be read."""
+    """An optax transform that `mixed_precision` made, whose options can be read.
+
+    Example:
+
+      >>> import optax
+      >>> from policy.optim import MixedPrecision, mixed_precision
+      >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16", clip_global_norm=1.0)
+      >>> isinstance(tx, MixedPrecision)
+      True
+      >>> tx.master_weights, tx.clip_global_norm
+      ('auto', 1.0)
+    """
 
     init: Callable[[Any], MixedPrecisionState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[Any, MixedPrecisionState]]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -154,57 +202,82 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     __slots__ = ()
 
     @property
-    def recipe(self) -> Recipe:
-        """The parts, and what they do."""
-        # Not an attribute: a tuple that JAX or a copy rebuilds has its two functions only, which are bound to it.
+    def stepper(self) -> Stepper:
+        """The options, and the functions that init and step with them."""
+        # Not an attribute: a tuple that JAX or a copy rebuilds has its two functions only, which
+        # are bound to it.
         return getattr(self.init, "__self__")  # noqa: B009
 
     @property
     def inner(self) -> optax.GradientTransformationExtraArgs:
         """The wrapped transform."""
-        return self.recipe.inner
+        return self.stepper.inner
 
     @property
     def policy(self) -> Policy:
         """The policy."""
-        return self.recipe.policy
+        return self.stepper.policy
 
     @property
     def loss_scale(self) -> LossScale:
-        """The loss scale that a new state starts with. The current one is `loss_scale_of(state)`."""
-        return self.recipe.loss_scale
+        """The loss scale of a new state; the current one is `loss_scale_of(state)`."""
+        return self.stepper.loss_scale
 
     @property
     def master_weights(self) -> MasterWeights:
-        """The mode in which masters are kept."""
-        return self.recipe.master_weights
+        """The storage mode of float32 values, or "auto"."""
+        return self.stepper.master_weights
 
     @property
     def moment_dtypes(self) -> dict[str, np.dtype] | None:
         """Field name to the dtype that it is stored in, "" for the first moments; or None."""
-        return self.recipe.moment_dtypes
+        return self.stepper.moment_dtypes
 
     @property
     def clip_global_norm(self) -> float | None:
         """The largest global norm let through, or None."""
-        return self.recipe.clip_global_norm
+        return self.stepper.clip_global_norm
 
     @property
     def axis_name(self) -> tuple[Hashable, ...]:
         """The mapped axes that were named."""
-        return self.recipe.axis_name
+        return self.stepper.axis_name
 
     @property
     def key(self) -> jax.Array | None:
         """The key of stochastic rounding, or None."""
-        return self.recipe.key
+        return self.stepper.key
 
     @property
     def skip_nonfinite(self) -> bool:
         """True where a step with non-finite gradients is skipped."""
-        return self.recipe.skip_nonfinite
+        return self.stepper.skip_nonfinite
 
     @property
     def check_results(self) -> bool:
         """True where a step with non-finite results is skipped."""
-        return self.recipe.check_results
+        return self.stepper.check_results
+
+
+def require_mixed_precision(tx: optax.GradientTransformation, state: Any) -> MixedPrecision:
+    """Returns `tx` if `mixed_precision` made it.
+
+    Args:
+      tx: a transform.
+      state: the state that it is used with, or None; it tells of a `mixed_precision` inside.
+
+    Raises:
+      TypeError: by the transform's type, if it is another's.
+    """
+    if isinstance(tx, MixedPrecision):
+        return tx
+    if states_in(state):
+        raise TypeError(
+            f"tx should be what mixed_precision returned, but got {type(tx).__name__} with a "
+            "mixed_precision inside. Put it outermost: mixed_precision(optax.chain(...), policy), "
+            "and so for MultiSteps, masked and the rest."
+        )
+    raise TypeError(
+        f"tx should be what mixed_precision returned, but got {type(tx).__name__}: wrap it first, "
+        "mixed_precision(tx, policy)."
+    )

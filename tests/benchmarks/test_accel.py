@@ -1,4 +1,6 @@
-"""The command `python -m benchmarks accel`, its targets, its rows and its recorded baselines; nothing is compiled."""
+"""The command `python -m benchmarks accel`, its targets, its rows and its recorded baselines;
+nothing is compiled.
+"""
 
 import dataclasses
 import json
@@ -38,16 +40,24 @@ def figures(**changes):
 
 
 def test_a_chip_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"There is no target 'v7x:2x2'. Chips: v5e, v5p, v6e, tpu7x, h100"):
+    with pytest.raises(
+        ValueError, match=r"There is no target 'v7x:2x2'. Chips: v5e, v5p, v6e, tpu7x, h100"
+    ):
         Target("v7x:2x2")
 
 
 def test_a_table_has_one_topology_of_each_chip():
-    assert [t.name for t in targets.chosen((), models.TARGETS, models.OTHERS)] == ["v5e:2x2", "v6e:2x2", "h100"]
+    assert [t.name for t in targets.chosen((), models.TARGETS, models.OTHERS)] == [
+        "v5e:2x2",
+        "v6e:2x2",
+        "h100",
+    ]
     chosen = targets.chosen(["v5p", "v5e:4x4", "b200"], models.TARGETS, models.OTHERS)
     assert [t.name for t in chosen] == ["v5p:2x2x1", "v5e:4x4", "b200"]
     kinds = {t.split(":")[0] for t in (*models.TARGETS, *models.OTHERS)}
-    assert kinds == set(targets.CHIPS) == {t.split(":")[0] for t in (*layers.TARGETS, *layers.OTHERS)}
+    assert (
+        kinds == set(targets.CHIPS) == {t.split(":")[0] for t in (*layers.TARGETS, *layers.OTHERS)}
+    )
 
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
@@ -56,7 +66,10 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
 
     targets._topology.cache_clear()
     monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
-    with pytest.raises(RuntimeError, match=r"No compiler for h100: Unable to find the plugin\. .*mpmodules\[accel\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"No compiler for h100: Unable to find the plugin\. .*mpmodules\[accel\]",
+    ):
         _ = Target("h100").devices
 
 
@@ -76,7 +89,10 @@ def test_a_missing_compiler_skips_a_test_and_fails_it_where_it_is_required(monke
 
 def test_a_gpus_configuration_holds_its_figures():
     h100 = gpu_configs.GPUS["h100"].text()
-    assert "core_count: 132" in h100 and "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in h100
+    assert (
+        "core_count: 132" in h100
+        and "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in h100
+    )
     for name, gpu in gpu_configs.GPUS.items():
         published = targets.CHIPS[name]
         assert abs(gpu.memory_bandwidth / published.bandwidth - 1) < 0.05
@@ -84,7 +100,10 @@ def test_a_gpus_configuration_holds_its_figures():
 
 
 def test_rows_have_bounds_and_say_what_they_leave_out():
-    rows = {r.quantity: r for r in report.rows_of("x", V5E, figures(cycles=1600.0), figures(), {"cycles": 1.05})}
+    rows = {
+        r.quantity: r
+        for r in report.rows_of("x", V5E, figures(cycles=1600.0), figures(), {"cycles": 1.05})
+    }
     assert rows["cycles"].is_missed and not rows["bytes"].is_missed and rows["bytes"].bound is None
     assert "seconds" not in rows and "exchange" not in rows
     left_out = figures(uncounted=("the turns of while.1 (f)",))
@@ -118,7 +137,9 @@ def test_of_a_gpu_there_are_no_cycles():
 def test_a_table_has_its_rows_in_both_wings(table, small, monkeypatch):
     monkeypatch.setattr(Target, "devices", [None] * 4)
     monkeypatch.setattr(table, "figures", lambda *args, **kwargs: figures())
-    monkeypatch.setattr(models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast")))
+    monkeypatch.setattr(
+        models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast"))
+    )
     rows = list(table.rows(on=["v5e", "h100"]))
     names = {row.name for row in rows}
     assert {name.rpartition(", ")[2] for name in names} == {"linen", "nnx"}
@@ -135,7 +156,9 @@ def _cases(table):
 def test_models_are_held_to_the_bounds_of_by_hand_and_of_autocast(monkeypatch):
     monkeypatch.setattr(Target, "devices", [None])
     monkeypatch.setattr(models, "figures", lambda *args: figures(temporary=2.0**30))
-    monkeypatch.setattr(models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast")))
+    monkeypatch.setattr(
+        models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast"))
+    )
     bounds = {r.quantity: r.bound for r in models.rows(small=True, on=["v6e"])}
     held = {name: bound for name, bound in bounds.items() if bound is not None}
     assert held == {"cycles": 1.0, "bytes": 1.02, "temporary": 1.05, "/autocast": 1.02}
@@ -143,7 +166,9 @@ def test_models_are_held_to_the_bounds_of_by_hand_and_of_autocast(monkeypatch):
 
 def test_where_temporary_memory_is_tables_of_pointers_one_more_is_allowed(monkeypatch):
     monkeypatch.setattr(Target, "devices", [None])
-    monkeypatch.setattr(models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast")))
+    monkeypatch.setattr(
+        models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast"))
+    )
 
     def missed(more: float, target: str) -> bool:
         each = iter([figures(temporary=2.0**18 + more), *[figures(temporary=2.0**18)] * 2])
@@ -153,9 +178,9 @@ def test_where_temporary_memory_is_tables_of_pointers_one_more_is_allowed(monkey
     assert not missed(2.0**15, "v6e") and missed(2.0**16, "v6e") and missed(2.0**15, "h100")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Baselines
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def of(cycles: float, target: str = "v5e:1x1") -> dict:
@@ -185,19 +210,26 @@ def test_recording_keeps_what_other_runs_recorded(tmp_path):
     file = tmp_path / "baseline.json"
     baseline.record(of(1000.0), file)
     baseline.record(of(2000.0, "h100"), file)
-    assert [baseline.beside_recorded(of(1.0, name), baseline.load(file))[1] for name in ("v5e:1x1", "h100")] == [[], []]
+    assert [
+        baseline.beside_recorded(of(1.0, name), baseline.load(file))[1]
+        for name in ("v5e:1x1", "h100")
+    ] == [[], []]
 
 
 def test_the_recorded_baselines_can_be_read():
     for of_targets in baseline.load().values():
         for target, tables in of_targets.items():
             assert Target(target).chip
-            assert all(set(row) <= set(baseline.QUANTITIES) for rows in tables.values() for row in rows.values())
+            assert all(
+                set(row) <= set(baseline.QUANTITIES)
+                for rows in tables.values()
+                for row in rows.values()
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The command
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -206,7 +238,8 @@ def fake_table(tmp_path, monkeypatch):
     (tmp_path / "fake_accel.py").write_text(
         "import sys\nfrom benchmarks.table import Row, run\n"
         "def rows(small, on=()):\n"
-        "    yield Row('cycles', 'x', 3.0, 2.0, None if small else 1.0, target=(on or ['v5e:1x1'])[0])\n"
+        "    yield Row('cycles', 'x', 3.0, 2.0, None if small else 1.0, target=(on or "
+        "['v5e:1x1'])[0])\n"
         "sys.exit(run('a table', rows, 'hand')) if __name__ == '__main__' else None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -225,7 +258,10 @@ def test_the_command_fails_where_a_bound_is_missed(fake_table, capfd):
     assert "1 baselines are not recorded: fake, quick on v5e:1x1" in capfd.readouterr().out
     assert command.main(["--check", "--on", "h100"]) == 1
     captured = capfd.readouterr()
-    assert "missed: cycles of x on h100: 1.5000, bound 1" in captured.err and "missed a bound: fake" in captured.err
+    assert (
+        "missed: cycles of x on h100: 1.5000, bound 1" in captured.err
+        and "missed a bound: fake" in captured.err
+    )
 
 
 def test_the_command_fails_where_a_baseline_got_dearer(fake_table, capfd):
@@ -235,7 +271,9 @@ def test_the_command_fails_where_a_baseline_got_dearer(fake_table, capfd):
     file.write_text(file.read_text().replace('"cycles": 2.0', '"cycles": 1.5'))
     assert command.main(["--quick", "--check"]) == 1
     captured = capfd.readouterr()
-    assert "dearer than recorded: cycles of by hand: x on v5e:1x1: 1.3333, bound 1.02" in captured.err
+    assert (
+        "dearer than recorded: cycles of by hand: x on v5e:1x1: 1.3333, bound 1.02" in captured.err
+    )
     assert "missed a bound: baseline" in captured.err
 
 
@@ -254,14 +292,19 @@ def test_the_commands_rows_make_a_page(fake_table):
 
 
 def test_a_page_whose_part_has_no_end_is_refused():
-    with pytest.raises(ValueError, match=r"The page has <!-- accelerators -->, and no <!-- end of accelerators -->"):
+    with pytest.raises(
+        ValueError, match=r"The page has <!-- accelerators -->, and no <!-- end of accelerators -->"
+    ):
         page.into(f"# Benchmarks\n\n{page.OPENING}\n", "part")
 
 
 def test_without_accelerators_rows_a_page_is_left_as_it_is(tmp_path, capsys):
     (tmp_path / "cpu.json").write_text(json.dumps({"environment": {}, "tables": {"layers": []}}))
     assert page.main([str(tmp_path / "cpu.json"), "--into", str(tmp_path / "page.md")]) == 2
-    assert "There are no accelerators' rows: python -m benchmarks accel --json FILE" in capsys.readouterr().err
+    assert (
+        "There are no accelerators' rows: python -m benchmarks accel --json FILE"
+        in capsys.readouterr().err
+    )
 
 
 def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
@@ -276,7 +319,9 @@ def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
 
 def test_a_table_or_a_chip_that_there_is_not_is_refused(capsys):
     assert command.main(["--only", "modles"]) == 2
-    assert capsys.readouterr().err.startswith("There is no table 'modles' of accelerators. Tables: models, layers,")
+    assert capsys.readouterr().err.startswith(
+        "There is no table 'modles' of accelerators. Tables: models, layers,"
+    )
     assert command.main(["--only", "models", "--on", "v9"]) == 2
     assert capsys.readouterr().err.startswith("There is no target 'v9'.")
     assert command.main(["--only", "scale", "--on", "h100"]) == 2
@@ -297,7 +342,11 @@ def test_a_table_is_of_the_chips_that_it_has():
 
 def test_the_accelerators_tables_are_chosen_by_name(monkeypatch):
     called = []
-    monkeypatch.setattr(everything, "run", lambda name, table, quick, check, more: (called.append(more), (2, None))[1])
+    monkeypatch.setattr(
+        everything,
+        "run",
+        lambda name, table, quick, check, more: (called.append(more), (2, None))[1],
+    )
     assert everything.main(["accel", "--only", "models", "layers", "--on", "v5e", "--record"]) == 2
     assert called == [["--only", "models", "layers", "--on", "v5e", "--record"]]
     assert everything.ACCEL not in everything.chosen([], quick=False)
@@ -307,16 +356,24 @@ def test_the_accelerators_tables_are_chosen_by_name(monkeypatch):
 def test_chips_are_of_the_accelerators_tables_alone(capsys):
     with pytest.raises(SystemExit):
         everything.main(["models", "--on", "v5e"])
-    assert "--on and --record are of the table accel: python -m benchmarks accel --on v5e" in capsys.readouterr().err
+    assert (
+        "--on and --record are of the table accel: python -m benchmarks accel --on v5e"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_readmes_sentences_are_the_rows_figures(tmp_path, capsys):
-    rows = [Row("cycles", name, ratio, 1.0, target="v5e:2x2") for name, ratio in (("a", 0.9), ("b", 1.1))]
+    rows = [
+        Row("cycles", name, ratio, 1.0, target="v5e:2x2")
+        for name, ratio in (("a", 0.9), ("b", 1.1))
+    ]
     written = [{"table": "models", **row.as_json()} for row in rows]
     (tmp_path / "rows.json").write_text(json.dumps(written))
     claims.main([str(tmp_path / "rows.json")])
     printed = capsys.readouterr().out
-    assert "takes 0.90 to 1.10 of the cycles on v5e" in printed and "(the most: b, v5e:2x2)" in printed
+    assert (
+        "takes 0.90 to 1.10 of the cycles on v5e" in printed and "(the most: b, v5e:2x2)" in printed
+    )
     (tmp_path / "all.json").write_text(json.dumps({"tables": {"accel": written}}))
     claims.main([str(tmp_path / "all.json")])
     assert capsys.readouterr().out == printed

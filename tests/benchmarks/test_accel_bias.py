@@ -1,4 +1,6 @@
-"""The two places to add a bias that benchmarks.accel.bias compares: their errors, and their derivatives."""
+"""The two places to add a bias that benchmarks.accel.bias compares: their errors, and their
+derivatives.
+"""
 
 import functools
 
@@ -11,7 +13,10 @@ from benchmarks.accel import bias
 from policy import testing
 
 RNG = np.random.default_rng(0)
-X, KERNEL, BIAS = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(64, 32), (32, 48), (48,)]))
+X, KERNEL, BIAS = (
+    jax.random.normal(jax.random.key(i), shape)
+    for i, shape in enumerate([(64, 32), (32, 48), (48,)])
+)
 
 
 @pytest.mark.parametrize(("adds", "ulps"), [(bias.to_accumulator, 0.501), (bias.to_rounded, 1.51)])
@@ -43,6 +48,9 @@ def test_both_places_have_the_derivatives_of_float32(operation, window):
         step = jax.grad(functools.partial(loss, adds), argnums=(0, 1, 2))
         for found, true, at in zip(step(x, kernel, shift), truth, (x, kernel, shift), strict=True):
             assert found.dtype == at.dtype
-            # Roundings of result, cotangent and gradient, 2^-9 each, and of product and bias where they come first.
-            assert np.linalg.norm(np.float32(found) - np.float32(true)) < 5 * 2**-9 * np.linalg.norm(true)
+            # Roundings of result, cotangent and gradient, 2^-9 each, and of product and bias where
+            # they come first.
+            assert np.linalg.norm(
+                np.float32(found) - np.float32(true)
+            ) < 5 * 2**-9 * np.linalg.norm(true)
         testing.assert_dots_in(step, (x, kernel, shift), jnp.bfloat16)

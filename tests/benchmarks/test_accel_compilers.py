@@ -1,4 +1,6 @@
-"""Programs compiled for a TPU v5e and an H100: skipped where their compilers are not installed, but in CI."""
+"""Programs compiled for a TPU v5e and an H100: skipped where their compilers are not installed, but
+in CI.
+"""
 
 import re
 
@@ -74,7 +76,11 @@ GRADIENTS = [gradient(f) for f in (scanned, reversed_scan, nested_scan, remateri
 
 
 def compiled(chip: Target, function) -> str:
-    lowered = jax.jit(function).trace(*placed(chip, (W, X))).lower(lowering_platforms=(chip.chip.platform,))
+    lowered = (
+        jax.jit(function)
+        .trace(*placed(chip, (W, X)))
+        .lower(lowering_platforms=(chip.chip.platform,))
+    )
     return lowered.compile().as_text() or ""
 
 
@@ -92,7 +98,9 @@ def test_a_loop_runs_as_often_as_it_was_told(chip, function):
 
 @pytest.mark.parametrize("function", [scanned, gradient(mapped)])
 def test_what_a_loop_costs_is_proportional_to_its_steps(chip, function):
-    few, more, most = (hlo.costs_of(compiled(chip, lambda w, x, n=n: function(n, w, x))) for n in (7, 14, 28))
+    few, more, most = (
+        hlo.costs_of(compiled(chip, lambda w, x, n=n: function(n, w, x))) for n in (7, 14, 28)
+    )
     # What is outside of the loop cancels in differences.
     quantities = ("kernels", "cycles") if chip.kind == "v5e" else ("kernels", "bytes")
     for quantity in quantities:
@@ -129,7 +137,12 @@ def test_a_program_compiled_twice_has_the_same_figures(chip):
 
 
 def test_a_whole_layer_is_measured(chip):
-    dense = layer("Dense", (256, 128), lambda w, **o: w.Dense(128, **o), lambda w, **o: w.Linear(128, 128, **o))
+    dense = layer(
+        "Dense",
+        (256, 128),
+        lambda w, **o: w.Dense(128, **o),
+        lambda w, **o: w.Linear(128, 128, **o),
+    )
     ours = layers.figures(chip, dense, "linen", ours=True)
     assert ours.bytes >= 2 * 256 * 128 * 2 and not ours.uncounted
 

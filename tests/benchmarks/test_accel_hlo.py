@@ -1,4 +1,6 @@
-"""Costs read from texts of programs that XLA compiled for a TPU v5e and an H100 (tests/benchmarks/hlo)."""
+"""Costs read from texts of programs that XLA compiled for a TPU v5e and an H100
+(tests/benchmarks/hlo).
+"""
 
 import re
 from pathlib import Path
@@ -58,13 +60,17 @@ def test_a_loop_whose_count_depends_on_data_is_named():
 
 def test_of_a_conditional_the_costlier_branch_counts():
     costs = hlo.costs_of(text("v5e_cond"))
-    assert costs.cycles == 1833 + 4588  # the slice of the predicate, and the two matmuls, not the sine's 1957
+    assert (
+        costs.cycles == 1833 + 4588
+    )  # the slice of the predicate, and the two matmuls, not the sine's 1957
 
 
 def test_a_slice_and_an_update_in_place_move_what_they_slice_and_update():
     array, whole = 128 * 128 * 4, 7 * 128 * 128 * 4
     costs = hlo.costs_of(text("h100_scan_reversed"))
-    before = (2 * array) + (array + whole) + whole  # a copy of the input, a broadcast of it, and zeros
+    before = (
+        (2 * array) + (array + whole) + whole
+    )  # a copy of the input, a broadcast of it, and zeros
     a_turn = (array + array) + (2 * array + array)  # reads and updates; reads, slices and adds
     scalars = costs.bytes - before - 7 * a_turn
     assert 0 < scalars < 7 * 64
@@ -75,7 +81,10 @@ def test_what_starts_something_moves_it_once():
     computations = parse(text("v5e_scan_grad"))[0]
     array = 128 * 128 * 4
     starts = [i for i in inside.instructions.values() if i.opcode == "copy-start"]
-    assert [traffic.moved(computations, inside, i) for i in starts] == [array, array]  # from memory; to memory
+    assert [traffic.moved(computations, inside, i) for i in starts] == [
+        array,
+        array,
+    ]  # from memory; to memory
     assert [len(traffic.produced(inside, i)) for i in starts] == [1, 1]
 
 
@@ -106,7 +115,10 @@ def test_an_asynchronous_slice_is_one_kernel_and_its_end_none():
 
 def test_collectives_are_what_is_sent_once_from_start_to_end():
     costs = hlo.costs_of(ASYNCHRONOUS)
-    assert costs.collectives == {("all-gather", "f32"): 4 * 128 * 4, ("reduce-scatter", "f32"): 4 * 128 * 4}
+    assert costs.collectives == {
+        ("all-gather", "f32"): 4 * 128 * 4,
+        ("reduce-scatter", "f32"): 4 * 128 * 4,
+    }
 
 
 def test_a_collective_that_runs_beside_kernels_counts_once():
@@ -147,10 +159,9 @@ def test_a_text_that_is_no_module_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("bf16", 2), ("f8e4m3fn", 1), ("s4", 0.5), ("pred", 1), ("u32", 4), ("c64", 8), ("token", 0)]
+    ("dtype", "size"),
+    [("bf16", 2), ("f8e4m3fn", 1), ("s4", 0.5), ("pred", 1), ("u32", 4), ("c64", 8), ("token", 0)],
 )
 def test_an_arrays_bytes_are_its_dtypes(dtype, size):
-    module = (
-        f"HloModule m\nENTRY %main (p: {dtype}[6]) -> {dtype}[6] {{\n  ROOT %p = {dtype}[6]{{0}} parameter(0)\n}}\n"
-    )
+    module = f"HloModule m\nENTRY %main (p: {dtype}[6]) -> {dtype}[6] {{\n  ROOT %p = {dtype}[6]{{0}} parameter(0)\n}}\n"
     assert parse(module)[1].root.results[0].bytes == 6 * size

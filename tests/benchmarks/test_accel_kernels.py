@@ -32,7 +32,10 @@ def costs(text, per_flop=1.0):
 def test_an_instruction_with_line_breaks_is_read_whole_and_so_is_what_follows_it():
     _, entry = parse(PROGRAM)
     assert list(entry.instructions)[-3:] == ["splash_mha_fwd_residuals.1", "out.1", "last.1"]
-    assert entry.instructions["splash_mha_fwd_residuals.1"].op_name == "jit(step)/splash_mha_fwd_residuals"
+    assert (
+        entry.instructions["splash_mha_fwd_residuals.1"].op_name
+        == "jit(step)/splash_mha_fwd_residuals"
+    )
 
 
 def test_a_kernels_flops_follow_from_its_shapes_and_are_named_a_roofline():
@@ -46,8 +49,16 @@ def test_a_kernels_flops_follow_from_its_shapes_and_are_named_a_roofline():
     ("name", "results", "matmuls"),
     [
         ("splash_mha_dq_no_residuals", "bf16[2,4,512,64]{3,2,1,0}", 3),
-        ("splash_mha_dkv_no_residuals", "(bf16[2,4,256,64]{3,2,1,0}, bf16[2,4,256,64]{3,2,1,0})", 4),
-        ("splash_mqa_dkv", "(bf16[2,1,4,512,64]{4,3,2,1,0}, bf16[2,256,64]{2,1,0}, bf16[2,256,64]{2,1,0})", 5),
+        (
+            "splash_mha_dkv_no_residuals",
+            "(bf16[2,4,256,64]{3,2,1,0}, bf16[2,4,256,64]{3,2,1,0})",
+            4,
+        ),
+        (
+            "splash_mqa_dkv",
+            "(bf16[2,1,4,512,64]{4,3,2,1,0}, bf16[2,256,64]{2,1,0}, bf16[2,256,64]{2,1,0})",
+            5,
+        ),
     ],
 )
 def test_backward_has_a_matmul_more_for_each_gradient(name, results, matmuls):
@@ -59,5 +70,7 @@ def test_backward_has_a_matmul_more_for_each_gradient(name, results, matmuls):
 def test_an_authors_estimate_comes_first_and_an_unknown_kernel_is_uncounted():
     other = PROGRAM.replace("splash_mha_fwd_residuals", "scatter")
     assert costs(other).uncounted == ["cycles of tpu_custom_call (jit(step)/scatter)"]
-    estimated = other.replace('"body":"TUzv"', '"body":"TUzv","cost_estimate":{"flops":"12","bytes_accessed":"3"}')
+    estimated = other.replace(
+        '"body":"TUzv"', '"body":"TUzv","cost_estimate":{"flops":"12","bytes_accessed":"3"}'
+    )
     assert costs(estimated).cycles == 19

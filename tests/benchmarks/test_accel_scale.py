@@ -1,4 +1,6 @@
-"""The step of the model at scale: as a program for four chips where TPU's compiler is installed, and on the CPU."""
+"""The step of the model at scale: as a program for four chips where TPU's compiler is installed,
+and on the CPU.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ from benchmarks.accel.hlo import costs_of
 from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of, rotary
 from tests.benchmarks.accelerators import target
 
-TINY = Size(layers=2, width=32, heads=4, key_heads=2, head_width=8, mlp_width=48, vocabulary=64, length=16)
+TINY = Size(
+    layers=2, width=32, heads=4, key_heads=2, head_width=8, mlp_width=48, vocabulary=64, length=16
+)
 TOKENS = jax.ShapeDtypeStruct((4, TINY.length), jnp.int32)
 RNG = np.random.default_rng(0)
 
@@ -36,7 +40,9 @@ def test_params_are_stored_as_the_variant_says_and_are_eight_billion(name, mesh)
 
 
 def test_every_param_but_the_norms_scales_is_split_along_the_model_s_width(mesh):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params_of(scale.VARIANTS["float32"], Size())):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        params_of(scale.VARIANTS["float32"], Size())
+    ):
         spec = scale.param_spec(leaf.shape, Size())
         if "scale" in jax.tree_util.keystr(path):
             assert spec == PartitionSpec()
@@ -57,7 +63,9 @@ def test_rotary_turns_the_first_position_by_nothing_and_keeps_lengths():
     x = jnp.asarray(RNG.normal(size=(2, 5, 3, 8)), jnp.float32)
     turned = rotary(x)
     np.testing.assert_array_equal(turned[:, 0], x[:, 0])
-    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(
+        jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+    )
     assert rotary(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
@@ -68,7 +76,9 @@ def test_the_last_token_predicts_nothing():
 
 
 def test_names_that_are_none_of_the_table_s_are_refused():
-    with pytest.raises(ValueError, match=r"No row is of v6e\. Targets: v5e:16x16, v5p:4x4x4\. Variants: float32;"):
+    with pytest.raises(
+        ValueError, match=r"No row is of v6e\. Targets: v5e:16x16, v5p:4x4x4\. Variants: float32;"
+    ):
         next(scale.rows(on=["v6e"]))
 
 
@@ -111,7 +121,14 @@ def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_
     with jax.numpy_dtype_promotion("standard"):
         measured = scale.figures(scale.SMALL, scale.VARIANTS[name], scale.NARROW, 8)
     rows = list(scale.variant_rows(name, scale.SMALL, measured, measured, scale.NARROW))
-    assert {row.quantity for row in rows} >= {"memory", "temporary", "cycles", "seconds", "exchange", "gathers"}
+    assert {row.quantity for row in rows} >= {
+        "memory",
+        "temporary",
+        "cycles",
+        "seconds",
+        "exchange",
+        "gathers",
+    }
     assert {row.quantity for row in rows} & {"sums", "asked"}
     (gathers,) = (row for row in rows if row.quantity == "gathers")
     # libtpu 0.0.42 gathers the cotangent of the embedded tokens in float32; later ones exchange it

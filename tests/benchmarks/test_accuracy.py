@@ -17,7 +17,8 @@ from benchmarks.accuracy import cases, report, torch_peer
 from benchmarks.accuracy.cases import BFLOAT16, FLOAT16, FLOAT32, Case, Row, measure
 from benchmarks.accuracy.ulps import max_ulps
 
-# Left to the command, which is slower: the like of what is here, and what half the compilations would go into.
+# Left to the command, which is slower: the like of what is here, and what half the compilations
+# would go into.
 SKIPPED = re.compile(
     r"General|Einsum|ConvLocal|Transpose|LoRA|RNN|MultiHead|(attention|ctc_loss) \(large|(ctc_loss|with_log).* from"
     r"|Norm(, training)? \(normal|Norm.*(gradient of bias|float32\), bfloat16| from bfloat16)"
@@ -41,7 +42,8 @@ def test_ours_is_within_its_bound_and_no_worse_than_upstream(case, precision):
 def _truth(name: str, inputs: str) -> tuple[np.ndarray, Any, Case]:
     """The truth of a case, its inputs in float64, and the case."""
     (case,) = {
-        case.name: case for case, _ in accuracy.selected(small=True, only="^" + re.escape(f"{name} ({inputs})"))
+        case.name: case
+        for case, _ in accuracy.selected(small=True, only="^" + re.escape(f"{name} ({inputs})"))
     }.values()
     exact = cases._inputs(case, BFLOAT16)
     return cases._exactly(case.truth, BFLOAT16, exact), exact, case
@@ -52,7 +54,9 @@ def _value(case: Case, name: str, *shape: int) -> np.ndarray:
     return case.values(BFLOAT16, name, shape).astype(np.float32).astype(np.float64)
 
 
-@pytest.mark.parametrize(("name", "axes"), [("LayerNorm", (-1,)), ("BatchNorm, training", (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "axes"), [("LayerNorm", (-1,)), ("BatchNorm, training", (0, 1, 2))]
+)
 def test_the_truth_of_a_norm_is_numpys(name, axes):
     truth, (x,), case = _truth(name, "mean 1000")
     epsilon, width = 1e-6 if name == "LayerNorm" else 1e-5, x.shape[-1]
@@ -75,11 +79,17 @@ def test_the_truths_of_functions_are_numpys():
     np.testing.assert_allclose(softmax, scipy.special.softmax(x, -1), rtol=1e-12)
     loss, (x, labels), _ = _truth("softmax_cross_entropy_with_integer_labels", "mean 1000")
     chosen = np.take_along_axis(x, labels[:, None], -1)[:, 0]
-    np.testing.assert_allclose(loss, np.asarray(scipy.special.logsumexp(x, -1)) - chosen, rtol=1e-11)
+    np.testing.assert_allclose(
+        loss, np.asarray(scipy.special.logsumexp(x, -1)) - chosen, rtol=1e-11
+    )
     sums, (x,), _ = _truth("cumsum", "normal")
     np.testing.assert_allclose(sums, x.cumsum(1), rtol=1e-11, atol=1e-11)
     gradient, (tokens,), _ = _truth("Embed, gradient of embedding", "uniform tokens")
-    pattern = (np.arange(tokens.size * 8) * 7919 % 16 + 1) / 16 * np.where(np.arange(tokens.size * 8) % 5 == 0, -1, 1)
+    pattern = (
+        (np.arange(tokens.size * 8) * 7919 % 16 + 1)
+        / 16
+        * np.where(np.arange(tokens.size * 8) % 5 == 0, -1, 1)
+    )
     expected = np.zeros((10, 8))
     np.add.at(expected, tokens, pattern.reshape(-1, 8))
     np.testing.assert_allclose(gradient, expected, rtol=1e-12)
@@ -88,7 +98,9 @@ def test_the_truths_of_functions_are_numpys():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rounding_once_is_at_most_half_an_ulp(dtype):
     truth = np.random.default_rng(0).normal(size=1000)
-    assert 0.45 < max_ulps(truth.astype(np.float32), truth, dtype, floor=0.0) <= 0.5  # a wider result is rounded first
+    assert (
+        0.45 < max_ulps(truth.astype(np.float32), truth, dtype, floor=0.0) <= 0.5
+    )  # a wider result is rounded first
     neighbour = 1 + float(jnp.finfo(dtype).eps)
     assert max_ulps(np.array([neighbour]), np.array([1.0]), dtype) == 1
     assert max_ulps(np.array([0.0, 1.0]), np.array([2.0**-20, 1.0]), dtype, floor=0.5) < 0.01
@@ -98,9 +110,13 @@ def test_rounding_once_is_at_most_half_an_ulp(dtype):
 def test_what_is_not_finite_is_infinitely_wrong_where_the_truth_is():
     for wrong in (np.inf, np.nan):
         assert max_ulps(np.array([wrong, 1.0]), np.array([1.0, 1.0]), jnp.float16) == np.inf
-    assert max_ulps(np.array([np.inf]), np.array([1e6]), jnp.float16) == 0  # beyond float16 for anybody
+    assert (
+        max_ulps(np.array([np.inf]), np.array([1e6]), jnp.float16) == 0
+    )  # beyond float16 for anybody
     assert max_ulps(np.array([6e4]), np.array([1e6]), jnp.float16) == np.inf
-    with pytest.raises(ValueError, match=r"The result should be of shape \(1,\), but is of shape \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"The result should be of shape \(1,\), but is of shape \(2,\)"
+    ):
         max_ulps(np.zeros(2), np.zeros(1), jnp.float16)
 
 
@@ -151,7 +167,9 @@ def _command(monkeypatch, case: Case, *arguments: str) -> int:
     return accuracy.main([*arguments])
 
 
-def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(
+    monkeypatch, capsys, tmp_path
+):
     table, figures = tmp_path / "accuracy.md", tmp_path / "accuracy.json"
     assert _command(monkeypatch, _doubling(), "--json", str(figures), "--markdown", str(table)) == 0
     assert "All 2 rows hold." in capsys.readouterr().out
@@ -164,7 +182,11 @@ def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(
 
     assert _command(monkeypatch, _doubling(ours=_off(4)), "--only", ", float16") == 1
     out = capsys.readouterr().out
-    assert "1 of 1 rows do not hold:" in out and "- doubling (normal), float16: " in out and "WORSE" in out
+    assert (
+        "1 of 1 rows do not hold:" in out
+        and "- doubling (normal), float16: " in out
+        and "WORSE" in out
+    )
     assert _command(monkeypatch, _doubling(), "--only", "nothing") == 2
     assert "No row matches --only 'nothing'." in capsys.readouterr().out
 
@@ -173,7 +195,10 @@ def test_without_torch_its_column_is_empty_and_the_report_says_so(monkeypatch):
     monkeypatch.setattr(torch_peer, "available", functools.partial(bool, 0))
     row = measure(_doubling(torch="softmax"), BFLOAT16)
     assert "torch" not in row.ulps
-    assert "torch is not installed, so its column is empty: `pip install torch`" in report.about_torch()
+    assert (
+        "torch is not installed, so its column is empty: `pip install torch`"
+        in report.about_torch()
+    )
 
 
 def test_every_torch_run_is_a_cases():

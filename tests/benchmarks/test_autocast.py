@@ -1,4 +1,6 @@
-"""What autocast costs beside a model threaded by hand: what is saved for the backward pass, traced and not compiled."""
+"""What autocast costs beside a model threaded by hand: what is saved for the backward pass, traced
+and not compiled.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,13 @@ def test_float32_misses_the_bound(monkeypatch):
 
 def test_saved_bytes_are_those_of_arrays_that_are_no_inputs():
     x = jax.ShapeDtypeStruct((3, 5), jnp.float32)
-    assert benchmark.saved_bytes(lambda p, *_: (jnp.sum(jnp.exp(p)), None), (x, {}, x, None)) == 3 * 5 * 4
-    assert benchmark.saved_bytes(lambda p, state, x, _: (jnp.sum(p * x), None), (x, {}, x, None)) == 0
+    assert (
+        benchmark.saved_bytes(lambda p, *_: (jnp.sum(jnp.exp(p)), None), (x, {}, x, None))
+        == 3 * 5 * 4
+    )
+    assert (
+        benchmark.saved_bytes(lambda p, state, x, _: (jnp.sum(p * x), None), (x, {}, x, None)) == 0
+    )
 
 
 def test_every_use_of_a_weight_has_its_cast_and_in_a_loop_it_stands_inside():
@@ -45,6 +52,10 @@ def test_every_use_of_a_weight_has_its_cast_and_in_a_loop_it_stands_inside():
     assert (row.ours, row.reference, row.is_missed) == (3, 3, False)
     row = benchmark.casts(benchmark.recurrent(4), (32, 32), within="scan")
     assert (row.ours, row.reference, row.is_missed) == (2, 2, False)
-    assert benchmark.casts(benchmark.recurrent(4), (32, 32), within="while").is_missed  # none there: 0 / 0
-    fewer = benchmark.casts(benchmark.decoder(1, 16, 16, width=32, tied=True), (256, 32))  # cast after it is looked up
+    assert benchmark.casts(
+        benchmark.recurrent(4), (32, 32), within="while"
+    ).is_missed  # none there: 0 / 0
+    fewer = benchmark.casts(
+        benchmark.decoder(1, 16, 16, width=32, tied=True), (256, 32)
+    )  # cast after it is looked up
     assert (fewer.ours, fewer.reference, fewer.is_missed) == (1, 2, True)

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.convergence import HEADER, REFERENCE, STORAGES, Row, complaints, main, markdown, quadratic, table
+from benchmarks.convergence import (
+    HEADER,
+    REFERENCE,
+    STORAGES,
+    Row,
+    complaints,
+    main,
+    markdown,
+    quadratic,
+    table,
+)
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "convergence.md"
 GOOD = [Row(storage, 7e-4, 7e-4, 0.01, 0.99) for storage in STORAGES]
@@ -26,9 +36,13 @@ def test_the_small_run_prints_and_writes_every_row(tmp_path, capsys):
 def test_the_page_that_is_shown_is_of_this_commands_form():
     shown, made = PAGE.read_text(), markdown(GOOD)
     figures = [line for line in shown.splitlines() if line.startswith("| ")]
-    assert [line.split("|")[1].strip() for line in figures[2:]] == [storage.name for storage in STORAGES]
+    assert [line.split("|")[1].strip() for line in figures[2:]] == [
+        storage.name for storage in STORAGES
+    ]
     assert [cell.strip() for cell in figures[0].strip("|").split("|")] == list(HEADER)
-    prose = lambda text: [line for line in text.splitlines() if not line.startswith(("|", "Measured with"))]  # noqa: E731
+    prose = lambda text: [
+        line for line in text.splitlines() if not line.startswith(("|", "Measured with"))
+    ]  # noqa: E731
     assert prose(shown) == prose(made)
 
 
@@ -48,9 +62,21 @@ def test_a_half_precision_weight_without_a_master_stops_far_from_where_the_other
             {"used_error": 8e-4},
             "bfloat16, kahan: 0.0008 on the quadratic, above 1.05 times float32.",
         ),
-        ("bfloat16, stochastic", {"used_error": 2.2e-3}, "0.0022 on the quadratic, above 3 times float32."),
-        ("bfloat16, full", {"accuracy": 0.975}, "an accuracy of 97.50%, more than 1% below float32."),
-        ("bfloat16, remainder", {"loss": 0.02}, "bfloat16, remainder: other figures than bfloat16, full."),
+        (
+            "bfloat16, stochastic",
+            {"used_error": 2.2e-3},
+            "0.0022 on the quadratic, above 3 times float32.",
+        ),
+        (
+            "bfloat16, full",
+            {"accuracy": 0.975},
+            "an accuracy of 97.50%, more than 1% below float32.",
+        ),
+        (
+            "bfloat16, remainder",
+            {"loss": 0.02},
+            "bfloat16, remainder: other figures than bfloat16, full.",
+        ),
     ],
 )
 def test_what_does_not_hold_is_named(name, change, text):

@@ -1,4 +1,6 @@
-"""The GPU's table: each measurement in the smallest size on the CPU, and what the run does when time or luck is out."""
+"""The GPU's table: each measurement in the smallest size on the CPU, and what the run does when
+time or luck is out.
+"""
 
 import json
 import math
@@ -64,7 +66,9 @@ def test_programs_are_timed_in_turn_and_their_ratios_spread_as_they_differ():
 def test_the_fused_kernel_is_read_from_the_compiled_program():
     called = '%c = (bf16[4]{0}) custom-call(%q), custom_call_target="__cudnn$fmhaScaleBiasSoftmax", backend_config={}'
     assert gpu_timing.attention_kernel(called) == "cuDNN"
-    assert gpu_timing.attention_kernel(called.replace("fmhaScaleBiasSoftmax", "convForward")) == "XLA"
+    assert (
+        gpu_timing.attention_kernel(called.replace("fmhaScaleBiasSoftmax", "convForward")) == "XLA"
+    )
 
 
 def test_a_stepper_threads_its_carry_through_and_plans_memory():
@@ -73,15 +77,21 @@ def test_a_stepper_threads_its_carry_through_and_plans_memory():
     step(1)
     np.testing.assert_array_equal(step.carry, np.full(8, 3.0, np.float32))
     assert step.kernel == "XLA"
-    assert 2 * 8 * 4 + 4 <= step.planned_bytes < 2 * 8 * 4 + 256  # two inputs, one of them an output too, and a sum
+    assert (
+        2 * 8 * 4 + 4 <= step.planned_bytes < 2 * 8 * 4 + 256
+    )  # two inputs, one of them an output too, and a sum
 
 
 def test_flops_are_two_for_each_multiplication_of_matmuls_and_convolutions():
     x, w, kernel = jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones((3, 3, 4, 6))
-    assert gpu_models.matmul_flops(jax.make_jaxpr(jax.jit(lambda x: x @ w))(x).jaxpr) == 2 * 2 * 3 * 5
+    assert (
+        gpu_models.matmul_flops(jax.make_jaxpr(jax.jit(lambda x: x @ w))(x).jaxpr) == 2 * 2 * 3 * 5
+    )
 
     def convolve(x):
-        return jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.lax.conv_general_dilated(
+            x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     found = gpu_models.matmul_flops(jax.make_jaxpr(convolve)(jnp.ones((1, 8, 8, 4))).jaxpr)
     assert found == 2 * (4 * 4 * 6) * (3 * 3 * 4)
@@ -92,7 +102,9 @@ def test_the_models_have_the_sizes_that_are_known():
     resnet = gpu_models.forward_flops(models["ResNet-50"]) / 256
     assert resnet == pytest.approx(2 * 4.09e9, rel=0.02)  # torchvision: 4.09 G multiplications
     decoder = models["decoder"]
-    shapes = jax.eval_shape(decoder.make(flax.linen, None).init, jax.random.key(0), decoder.x)["params"]
+    shapes = jax.eval_shape(decoder.make(flax.linen, None).init, jax.random.key(0), decoder.x)[
+        "params"
+    ]
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == pytest.approx(
         12 * 12 * 768**2 + 66e6 * 768 / 1000, rel=0.02
     )
@@ -102,18 +114,26 @@ def test_the_models_have_the_sizes_that_are_known():
 
 def test_a_matmul_a_copy_and_a_step_are_measured_beside_the_device():
     lines = [*gpu_measures.matmul(SETTINGS["TF32"], SIZES, PEAK), *gpu_measures.copy(SIZES, None)]
-    lines += gpu_measures.optimizer_step("f32 / bf16, no skipping", SIZES, "plain optax, f32 params, bf16 gradients")
+    lines += gpu_measures.optimizer_step(
+        "f32 / bf16, no skipping", SIZES, "plain optax, f32 params, bf16 gradients"
+    )
     multiplied, copied, *steps = lines
     assert multiplied.reference == 156
     assert multiplied.share == pytest.approx(multiplied.ratio)
-    assert copied.share is None and math.isnan(copied.reference) and copied.as_json()["reference"] is None
+    assert (
+        copied.share is None
+        and math.isnan(copied.reference)
+        and copied.as_json()["reference"] is None
+    )
     assert "unknown" in gpu.shown(copied) and "nan" not in gpu.shown(copied)
     assert [line.name.rsplit(" ", 1)[1] for line in steps] == ["copy", "optax"]
     assert all(line.ours > 0 and line.spread is not None for line in steps)
 
 
 def test_a_step_is_counted_by_the_bytes_that_it_must_move():
-    row = next(row for row in gpu_measures.optimizer.pipelines() if row.name == "f32 / bf16, no skipping")
+    row = next(
+        row for row in gpu_measures.optimizer.pipelines() if row.name == "f32 / bf16, no skipping"
+    )
     _, moved = gpu_measures.optimizer_stepper(row, SIZES)
     assert moved == pytest.approx(SIZES.stepped * 26, rel=0.01)
 
@@ -134,7 +154,9 @@ def test_both_train_steps_of_a_model_step_the_same_params_to_nearly_the_same_pla
 
     x, y = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
     model = gpu_models.Model("dense", make, x, y, "tokens/s", optax.sgd(1e-2))
-    ours, hand = (gpu_models.stepper(model, setting, make) for make in (gpu_models.ours, gpu_models.by_hand))
+    ours, hand = (
+        gpu_models.stepper(model, setting, make) for make in (gpu_models.ours, gpu_models.by_hand)
+    )
     before = gpu_models.variables(model)
     for step in (ours, hand):
         step(2)
@@ -145,10 +167,14 @@ def test_both_train_steps_of_a_model_step_the_same_params_to_nearly_the_same_pla
     ]
     assert min(moved) > 0
     for a, b in zip(jax.tree.leaves(ours.carry[0]), jax.tree.leaves(hand.carry[0]), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)  # steps of 1e-2 times gradients of up to 0.5, a few ulps apart
+        np.testing.assert_allclose(
+            a, b, atol=2e-5
+        )  # steps of 1e-2 times gradients of up to 0.5, a few ulps apart
 
 
-@pytest.mark.parametrize("name, dtype", [("decoder", "bf16"), ("ResNet-50", "f16"), ("ViT-S", "float32")])
+@pytest.mark.parametrize(
+    "name, dtype", [("decoder", "bf16"), ("ResNet-50", "f16"), ("ViT-S", "float32")]
+)
 def test_both_train_steps_trace_and_return_what_they_take(name, dtype):
     model, setting = MODELS[name], SETTINGS[dtype]
     for make in (gpu_models.ours, gpu_models.by_hand):
@@ -158,7 +184,9 @@ def test_both_train_steps_trace_and_return_what_they_take(name, dtype):
         after, loss = jax.eval_shape(step, carry, model.x, model.y)
         assert loss.dtype == jnp.float32
         assert jax.tree.structure(after) == jax.tree.structure(carry)
-        assert [a.dtype for a in jax.tree.leaves(after)] == [a.dtype for a in jax.tree.leaves(carry)]
+        assert [a.dtype for a in jax.tree.leaves(after)] == [
+            a.dtype for a in jax.tree.leaves(carry)
+        ]
 
 
 def test_a_model_is_measured_beside_by_hand_and_torch():
@@ -176,7 +204,10 @@ def test_a_model_is_measured_beside_by_hand_and_torch():
 def test_torch_is_told_the_same_shapes():
     config = gpu.torch_config(MODELS, SIZES, tiny=True, seconds=1.0)
     assert config["models"]["decoder"]["shape"] == [2, 8]
-    assert config["models"]["ResNet-50"] == {"shape": [2, 3, 32, 32], "options": {"filters": 4, "stages": [1]}}
+    assert config["models"]["ResNet-50"] == {
+        "shape": [2, 3, 32, 32],
+        "options": {"filters": 4, "stages": [1]},
+    }
     decoder = linen_models.of(FLAX).Transformer(
         **{k: v for k, v in config["models"]["decoder"]["options"].items() if k != "length"}
     )

@@ -1,4 +1,6 @@
-"""What compare costs beside float32, on models small enough for a test: FLOPs and bytes, which XLA counts."""
+"""What compare costs beside float32, on models small enough for a test: FLOPs and bytes, which XLA
+counts.
+"""
 
 import jax
 import pytest

@@ -1,4 +1,6 @@
-"""Models and layers beside Flax by hand: counted, not compiled, and what is counted is what it says."""
+"""Models and layers beside Flax by hand: counted, not compiled, and what is counted is what it
+says.
+"""
 
 from typing import Any
 
@@ -36,7 +38,9 @@ def test_an_mlp_under_a_policy_is_the_mlp_by_hand(wing):
     assert models.saved_bytes(programs["ours"]) == models.saved_bytes(programs["hand"])
     dtypes = {
         jnp.dtype(leaf.dtype)
-        for leaf in jax.tree.leaves(jax.eval_shape(programs["ours"].step, *programs["ours"].arguments))
+        for leaf in jax.tree.leaves(
+            jax.eval_shape(programs["ours"].step, *programs["ours"].arguments)
+        )
     }
     assert dtypes == {jnp.dtype("float32")}
 
@@ -65,7 +69,12 @@ def test_converts_flops_and_kernels_are_counted():
     def loss(w, state, x, _):
         return jnp.sum((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)), state
 
-    shapes = (jax.ShapeDtypeStruct((8, 4), jnp.float32), {}, jax.ShapeDtypeStruct((16, 8), jnp.float32), None)
+    shapes = (
+        jax.ShapeDtypeStruct((8, 4), jnp.float32),
+        {},
+        jax.ShapeDtypeStruct((16, 8), jnp.float32),
+        None,
+    )
     counted = models.lowered(Program(loss, shapes))
     assert counted["converts"] == 5  # x, w, their product; its cotangent, and that of w
     assert counted["flops"] >= 2 * 2 * 16 * 8 * 4
@@ -85,6 +94,11 @@ def test_the_wings_models_have_the_same_parameters():
 
 
 def test_ours_are_our_classes_and_by_hand_are_flaxs():
-    pairs: list[Any] = [(linen_models, linen), (nnx_models, nnx), (linen_models, flax.linen), (nnx_models, flax.nnx)]
+    pairs: list[Any] = [
+        (linen_models, linen),
+        (nnx_models, nnx),
+        (linen_models, flax.linen),
+        (nnx_models, flax.nnx),
+    ]
     for written, wing in pairs:
         assert written.of(wing).Mlp.__mro__[1] is wing.Module

@@ -9,7 +9,9 @@ TABLE = {row.name: row for row in pipelines()}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="budgets are XLA:CPU's count")
-@pytest.mark.parametrize("name", ["f32 / bf16, no skipping", "f32 / bf16", "remainder, bf16 / bf16"])
+@pytest.mark.parametrize(
+    "name", ["f32 / bf16, no skipping", "f32 / bf16", "remainder, bf16 / bf16"]
+)
 def test_an_adamw_step_stays_within_its_byte_budget(name):
     row = TABLE[name]
     assert row.budget is not None
@@ -24,7 +26,9 @@ def test_every_row_traces():
         params = jax.ShapeDtypeStruct((8,), row.params)
         state = jax.eval_shape(init, params)
         with jax.numpy_dtype_promotion("standard"):
-            new, after = jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((8,), row.gradients))
+            new, after = jax.eval_shape(
+                step, params, state, jax.ShapeDtypeStruct((8,), row.gradients)
+            )
         assert new.dtype == row.params
         assert jax.tree.structure(after) == jax.tree.structure(state)
 

@@ -1,4 +1,6 @@
-"""The table of published packages: what is counted and measured, on models written here, and how it is written."""
+"""The table of published packages: what is counted and measured, on models written here, and how it
+is written.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ from benchmarks.packages.stubs import stubbed
 BF16 = jnp.bfloat16
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is counted and measured
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_loop_bodies_count_as_often_as_they_run():
@@ -50,15 +52,23 @@ def test_a_matmul_with_one_float32_operand_counts_as_float32():
 
 def test_matmuls_of_complex_numbers_are_left_out():
     w = jnp.ones((4, 4))
-    both = lambda x: (x.astype(BF16) @ w.astype(BF16), x.astype(jnp.complex64) @ w.astype(jnp.complex64))  # noqa: E731
+    both = lambda x: (
+        x.astype(BF16) @ w.astype(BF16),
+        x.astype(jnp.complex64) @ w.astype(jnp.complex64),
+    )  # noqa: E731
     assert float32_share(both, w) == 0.0
 
 
 def test_errors_are_those_of_all_leaves_together():
     truth = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
-    assert relative_error({"a": np.array([3.0, 0.5]), "b": np.array([4.0])}, truth) == pytest.approx(0.1)
+    assert relative_error(
+        {"a": np.array([3.0, 0.5]), "b": np.array([4.0])}, truth
+    ) == pytest.approx(0.1)
     assert relative_error(jnp.asarray(1.0, BF16), np.float32(1.0)) == 0.0
-    assert relative_error(np.ones(1), np.zeros(1)) == np.inf and relative_error(np.zeros(1), np.zeros(1)) == 0.0
+    assert (
+        relative_error(np.ones(1), np.zeros(1)) == np.inf
+        and relative_error(np.zeros(1), np.zeros(1)) == 0.0
+    )
     with pytest.raises(ValueError, match=r"should have one shape, but have \(1,\) and \(2,\)"):
         relative_error(np.ones(1), np.ones(2))
 
@@ -68,7 +78,11 @@ class Linen(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = nn.relu(nn.BatchNorm(use_running_average=True, dtype=self.dtype)(nn.Dense(8, dtype=self.dtype)(x)))
+        x = nn.relu(
+            nn.BatchNorm(use_running_average=True, dtype=self.dtype)(
+                nn.Dense(8, dtype=self.dtype)(x)
+            )
+        )
         return nn.Dense(2, dtype=self.dtype)(x)
 
 
@@ -92,11 +106,17 @@ def _inputs(generator: np.random.Generator) -> tuple[Any, ...]:
 
 def test_the_ways_to_run_a_linen_model_are_measured_beside_float32():
     with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm mixes dtypes
-        found: dict[str, Any] = measure(Case("linen", Linen, _inputs, has_option=True), range(3)).ways
+        found: dict[str, Any] = measure(
+            Case("linen", Linen, _inputs, has_option=True), range(3)
+        ).ways
     assert set(found) == {PORT, AUTOCAST, OWN}
     for way, figures in found.items():
         assert isinstance(figures, Figures), f"{way}: {figures}"
-        assert figures.share == 0.0 and 1e-4 < figures.outputs < 0.02 and 1e-4 < figures.gradients < 0.05
+        assert (
+            figures.share == 0.0
+            and 1e-4 < figures.outputs < 0.02
+            and 1e-4 < figures.gradients < 0.05
+        )
 
 
 def test_the_ways_to_run_an_nnx_model_are_measured_beside_float32():
@@ -111,18 +131,28 @@ def test_what_fails_is_told_by_its_first_line_and_the_rest_is_measured():
             raise TypeError("no half\nand more")
         return module(x)
 
-    found: dict[str, Any] = measure(Case("strict", Nnx, _inputs, strict, has_option=True), range(1)).ways
+    found: dict[str, Any] = measure(
+        Case("strict", Nnx, _inputs, strict, has_option=True), range(1)
+    ).ways
     assert found[OWN] == "TypeError: no half" and isinstance(found[AUTOCAST], Figures)
 
     def broken(dtype: Any) -> Any:
         raise ImportError("No module named 'package'")
 
-    assert measure(Case("broken", broken, _inputs)).ways == {"float32": "ImportError: No module named 'package'"}
+    assert measure(Case("broken", broken, _inputs)).ways == {
+        "float32": "ImportError: No module named 'package'"
+    }
 
 
 def test_digests_tell_results_apart():
-    cases = Case("linen", Linen, _inputs), Case("linen", Linen, _inputs), Case("other", lambda _: ByItself(), _inputs)
-    one, again, other = (dataclasses.asdict(measure(case, range(1), in_half=False)) for case in cases)
+    cases = (
+        Case("linen", Linen, _inputs),
+        Case("linen", Linen, _inputs),
+        Case("other", lambda _: ByItself(), _inputs),
+    )
+    one, again, other = (
+        dataclasses.asdict(measure(case, range(1), in_half=False)) for case in cases
+    )
     assert one["digests"] == again["digests"] and difference(one, again) == IDENTICAL
     again["digests"]["outputs0"] = "-"
     assert difference(one, again) == "differs in 1 of 15 arrays, as outputs0"
@@ -131,9 +161,9 @@ def test_digests_tell_results_apart():
     assert difference(one, {"ways": {"float32": "TypeError: x"}, "digests": {}}) == "TypeError: x"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How it is written
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 GOOD, BAD = Figures(0.0, 0.004, 0.008), Figures(0.02, 0.006, 0.008)
 
@@ -144,23 +174,33 @@ def test_a_port_has_bounds_beside_the_models_own_option_or_autocast():
     assert list(Row("a", {PORT: BAD, AUTOCAST: GOOD}).missed()) == ["share", "outputs"]
     half_an_option = Figures(0.5, 0.001, 0.001)
     assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: half_an_option}).missed())
-    assert list(Row("a", {PORT: GOOD, AUTOCAST: "TypeError: x"}, "differs").missed()) == [AUTOCAST, "import swap"]
+    assert list(Row("a", {PORT: GOOD, AUTOCAST: "TypeError: x"}, "differs").missed()) == [
+        AUTOCAST,
+        "import swap",
+    ]
     assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: "TypeError: x"}).missed())
     assert list(Row("a", {PORT: Figures(float("nan"), 0, 0), AUTOCAST: GOOD}).missed()) == ["share"]
 
 
 def test_rows_show_missed_bounds_and_what_fails():
     failing: dict[Any, Any] = {PORT: "TypeError: a | b", AUTOCAST: GOOD}
-    lines = table([Row("one", {PORT: BAD, AUTOCAST: GOOD, OWN: GOOD}, IDENTICAL), Row("two", failing)]).splitlines()
+    lines = table(
+        [Row("one", {PORT: BAD, AUTOCAST: GOOD, OWN: GOOD}, IDENTICAL), Row("two", failing)]
+    ).splitlines()
     assert lines[2].startswith("| one | **2.0%** | 0.0% | 0.0% | **6.0e-03** | 4.0e-03 |")
-    assert lines[2].endswith("| identical |  |") and lines[3].endswith(r"|  | port: TypeError: a \| b |")
+    assert lines[2].endswith("| identical |  |") and lines[3].endswith(
+        r"|  | port: TypeError: a \| b |"
+    )
     assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
 
 
 def test_the_table_replaces_what_is_between_the_markers():
     page = f"before\n{OPENING}\nold\n{CLOSING}\nafter"
     assert into(page, "new") == f"before\n{OPENING}\n\nnew\n\n{CLOSING}\nafter"
-    with pytest.raises(ValueError, match="The page should have <!-- packages --> and, after it, <!-- end of packages"):
+    with pytest.raises(
+        ValueError,
+        match="The page should have <!-- packages --> and, after it, <!-- end of packages",
+    ):
         into("no markers", "new")
 
 
@@ -179,17 +219,23 @@ def test_the_whole_table_is_written_or_nothing(capsys):
     assert "--write is of the table packages" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Packages as they are imported
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("from flax import linen as nn, struct", "from mpmodules import linen as nn\nfrom flax import struct"),
+        (
+            "from flax import linen as nn, struct",
+            "from mpmodules import linen as nn\nfrom flax import struct",
+        ),
         ("import flax.linen as nn", "import mpmodules.linen as nn"),
-        ("from flax.linen import Dense, merge_param as m", "from mpmodules.linen import Dense, merge_param as m"),
+        (
+            "from flax.linen import Dense, merge_param as m",
+            "from mpmodules.linen import Dense, merge_param as m",
+        ),
         ("from flax.nnx import Linear", "from mpmodules.nnx import Linear"),
         (
             "from flax.linen.linear import Dense, _not_ours",
@@ -217,7 +263,9 @@ def test_a_package_is_imported_with_our_modules_and_others_are_not(tmp_path, mon
     package, other = map(importlib.import_module, ("swapped_package", "other_package"))
     assert package.layer.__module__.startswith("mpmodules") and other.layer is nn.Dense
     assert replaced == {"swapped_package"}
-    with pytest.raises(ValueError, match="swapped_package can't be imported with our modules: imported already"):
+    with pytest.raises(
+        ValueError, match="swapped_package can't be imported with our modules: imported already"
+    ):
         imports.install(["swapped_package"])
 
 

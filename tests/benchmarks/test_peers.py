@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks import models, peers
 
-MLP, DECODER = (next(c for c in models.cases(small=True) if c.model == name) for name in peers.TWINS)
+MLP, DECODER = (
+    next(c for c in models.cases(small=True) if c.model == name) for name in peers.TWINS
+)
 
 
 @pytest.fixture(autouse=True)

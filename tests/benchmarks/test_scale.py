@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import scale, scale_devices, scale_lines, scale_models, scale_params
 from benchmarks.scale_models import PROGRAMS, Program
-from policy.programs import programs_of
+from policy._jaxpr.subprograms import programs_of
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,10 @@ def test_one_more_costs_as_much_at_the_far_end_where_a_line_is_straight():
 @pytest.fixture(scope="module")
 def sizes():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        few = {name: [scale.sizes((name,), n, 1)[name] for n in (1, 2)] for name in ("linen", "scanned")}
+        few = {
+            name: [scale.sizes((name,), n, 1)[name] for n in (1, 2)]
+            for name in ("linen", "scanned")
+        }
         few["linen"].append(scale.sizes(("linen",), 3, 1)["linen"])
         return few
 
@@ -54,7 +57,9 @@ def test_each_layer_adds_as_many_equations_lines_and_saved_bytes_as_the_one_befo
 def test_a_scanned_layer_adds_saved_bytes_and_no_equations(sizes):
     one, two = sizes["scanned"]
     assert one.equations == two.equations
-    assert two.saved - one.saved == pytest.approx(sizes["linen"][2].saved - sizes["linen"][1].saved, abs=8)
+    assert two.saved - one.saved == pytest.approx(
+        sizes["linen"][2].saved - sizes["linen"][1].saved, abs=8
+    )
 
 
 @pytest.mark.parametrize("name", ["nnx", "apply_policy", "autocast", "linen, a path rule a layer"])
@@ -87,7 +92,10 @@ def test_a_row_beside_its_reference_and_one_for_each_line(monkeypatch):
     monkeypatch.setitem(scale.PROGRAMS, "twice", programs(2))
     monkeypatch.setitem(scale.PROGRAMS, "once", programs(1))
     beside, hand, ours = scale.layer_rows("once", ("twice",), (1, 2, 4), ("equations",), 1)
-    assert (beside.name, beside.bound) == ("twice beside once, 4 layers", None) and 1 < beside.ratio < 2
+    assert (beside.name, beside.bound) == (
+        "twice beside once, 4 layers",
+        None,
+    ) and 1 < beside.ratio < 2
     assert (hand.name, hand.bound, hand.ratio) == ("once, 2-4 / 1-2", None, 1)
     assert (ours.ours, ours.reference, ours.is_missed) == (2, 2, False)
 
@@ -120,13 +128,23 @@ def test_params_have_the_sizes_of_their_names():
 def test_state_costs_at_70_billion_params_what_it_costs_at_the_start():
     rows = list(scale_params.state_rows())
     assert [row.name for row in rows if row.is_missed] == []
-    beside = {row.name.split(", ", 1)[1].removesuffix(", beside optax"): row.ours for row in rows[::2]}
-    expected = {"float32": 12, "bfloat16, full masters": 14, "bfloat16, remainder": 12, "bfloat16, no masters": 10}
+    beside = {
+        row.name.split(", ", 1)[1].removesuffix(", beside optax"): row.ours for row in rows[::2]
+    }
+    expected = {
+        "float32": 12,
+        "bfloat16, full masters": 14,
+        "bfloat16, remainder": 12,
+        "bfloat16, no masters": 10,
+    }
     assert {name: round(beside[name], 6) for name in expected} == expected
 
 
 def test_bytes_of_keys_count():
-    state = {"key": jax.eval_shape(lambda: jax.random.key(0)), "mu": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
+    state = {
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+        "mu": jax.ShapeDtypeStruct((3,), jnp.bfloat16),
+    }
     assert scale_params.stored(state) == 2 * 4 + 3 * 2
     tree = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
     assert scale_params.state_bytes(optax.sgd(0.1, momentum=0.9), tree) == 8
@@ -135,13 +153,20 @@ def test_bytes_of_keys_count():
 def test_a_traced_step_exchanges_as_much_on_64_devices_as_on_two():
     rows = list(scale_devices.traced_rows((2, 64)))
     assert [row.name for row in rows if row.is_missed] == []
-    assert {row.quantity: row.ours for row in rows}["wire"] == pytest.approx(2, rel=0.001)  # bfloat16
+    assert {row.quantity: row.ours for row in rows}["wire"] == pytest.approx(
+        2, rel=0.001
+    )  # bfloat16
 
 
 def test_programs_that_grow_with_devices_must_not_grow_faster_than_by_hand(monkeypatch):
     def figures(start, each):
         return {
-            n: {"held": 8.0, "temporary": 4.0, "instructions": start + each * n, "compiling": 1.0 + n}
+            n: {
+                "held": 8.0,
+                "temporary": 4.0,
+                "instructions": start + each * n,
+                "compiling": 1.0 + n,
+            }
             for n in (1, 2, 4, 8)
         }
 
@@ -155,7 +180,9 @@ def test_programs_that_grow_with_devices_must_not_grow_faster_than_by_hand(monke
 
 
 def test_compiling_for_devices_that_are_not_there_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"This process has 1 devices, not 3: start it with XLA_FLAGS=.*count=3"):
+    with pytest.raises(
+        RuntimeError, match=r"This process has 1 devices, not 3: start it with XLA_FLAGS=.*count=3"
+    ):
         scale_devices.compiled_on(3, ours=True)
 
 
@@ -168,5 +195,7 @@ def test_a_compiled_step_holds_its_share_of_params_and_state():
 
 
 def test_a_kind_of_program_is_named_by_what_it_is_held_against():
-    named = [name for reference, names in scale_models.GROUPS.items() for name in (reference, *names)]
+    named = [
+        name for reference, names in scale_models.GROUPS.items() for name in (reference, *names)
+    ]
     assert sorted(named) == sorted(PROGRAMS)

@@ -49,8 +49,18 @@ def test_rows_are_written_as_json(tmp_path):
 
 
 def test_every_table_is_a_module_and_is_chosen_by_its_name():
-    assert set(everything.chosen([], quick=False)) == set(everything.TABLES) - {"accel", "gpu", "packages"}
-    assert set(everything.chosen([], quick=True)) >= {"models", "autocast", "optimizer", "exchange", "scale"}
+    assert set(everything.chosen([], quick=False)) == set(everything.TABLES) - {
+        "accel",
+        "gpu",
+        "packages",
+    }
+    assert set(everything.chosen([], quick=True)) >= {
+        "models",
+        "autocast",
+        "optimizer",
+        "exchange",
+        "scale",
+    }
     assert list(everything.chosen(["gpu"], quick=False)) == ["gpu"]
 
 
@@ -58,7 +68,9 @@ def test_a_name_that_is_no_tables_is_refused(capsys):
     assert everything.main(["modles"]) == 2
     assert capsys.readouterr().err.startswith("There is no table 'modles'. Tables: accel, models,")
     assert everything.main(["--quick", "--only", "accuracy"]) == 2
-    assert capsys.readouterr().err.startswith("The table 'accuracy' has no quick run. Those with one: accel, models,")
+    assert capsys.readouterr().err.startswith(
+        "The table 'accuracy' has no quick run. Those with one: accel, models,"
+    )
 
 
 def test_tables_run_apart_and_what_one_misses_is_the_commands_status(monkeypatch, tmp_path, capfd):
@@ -68,7 +80,9 @@ def test_tables_run_apart_and_what_one_misses_is_the_commands_status(monkeypatch
         "sys.exit(table.run('a table', rows, 'hand'))\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{table.__file__.rpartition('/benchmarks/')[0]}")
-    monkeypatch.setattr(everything, "TABLES", {"fake": everything.Table("fake_table", "one", quick=("--small",))})
+    monkeypatch.setattr(
+        everything, "TABLES", {"fake": everything.Table("fake_table", "one", quick=("--small",))}
+    )
     file = tmp_path / "all.json"
     page = tmp_path / "page.md"
     assert everything.main(["--json", str(file), "--markdown", str(page)]) == 0

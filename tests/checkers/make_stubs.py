@@ -1,10 +1,12 @@
-"""Writes `mpmodules/linen/__init__.pyi` and `mpmodules/nnx/__init__.pyi`, what type checkers read of both wings.
+"""Writes `mpmodules/linen/__init__.pyi` and `mpmodules/nnx/__init__.pyi`, what type checkers read
+of both wings.
 
     python -m tests.checkers.make_stubs
 
-Run it after a change of what a wing exports, with the newest supported Flax. The stubs name what the wing itself
-re-exports of Flax's with a star import, of which a type checker would take Flax's classes for ours. Constructors of
-the nnx layers are Flax's, with `dtype_policy` added; linen's layers are dataclasses, whose fields say the same.
+Run it after a change of what a wing exports, with the newest supported Flax. The stubs name what
+the wing itself re-exports of Flax's with a star import, of which a type checker would take Flax's
+classes for ours. Constructors of the nnx layers are Flax's, with `dtype_policy` added; linen's
+layers are dataclasses, whose fields say the same.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ import jax as _jax
 from policy.policy import Policy as _Policy
 """
 
-# Overload resolution of a user's class skips `__init__`, which knows nothing of `dtype_policy`; a layer's knows it.
+# Overload resolution of a user's class skips `__init__`, which knows nothing of `dtype_policy`; a
+# layer's knows it.
 _LAYER_META = """
 _T = _typing.TypeVar("_T")
 
@@ -66,19 +69,30 @@ def stub_of(wing: str) -> str:
     package = WINGS[wing]
     summary = (package.__doc__ or "").partition("\n")[0]
     ours = exported_by_us(wing)
-    layers = [name for name in ours if wing == "nnx" and _takes_flaxs_arguments(getattr(package, name))]
+    layers = [
+        name for name in ours if wing == "nnx" and _takes_flaxs_arguments(getattr(package, name))
+    ]
     parts = [_HEADER.format(summary=summary, package=package.__name__)]
     if layers:
         parts.append(_NNX_IMPORTS)
-    parts += [f"from {module} import {name} as {name}\n" for name, module in exported_by_flax(wing).items()]
+    parts += [
+        f"from {module} import {name} as {name}\n"
+        for name, module in exported_by_flax(wing).items()
+    ]
     private = [name for name, (_, source) in ours.items() if name in layers or name != source]
     for name, (module, source) in ours.items():
-        parts.append(f"from {module} import {source} as {f'_{name}' if name in private else name}\n")
+        imported = f"{source} as {f'_{name}' if name in private else name}"
+        line = f"from {module} import {imported}\n"
+        parts.append(line if len(line) <= 101 else f"from {module} import (\n    {imported},\n)\n")
     if layers:
-        parts.append(f"from {nnx.Module.__module__} import {type(nnx.Module).__name__} as _ModuleMeta\n")
+        parts.append(
+            f"from {nnx.Module.__module__} import {type(nnx.Module).__name__} as _ModuleMeta\n"
+        )
         parts.append(_LAYER_META)
         parts += [_layer(getattr(package, name)) for name in layers]
-    parts += [f"\n{name} = _{name}\n" for name in private if name not in layers]  # other names are not re-exported
+    parts += [
+        f"\n{name} = _{name}\n" for name in private if name not in layers
+    ]  # other names are not re-exported
     return "".join(parts)
 
 
@@ -94,19 +108,35 @@ def exported_by_us(wing: str) -> dict[str, tuple[str, str]]:
 
 
 def exported_by_flax(wing: str) -> dict[str, str]:
-    """Returns the names that a wing takes from Flax as they are, with the module that a type checker finds each in."""
+    """Returns the names that a wing takes from Flax as they are, with the module that a type
+    checker finds each in.
+    """
     package = FLAX[wing]
     tree = ast.parse(Path(inspect.getfile(package)).read_text())
-    submodules = [module.name for module in pkgutil.iter_modules(package.__path__)]  # our wings import them on demand
+    submodules = [
+        module.name for module in pkgutil.iter_modules(package.__path__)
+    ]  # our wings import them on demand
     modules = dict.fromkeys((*dir(package), *submodules), package.__name__)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):  # a name that Flax makes on demand, and tells type checkers of
-            modules |= {target.id: package.__name__ for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(
+            node, ast.Assign
+        ):  # a name that Flax makes on demand, and tells type checkers of
+            modules |= {
+                target.id: package.__name__
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            hidden = [alias.name for alias in node.names if alias.asname is None]  # not re-exported, to a type checker
+            hidden = [
+                alias.name for alias in node.names if alias.asname is None
+            ]  # not re-exported, to a type checker
             modules |= dict.fromkeys(hidden, _absolute(package, node))
     ours = exported_by_us(wing)
-    return {name: modules[name] for name in sorted(modules) if not name.startswith("_") and name not in ours}
+    return {
+        name: modules[name]
+        for name in sorted(modules)
+        if not name.startswith("_") and name not in ours
+    }
 
 
 def _absolute(package: types.ModuleType, node: ast.ImportFrom) -> str:
@@ -118,7 +148,9 @@ def path_of(wing: str) -> Path:
 
 
 def _takes_flaxs_arguments(member: Any) -> bool:
-    """Returns whether `member` is a class of ours whose constructor is the one that Flax wrote for its own."""
+    """Returns whether `member` is a class of ours whose constructor is the one that Flax wrote for
+    its own.
+    """
     if not isinstance(member, type) or "_upstream_class" not in vars(member):
         return False
     return "__init__" in vars(vars(member)["_upstream_class"])
@@ -131,12 +163,16 @@ def _layer(cls: type) -> str:
     if not isinstance(tree, ast.FunctionDef):
         raise TypeError(f"{init} is no function in Flax's source.")
     head = f"class {cls.__name__}(_{cls.__name__}, metaclass=_LayerMeta):"
-    lines = "".join(f"        {parameter},\n" for parameter in _parameters(tree.args, init.__globals__))
+    lines = "".join(
+        f"        {parameter},\n" for parameter in _parameters(tree.args, init.__globals__)
+    )
     return f"\n{head}\n    def __init__(\n{lines}    ) -> None: ...\n"
 
 
 def _parameters(args: ast.arguments, names: dict[str, Any]) -> list[str]:
-    """Returns the parameters of one of Flax's constructors as source text, with `dtype_policy` among them."""
+    """Returns the parameters of one of Flax's constructors as source text, with `dtype_policy`
+    among them.
+    """
     text = functools.partial(_parameter, names=names)
     positional = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
@@ -145,7 +181,9 @@ def _parameters(args: ast.arguments, names: dict[str, Any]) -> list[str]:
         parameters.append(f"*{text(args.vararg, None)}")
     else:
         parameters.append("*")
-    parameters += [text(arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    parameters += [
+        text(arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
     parameters.append(_POLICY_PARAMETER)
     if args.kwarg is not None:
         parameters.append(f"**{text(args.kwarg, None)}")
@@ -155,7 +193,11 @@ def _parameters(args: ast.arguments, names: dict[str, Any]) -> list[str]:
 def _parameter(arg: ast.arg, default: ast.expr | None, names: dict[str, Any]) -> str:
     if arg.arg == "self":
         return "self"
-    annotation = "_typing.Any" if arg.annotation is None else ast.unparse(_Public(names).visit(arg.annotation))
+    annotation = (
+        "_typing.Any"
+        if arg.annotation is None
+        else ast.unparse(_Public(names).visit(arg.annotation))
+    )
     if default is None:
         return f"{arg.arg}: {annotation}"
     return f"{arg.arg}: {annotation} = {_default(default)}"
@@ -176,7 +218,9 @@ class _Public(ast.NodeTransformer):
         self.names = names
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        return ast.parse(_public_name(eval(ast.unparse(node), self.names), node.attr), mode="eval").body
+        return ast.parse(
+            _public_name(eval(ast.unparse(node), self.names), node.attr), mode="eval"
+        ).body
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self.names:
@@ -184,7 +228,11 @@ class _Public(ast.NodeTransformer):
         return ast.parse(_public_name(self.names[node.id], node.id), mode="eval").body
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return self.visit(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else node
+        return (
+            self.visit(ast.parse(node.value, mode="eval").body)
+            if isinstance(node.value, str)
+            else node
+        )
 
 
 # What annotations may name, by the name that the stub gives to the module.
@@ -205,7 +253,9 @@ def _public_name(member: Any, name: str) -> str:
     for prefix, module in _MODULES.items():
         if getattr(importlib.import_module(module), name, None) is member:
             return f"{prefix}.{name}"
-    raise LookupError(f"{name} is in none of {', '.join(_MODULES.values())}: add the module that a stub can name.")
+    raise LookupError(
+        f"{name} is in none of {', '.join(_MODULES.values())}: add the module that a stub can name."
+    )
 
 
 if __name__ == "__main__":

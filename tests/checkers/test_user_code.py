@@ -1,4 +1,6 @@
-"""mypy and pyright over user code: what they accept, what they refuse, what they reveal, in both wings."""
+"""mypy and pyright over user code: what they accept, what they refuse, what they reveal, in both
+wings.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Mark(NamedTuple):
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_readme(checker, tmp_path):
+def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_readme(
+    checker, tmp_path
+):
     for path in USER_CODE.glob("*.py"):
         shutil.copy(path, tmp_path)
     calls = constructors()
@@ -43,7 +47,10 @@ def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_rea
     wrong = []
     for path in sorted(tmp_path.glob("*.py")):
         text = path.read_text()
-        wrong += [f"{path.name}:{it}" for it in differences(text, list(CHECKERS).index(checker), reports, path.name)]
+        wrong += [
+            f"{path.name}:{it}"
+            for it in differences(text, list(CHECKERS).index(checker), reports, path.name)
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -62,11 +69,15 @@ def differences(text: str, place: int, reports: list[Report], file: str) -> list
     wanted, lines = marks(text, place), text.splitlines()
     missing = [(mark, "wants this " + mark.kind) for mark in wanted - set(got)]
     other = [(mark, f"got {mark.kind} {mark.text}: {got[mark]}") for mark in set(got) - wanted]
-    return [f"{mark.line}: {lines[mark.line - 1]}\n  {what}" for mark, what in sorted(missing + other)]
+    return [
+        f"{mark.line}: {lines[mark.line - 1]}\n  {what}" for mark, what in sorted(missing + other)
+    ]
 
 
 def marks(text: str, place: int) -> set[Mark]:
-    """Returns what user code wants of the checker at that place among the marks: mypy's comes first."""
+    """Returns what user code wants of the checker at that place among the marks: mypy's comes
+    first.
+    """
     found = set()
     for number, line in enumerate(text.splitlines(), 1):
         mark = re.search(r"  # (error|reveal): (.*)$", line)
@@ -78,12 +89,20 @@ def marks(text: str, place: int) -> set[Mark]:
 
 def test_an_error_that_is_missing_and_one_that_nobody_wants_are_differences():
     text = "f(1)  # error: call-arg; reportCallIssue\nf(2)\nreveal_type(f)  # reveal: -; int\n"
-    mypys = [Report("a.py", 1, "error", "call-arg", "no"), Report("b.py", 2, "error", "call-arg", "no")]
+    mypys = [
+        Report("a.py", 1, "error", "call-arg", "no"),
+        Report("b.py", 2, "error", "call-arg", "no"),
+    ]
     assert differences(text, 0, mypys, "a.py") == []
     assert differences(text, 0, [], "a.py") == [f"1: {text.splitlines()[0]}\n  wants this error"]
-    (other,) = differences(text, 0, [*mypys, Report("a.py", 2, "error", "attr-defined", "unknown f")], "a.py")
+    (other,) = differences(
+        text, 0, [*mypys, Report("a.py", 2, "error", "attr-defined", "unknown f")], "a.py"
+    )
     assert other == "2: f(2)\n  got error attr-defined: unknown f"
-    pyrights = [Report("a.py", 1, "error", "reportCallIssue", "no"), Report("a.py", 3, "reveal", "str", "str")]
+    pyrights = [
+        Report("a.py", 1, "error", "reportCallIssue", "no"),
+        Report("a.py", 3, "reveal", "str", "str"),
+    ]
     assert [line.partition("\n  ")[2] for line in differences(text, 1, pyrights, "a.py")] == [
         "wants this reveal",
         "got reveal str: str",
@@ -91,18 +110,30 @@ def test_an_error_that_is_missing_and_one_that_nobody_wants_are_differences():
 
 
 def constructors() -> list[str]:
-    """Returns calls of all layers, with their marks: the arguments that `inspect.signature` shows, and another."""
-    lines = ["from typing import Any", "from mpmodules import linen, nnx", "def calls(anything: Any) -> None:"]
+    """Returns calls of all layers, with their marks: the arguments that `inspect.signature` shows,
+    and another.
+    """
+    lines = [
+        "from typing import Any",
+        "from mpmodules import linen, nnx",
+        "def calls(anything: Any) -> None:",
+    ]
     for wing, module in make_stubs.WINGS.items():
         for name in make_stubs.exported_by_us(wing):
             cls = getattr(module, name)
-            if not isinstance(cls, type) or "_upstream_class" not in vars(cls) or name in ("Module", "RNNCellBase"):
+            if (
+                not isinstance(cls, type)
+                or "_upstream_class" not in vars(cls)
+                or name in ("Module", "RNNCellBase")
+            ):
                 continue
             parameters = inspect.signature(cls).parameters.values()
             positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
             # linen's last two are keywords to a type checker, and positions at run time
             places = ", ".join("anything" for name in positional if name not in ("parent", "name"))
-            keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            keywords = [
+                p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            ]
             required = ", ".join(f"{p.name}=anything" for p in keywords if p.default is p.empty)
             alone = ", ".join(f"{p.name}=anything" for p in keywords if p.kind is p.KEYWORD_ONLY)
             lines.append(f"    {wing}.{name}({', '.join(f'{p.name}=anything' for p in keywords)})")

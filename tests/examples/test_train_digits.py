@@ -1,4 +1,6 @@
-"""The main job, on a handful of images: it trains in both wings, reports and plots; bad arguments are one line."""
+"""The main job, on a handful of images: it trains in both wings, reports and plots; bad arguments
+are one line.
+"""
 
 import importlib.util
 import sys
@@ -25,7 +27,12 @@ def job():
 @pytest.fixture
 def few_images(job, monkeypatch):
     data = job.load()
-    few = job.Digits(data.train_images[:128], data.train_labels[:128], data.test_images[:32], data.test_labels[:32])
+    few = job.Digits(
+        data.train_images[:128],
+        data.train_labels[:128],
+        data.test_images[:32],
+        data.test_labels[:32],
+    )
     monkeypatch.setattr(job, "load", lambda: few)
 
 
@@ -71,14 +78,19 @@ def test_half_precision_halves_the_activations_that_backward_keeps(job):
     from mpmodules import linen as nn
     from policy import use_policy
 
-    model, x = nn.Sequential([nn.Dense(24), nn.tanh, nn.Dense(24), nn.tanh, nn.Dense(3)]), jnp.zeros((64, 8))
+    model, x = (
+        nn.Sequential([nn.Dense(24), nn.tanh, nn.Dense(24), nn.tanh, nn.Dense(3)]),
+        jnp.zeros((64, 8)),
+    )
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     apply: Any = model.apply
     saved = {}
     for policy in ("float32", "mixed_bfloat16"):
         with use_policy(policy):
             saved[policy] = job.saved_bytes(lambda p, batch: jnp.sum(apply(p, batch)), params, x)
-    kernels = 2 * (24 * 24 + 24 * 3)  # backward reads the half copies of the kernels; the float32 ones are parameters
+    kernels = 2 * (
+        24 * 24 + 24 * 3
+    )  # backward reads the half copies of the kernels; the float32 ones are parameters
     assert saved["float32"] >= 4 * 2 * 64 * 24  # both tanh outputs
     assert saved["mixed_bfloat16"] - kernels - 2 * 64 * 8 <= saved["float32"] / 2
 
@@ -101,4 +113,15 @@ def test_a_bad_argument_is_one_line(job, arguments, message):
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_a_rule_that_matches_nothing_lists_the_layers(job, few_images, wing, tmp_path):
     with pytest.raises(ValueError, match=r"Rule 'haed' matched no module. Modules seen: .*head"):
-        job.main(["--wing", wing, "--rule", "haed=f32", "--epochs", "1", "--plot", str(tmp_path / "p.png")])
+        job.main(
+            [
+                "--wing",
+                wing,
+                "--rule",
+                "haed=f32",
+                "--epochs",
+                "1",
+                "--plot",
+                str(tmp_path / "p.png"),
+            ]
+        )

@@ -126,7 +126,12 @@ WAY_OUT = f"dtype_policy='{TEXT}'"
 AT_ARGUMENTS = ("dtype=float32", "Delete the argument", "dtype_policy")
 
 LINEN = [
-    Mistake("a policy as dtype", lambda: nn.Dense(4, dtype=TEXT), TypeError, (f"Dense(dtype='{TEXT}')", WAY_OUT)),
+    Mistake(
+        "a policy as dtype",
+        lambda: nn.Dense(4, dtype=TEXT),
+        TypeError,
+        (f"Dense(dtype='{TEXT}')", WAY_OUT),
+    ),
     Mistake(
         "a policy as param_dtype",
         lambda: nn.Embed(4, 4, param_dtype=TEXT),
@@ -134,31 +139,86 @@ LINEN = [
         (f"Embed(param_dtype='{TEXT}')", WAY_OUT),
     ),
     Mistake(
-        "a short dtype", lambda: nn.LayerNorm(dtype="bf16"), TypeError, ("dtype='bf16'", "jnp.bfloat16", "policy=")
+        "a short dtype",
+        lambda: nn.LayerNorm(dtype="bf16"),
+        TypeError,
+        ("dtype='bf16'", "jnp.bfloat16", "policy="),
     ),
     Mistake(
-        "a Policy as dtype", lambda: nn.Conv(4, (3,), dtype=get_policy(TEXT)), TypeError, ("Conv(dtype=", "_policy=")
+        "a Policy as dtype",
+        lambda: nn.Conv(4, (3,), dtype=get_policy(TEXT)),
+        TypeError,
+        ("Conv(dtype=", "_policy="),
     ),
     Mistake(
-        "no dtype at all", lambda: nn.Dense(4, dtype="fp16"), TypeError, ("dtype='fp16'", "jnp.bfloat16", "policy=")
+        "no dtype at all",
+        lambda: nn.Dense(4, dtype="fp16"),
+        TypeError,
+        ("dtype='fp16'", "jnp.bfloat16", "policy="),
     ),
-    Mistake("policy=", lambda: nn.Dense(4, policy=TEXT), TypeError, ("'policy'", f"Dense(..., {WAY_OUT})")),
     Mistake(
-        "dtype_policy misspelt", lambda: nn.GRUCell(4, dtype_polcy="bf16"), TypeError, ("polcy", "dtype_policy='bf16'")
+        "policy=",
+        lambda: nn.Dense(4, policy=TEXT),
+        TypeError,
+        ("'policy'", f"Dense(..., {WAY_OUT})"),
     ),
-    Mistake("policy= of one's own", lambda: Net(policy=TEXT), TypeError, ("'policy'", f"Net(..., {WAY_OUT})")),
-    Mistake("dtype= of one's own", lambda: Net(dtype=TEXT), TypeError, ("'dtype'", f"Net(..., {WAY_OUT})")),
-    Mistake("a policy by position", lambda: Net(TEXT), TypeError, ("positional", f"Net(..., {WAY_OUT})")),
     Mistake(
-        "a dtype as policy", lambda: nn.Dense(4, dtype_policy=jnp.bfloat16), TypeError, ("Dense(dtype_policy=", TEXT)
+        "dtype_policy misspelt",
+        lambda: nn.GRUCell(4, dtype_polcy="bf16"),
+        TypeError,
+        ("polcy", "dtype_policy='bf16'"),
     ),
-    Mistake("a dict as policy", lambda: Net(dtype_policy={"compute": "bf16"}), TypeError, ("Net(dtype_policy={", TEXT)),
     Mistake(
-        "keep_inputs as an argument", lambda: Net(keep_inputs=("x",)), TypeError, ("keep_inputs", "class attribute")
+        "policy= of one's own",
+        lambda: Net(policy=TEXT),
+        TypeError,
+        ("'policy'", f"Net(..., {WAY_OUT})"),
     ),
-    Mistake("keep_inputs as one text", lambda: linen_keeping("time"), TypeError, ("Timed.keep_inputs", "('time',)")),
-    Mistake("keep_inputs misspelt", lambda: linen_keeping(("tiem",)), ValueError, ("'tiem'", "take time, x")),
-    Mistake("keep_params as one text", lambda: linen_keeping_params("scale"), TypeError, ("Scaled.keep_params",)),
+    Mistake(
+        "dtype= of one's own",
+        lambda: Net(dtype=TEXT),
+        TypeError,
+        ("'dtype'", f"Net(..., {WAY_OUT})"),
+    ),
+    Mistake(
+        "a policy by position", lambda: Net(TEXT), TypeError, ("positional", f"Net(..., {WAY_OUT})")
+    ),
+    Mistake(
+        "a dtype as policy",
+        lambda: nn.Dense(4, dtype_policy=jnp.bfloat16),
+        TypeError,
+        ("Dense(dtype_policy=", TEXT),
+    ),
+    Mistake(
+        "a dict as policy",
+        lambda: Net(dtype_policy={"compute": "bf16"}),
+        TypeError,
+        ("Net(dtype_policy={", TEXT),
+    ),
+    Mistake(
+        "keep_inputs as an argument",
+        lambda: Net(keep_inputs=("x",)),
+        TypeError,
+        ("keep_inputs", "class attribute"),
+    ),
+    Mistake(
+        "keep_inputs as one text",
+        lambda: linen_keeping("time"),
+        TypeError,
+        ("Timed.keep_inputs", "('time',)"),
+    ),
+    Mistake(
+        "keep_inputs misspelt",
+        lambda: linen_keeping(("tiem",)),
+        ValueError,
+        ("'tiem'", "take time, x"),
+    ),
+    Mistake(
+        "keep_params as one text",
+        lambda: linen_keeping_params("scale"),
+        TypeError,
+        ("Scaled.keep_params",),
+    ),
     Mistake(
         "keep_params misspelt",
         lambda: linen_keeping_params(("scael",)),
@@ -166,7 +226,10 @@ LINEN = [
         ("Scaled.keep_params", "scael", "It has: scale"),
     ),
     Mistake(
-        "keep_params as an argument", lambda: Net(keep_params=("x",)), TypeError, ("keep_params", "class attribute")
+        "keep_params as an argument",
+        lambda: Net(keep_params=("x",)),
+        TypeError,
+        ("keep_params", "class attribute"),
     ),
     Mistake(
         "dtype against the policy",
@@ -187,19 +250,38 @@ LINEN = [
         ("Dense", "dtype=float8_e4m3fn", "8-bit dot_general"),
     ),
     Mistake(
-        "float64 without x64", lambda: Net(dtype_policy="f64").init(KEY, X), ValueError, ("float64", "jax_enable_x64")
+        "float64 without x64",
+        lambda: Net(dtype_policy="f64").init(KEY, X),
+        ValueError,
+        ("float64", "jax_enable_x64"),
     ),
     Mistake(
-        "a port of a class", lambda: nn.apply_policy(Plain, "bf16"), TypeError, ("class Plain", "make an instance")
+        "a port of a class",
+        lambda: nn.apply_policy(Plain, "bf16"),
+        TypeError,
+        ("class Plain", "make an instance"),
     ),
     Mistake(
-        "a port swapped", lambda: nn.apply_policy("bf16", Plain()), TypeError, ("'bf16'", "apply_policy(model, policy)")
+        "a port swapped",
+        lambda: nn.apply_policy("bf16", Plain()),
+        TypeError,
+        ("'bf16'", "apply_policy(model, policy)"),
     ),
-    Mistake("a port of apply", lambda: nn.apply_policy(Plain().apply, "bf16"), TypeError, ("Module.apply", "(model, ")),
     Mistake(
-        "a port of the other wing", lambda: nn.apply_policy(XNet(rngs()), "bf16"), TypeError, ("XNet", "nnx.apply_p")
+        "a port of apply",
+        lambda: nn.apply_policy(Plain().apply, "bf16"),
+        TypeError,
+        ("Module.apply", "(model, "),
     ),
-    Mistake("a port without a policy", lambda: nn.apply_policy(Plain(), None), TypeError, ("None", TEXT)),
+    Mistake(
+        "a port of the other wing",
+        lambda: nn.apply_policy(XNet(rngs()), "bf16"),
+        TypeError,
+        ("XNet", "nnx.apply_p"),
+    ),
+    Mistake(
+        "a port without a policy", lambda: nn.apply_policy(Plain(), None), TypeError, ("None", TEXT)
+    ),
     Mistake(
         "a port's rule that matches nothing",
         lambda: nn.apply_policy(Plain(), "bf16", {"haed": "f32"}).init(KEY, X),
@@ -216,7 +298,10 @@ LINEN = [
 
 NNX = [
     Mistake(
-        "a policy as dtype", lambda: nnx.Linear(4, 4, dtype=TEXT, rngs=rngs()), TypeError, ("dtype='mixed", WAY_OUT)
+        "a policy as dtype",
+        lambda: nnx.Linear(4, 4, dtype=TEXT, rngs=rngs()),
+        TypeError,
+        ("dtype='mixed", WAY_OUT),
     ),
     Mistake(
         "a policy as param_dtype",
@@ -225,7 +310,10 @@ NNX = [
         (f"Embed(param_dtype='{TEXT}')", WAY_OUT),
     ),
     Mistake(
-        "a short dtype", lambda: nnx.LayerNorm(4, dtype="bf16", rngs=rngs()), TypeError, ("'bf16'", "jnp.bfloat16")
+        "a short dtype",
+        lambda: nnx.LayerNorm(4, dtype="bf16", rngs=rngs()),
+        TypeError,
+        ("'bf16'", "jnp.bfloat16"),
     ),
     Mistake(
         "policy=",
@@ -234,22 +322,53 @@ NNX = [
         ("'policy'", f"Linear(..., {WAY_OUT})"),
     ),
     Mistake(
-        "dtype_policy misspelt", lambda: XNet(rngs(), dtype_polcy="bf16"), TypeError, ("polcy", "dtype_policy='bf16'")
+        "dtype_policy misspelt",
+        lambda: XNet(rngs(), dtype_polcy="bf16"),
+        TypeError,
+        ("polcy", "dtype_policy='bf16'"),
     ),
     Mistake(
-        "policy= of one's own", lambda: XNet(rngs(), policy=TEXT), TypeError, ("'policy'", f"XNet(..., {WAY_OUT})")
+        "policy= of one's own",
+        lambda: XNet(rngs(), policy=TEXT),
+        TypeError,
+        ("'policy'", f"XNet(..., {WAY_OUT})"),
     ),
-    Mistake("dtype= of one's own", lambda: XNet(rngs(), dtype=TEXT), TypeError, ("'dtype'", f"XNet(..., {WAY_OUT})")),
-    Mistake("a policy by position", lambda: XNet(rngs(), TEXT), TypeError, ("positional", f"XNet(..., {WAY_OUT})")),
+    Mistake(
+        "dtype= of one's own",
+        lambda: XNet(rngs(), dtype=TEXT),
+        TypeError,
+        ("'dtype'", f"XNet(..., {WAY_OUT})"),
+    ),
+    Mistake(
+        "a policy by position",
+        lambda: XNet(rngs(), TEXT),
+        TypeError,
+        ("positional", f"XNet(..., {WAY_OUT})"),
+    ),
     Mistake(
         "a tuple as policy",
         lambda: XNet(rngs(), dtype_policy=("f32", "bf16")),
         TypeError,
         ("XNet(dtype_policy=(", TEXT),
     ),
-    Mistake("keep_inputs as one text", lambda: nnx_keeping("time"), TypeError, ("Timed.keep_inputs", "('time',)")),
-    Mistake("keep_inputs misspelt", lambda: nnx_keeping(("tiem",)), ValueError, ("'tiem'", "take time, x")),
-    Mistake("keep_params as one text", lambda: nnx_keeping_params("scale"), TypeError, ("Scaled.keep_params", "tuple")),
+    Mistake(
+        "keep_inputs as one text",
+        lambda: nnx_keeping("time"),
+        TypeError,
+        ("Timed.keep_inputs", "('time',)"),
+    ),
+    Mistake(
+        "keep_inputs misspelt",
+        lambda: nnx_keeping(("tiem",)),
+        ValueError,
+        ("'tiem'", "take time, x"),
+    ),
+    Mistake(
+        "keep_params as one text",
+        lambda: nnx_keeping_params("scale"),
+        TypeError,
+        ("Scaled.keep_params", "tuple"),
+    ),
     Mistake(
         "keep_params misspelt",
         lambda: nnx_keeping_params(("scael",)),
@@ -274,13 +393,36 @@ NNX = [
         ValueError,
         ("XNet", "Build the model first", "apply_policy("),
     ),
-    Mistake("a child from outside", child_from_outside, ValueError, ("Sequential(", "Linear", "Build them inside")),
-    Mistake("a policy set on a model", policy_set_on_a_built_model, ValueError, ("XNet", "'bf16'", "apply_policy(")),
     Mistake(
-        "a policy set in __init__", policy_set_in_the_constructor, ValueError, ("Late", "'bf16'", "dtype_policy='bf16'")
+        "a child from outside",
+        child_from_outside,
+        ValueError,
+        ("Sequential(", "Linear", "Build them inside"),
     ),
-    Mistake("a port of a class", lambda: nnx.apply_policy(XNet, "bf16"), TypeError, ("class XNet", "make an instance")),
-    Mistake("a port swapped", lambda: nnx.apply_policy("bf16", XNet(rngs())), TypeError, ("'bf16'", "(model, policy)")),
+    Mistake(
+        "a policy set on a model",
+        policy_set_on_a_built_model,
+        ValueError,
+        ("XNet", "'bf16'", "apply_policy("),
+    ),
+    Mistake(
+        "a policy set in __init__",
+        policy_set_in_the_constructor,
+        ValueError,
+        ("Late", "'bf16'", "dtype_policy='bf16'"),
+    ),
+    Mistake(
+        "a port of a class",
+        lambda: nnx.apply_policy(XNet, "bf16"),
+        TypeError,
+        ("class XNet", "make an instance"),
+    ),
+    Mistake(
+        "a port swapped",
+        lambda: nnx.apply_policy("bf16", XNet(rngs())),
+        TypeError,
+        ("'bf16'", "(model, policy)"),
+    ),
     Mistake(
         "a port of a state",
         lambda: nnx.apply_policy(flax.nnx.state(XNet(rngs())), "bf16"),
@@ -288,7 +430,10 @@ NNX = [
         ("State", "(model, "),
     ),
     Mistake(
-        "a port of the other wing", lambda: nnx.apply_policy(Plain(), "bf16"), TypeError, ("Plain", "linen.apply_p")
+        "a port of the other wing",
+        lambda: nnx.apply_policy(Plain(), "bf16"),
+        TypeError,
+        ("Plain", "linen.apply_p"),
     ),
     Mistake(
         "a port's rule that matches nothing",

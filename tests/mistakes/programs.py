@@ -1,4 +1,6 @@
-"""Mistakes with whole functions: autocast, audit, compare, suggest, the assertions, losses, and the command line."""
+"""Mistakes with whole functions: autocast, audit, compare, suggest, the assertions, losses, and the
+command line.
+"""
 
 # Wrong calls are the point.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -16,7 +18,7 @@ import optax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import DtypePolicyWarning, audit, autocast, compare, full_precision, losses, suggest
-from policy.inspection.command import main
+from policy.command_line.command import main
 from policy.testing import assert_close_in_ulps, assert_dots_in
 from tests.mistakes.layers import Net, XNet, rngs
 from tests.mistakes.table import Mistake, X
@@ -62,11 +64,33 @@ def nnx_step_under_autocast() -> None:
 
 
 AUTOCAST = [
-    Mistake("a value", lambda: autocast(loss_fn(P), BF16), TypeError, ("autocast", "a function", "Array(")),
-    Mistake("a linen model", lambda: autocast(Net(), BF16), TypeError, ("autocast", "Net", "model.apply")),
-    Mistake("a class", lambda: autocast(XNet, BF16), TypeError, ("autocast", "XNet", "an instance")),
-    Mistake("policy and function swapped", lambda: autocast(BF16, loss_fn), TypeError, ("loss_fn", f"'{BF16}'")),
-    Mistake("a dtype for a policy", lambda: autocast(loss_fn, jnp.bfloat16), TypeError, ("bfloat16", f"'{BF16}'")),
+    Mistake(
+        "a value",
+        lambda: autocast(loss_fn(P), BF16),
+        TypeError,
+        ("autocast", "a function", "Array("),
+    ),
+    Mistake(
+        "a linen model",
+        lambda: autocast(Net(), BF16),
+        TypeError,
+        ("autocast", "Net", "model.apply"),
+    ),
+    Mistake(
+        "a class", lambda: autocast(XNet, BF16), TypeError, ("autocast", "XNet", "an instance")
+    ),
+    Mistake(
+        "policy and function swapped",
+        lambda: autocast(BF16, loss_fn),
+        TypeError,
+        ("loss_fn", f"'{BF16}'"),
+    ),
+    Mistake(
+        "a dtype for a policy",
+        lambda: autocast(loss_fn, jnp.bfloat16),
+        TypeError,
+        ("bfloat16", f"'{BF16}'"),
+    ),
     Mistake(
         "no policy at all",
         lambda: autocast(loss_fn)(P),
@@ -79,7 +103,12 @@ AUTOCAST = [
         ValueError,
         ("'dot'", "allow", "Nearest"),
     ),
-    Mistake("one name for a list", lambda: autocast(loss_fn, BF16, deny="tanh"), TypeError, ("deny", "('tanh',)")),
+    Mistake(
+        "one name for a list",
+        lambda: autocast(loss_fn, BF16, deny="tanh"),
+        TypeError,
+        ("deny", "('tanh',)"),
+    ),
     Mistake(
         "functions for names",
         lambda: autocast(loss_fn, BF16, deny=[jnp.exp]),
@@ -99,10 +128,16 @@ AUTOCAST = [
         ("preset", "'O1'", "'memory'"),
     ),
     Mistake(
-        "params misspelt", lambda: autocast(loss_fn, BF16, params="weights")(P), ValueError, ("'weights'", "params, x")
+        "params misspelt",
+        lambda: autocast(loss_fn, BF16, params="weights")(P),
+        ValueError,
+        ("'weights'", "params, x"),
     ),
     Mistake(
-        "params themselves", lambda: autocast(loss_fn, BF16, params=P), TypeError, ("params", "positions or names")
+        "params themselves",
+        lambda: autocast(loss_fn, BF16, params=P),
+        TypeError,
+        ("params", "positions or names"),
     ),
     Mistake(
         "a rule that matches nothing",
@@ -128,18 +163,46 @@ AUTOCAST = [
         TypeError,
         ("enabled", "'no'", "True or False"),
     ),
-    Mistake("an optimizer inside", step_under_autocast, DtypePolicyWarning, ("TraceState", "around the loss")),
-    Mistake("an nnx optimizer inside", nnx_step_under_autocast, DtypePolicyWarning, ("Optimizer", "around the loss")),
-    Mistake("an island of a value", lambda: full_precision(loss_fn(P)), TypeError, ("full_precision", "a function")),
+    Mistake(
+        "an optimizer inside",
+        step_under_autocast,
+        DtypePolicyWarning,
+        ("TraceState", "around the loss"),
+    ),
+    Mistake(
+        "an nnx optimizer inside",
+        nnx_step_under_autocast,
+        DtypePolicyWarning,
+        ("Optimizer", "around the loss"),
+    ),
+    Mistake(
+        "an island of a value",
+        lambda: full_precision(loss_fn(P)),
+        TypeError,
+        ("full_precision", "a function"),
+    ),
 ]
 
 SHAPES = jax.eval_shape(lambda: P)
 
 INSPECTION = [
-    Mistake("an audit of a value", lambda: audit(loss_fn(P)), TypeError, ("audit", "a function or a module", "Array(")),
-    Mistake("an audit of a linen model", lambda: audit(Net(), X), TypeError, ("audit", "Net", "model.apply")),
     Mistake(
-        "an audit of a jaxpr", lambda: audit(jax.make_jaxpr(loss_fn)(P)), TypeError, ("audit", "a function", "Jaxpr")
+        "an audit of a value",
+        lambda: audit(loss_fn(P)),
+        TypeError,
+        ("audit", "a function or a module", "Array("),
+    ),
+    Mistake(
+        "an audit of a linen model",
+        lambda: audit(Net(), X),
+        TypeError,
+        ("audit", "Net", "model.apply"),
+    ),
+    Mistake(
+        "an audit of a jaxpr",
+        lambda: audit(jax.make_jaxpr(loss_fn)(P)),
+        TypeError,
+        ("audit", "a function", "Jaxpr"),
     ),
     Mistake(
         "gradients by integers",
@@ -148,7 +211,10 @@ INSPECTION = [
         ("backward=True", "floating"),
     ),
     Mistake(
-        "a report as text", lambda: audit(loss_fn, P).save("audit.txt"), ValueError, ("'audit.txt'", ".html or .json")
+        "a report as text",
+        lambda: audit(loss_fn, P).save("audit.txt"),
+        ValueError,
+        ("'audit.txt'", ".html or .json"),
     ),
     Mistake(
         "a comparison of shapes",
@@ -162,14 +228,24 @@ INSPECTION = [
         TypeError,
         ("compare", "Net", "model.apply"),
     ),
-    Mistake("a policy misspelt", lambda: compare(loss_fn, P, policy="fp16"), ValueError, ("'fp16'", "f16")),
+    Mistake(
+        "a policy misspelt",
+        lambda: compare(loss_fn, P, policy="fp16"),
+        ValueError,
+        ("'fp16'", "f16"),
+    ),
     Mistake(
         "gradients of a vector",
         lambda: compare(lambda p: p["b"], P, policy=BF16, backward=True),
         TypeError,
         ("float32[4]", "backward=True"),
     ),
-    Mistake("suggest without a budget", lambda: suggest(loss_fn, P, policy=BF16), TypeError, ("suggest()", "'error'")),
+    Mistake(
+        "suggest without a budget",
+        lambda: suggest(loss_fn, P, policy=BF16),
+        TypeError,
+        ("suggest()", "'error'"),
+    ),
     Mistake(
         "a budget in percent",
         lambda: suggest(loss_fn, P, policy=BF16, error="1%"),
@@ -177,10 +253,16 @@ INSPECTION = [
         ("error", "'1%'", "number"),
     ),
     Mistake(
-        "suggest without a policy", lambda: suggest(loss_fn, P, error=0.1), ValueError, (f"policy='{BF16}'", "half")
+        "suggest without a policy",
+        lambda: suggest(loss_fn, P, error=0.1),
+        ValueError,
+        (f"policy='{BF16}'", "half"),
     ),
     Mistake(
-        "one argument for a tuple", lambda: assert_dots_in(loss_fn, P, "bf16"), TypeError, ("args", "tuple", "a dict")
+        "one argument for a tuple",
+        lambda: assert_dots_in(loss_fn, P, "bf16"),
+        TypeError,
+        ("args", "tuple", "a dict"),
     ),
     Mistake(
         "torch's name of a dtype",
@@ -194,7 +276,12 @@ INSPECTION = [
         AssertionError,
         ("no matmul", "nothing"),
     ),
-    Mistake("arrays of two shapes", lambda: assert_close_in_ulps(X, jnp.ones(3), 1), ValueError, ("(3,)", "(2, 4)")),
+    Mistake(
+        "arrays of two shapes",
+        lambda: assert_close_in_ulps(X, jnp.ones(3), 1),
+        ValueError,
+        ("(3,)", "(2, 4)"),
+    ),
 ]
 
 LOSSES = [
@@ -230,9 +317,17 @@ ARG = ("--arg", "{'w': f32[4,4], 'b': f32[4]}")
 COMMANDS = [
     Mistake("no function", lambda: command("audit", HERE), CommandFailed, (HERE, ":")),
     Mistake(
-        "a function misspelt", lambda: command("audit", f"{HERE}:loss_fm", *ARG), CommandFailed, ("loss_fm", "loss_fn")
+        "a function misspelt",
+        lambda: command("audit", f"{HERE}:loss_fm", *ARG),
+        CommandFailed,
+        ("loss_fm", "loss_fn"),
     ),
-    Mistake("a file that is not there", lambda: command("audit", "trian.py:loss_fn"), CommandFailed, ("trian.py",)),
+    Mistake(
+        "a file that is not there",
+        lambda: command("audit", "trian.py:loss_fn"),
+        CommandFailed,
+        ("trian.py",),
+    ),
     Mistake(
         "a shape misspelt",
         lambda: command("audit", f"{HERE}:loss_fn", "--arg", "f32[4,x]"),
@@ -269,5 +364,10 @@ COMMANDS = [
         CommandFailed,
         ("--params", "--backward"),
     ),
-    Mistake("a command misspelt", lambda: command("adit", f"{HERE}:loss_fn"), CommandFailed, ("'adit'", "audit")),
+    Mistake(
+        "a command misspelt",
+        lambda: command("adit", f"{HERE}:loss_fn"),
+        CommandFailed,
+        ("'adit'", "audit"),
+    ),
 ]

@@ -1,4 +1,6 @@
-"""The table of mistakes: none is silent, and each message names the argument, the value and the way out."""
+"""The table of mistakes: none is silent, and each message names the argument, the value and the way
+out.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def told(row: Mistake) -> str:
                 row.make()
             return "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
         gc.collect()
-    return "\n".join(str(warning.message) for warning in caught if issubclass(warning.category, row.told))
+    return "\n".join(
+        str(warning.message) for warning in caught if issubclass(warning.category, row.told)
+    )
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

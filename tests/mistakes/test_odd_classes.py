@@ -1,4 +1,6 @@
-"""Classes that do not say where they were defined, and other ways to declare a module, behave as all do."""
+"""Classes that do not say where they were defined, and other ways to declare a module, behave as
+all do.
+"""
 
 # Classes made by exec have no type.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -60,7 +62,9 @@ class Norm(nnx.LayerNorm):
 
 
 def executed(source: str, **names: Any) -> dict[str, Any]:
-    """The classes of a source that runs without `__name__` among its globals, as in a notebook's or a test's exec."""
+    """The classes of a source that runs without `__name__` among its globals, as in a notebook's or
+    a test's exec.
+    """
     exec(source, names)
     assert names["Net"].__call__.__module__ is None
     return names
@@ -91,13 +95,19 @@ def test_flax_classes_made_by_exec_are_ported():
 
 
 def test_a_class_made_without_a_class_statement_is_nobody_s_layer():
-    methods = {"setup": lambda self: setattr(self, "layer", nn.Dense(4)), "__call__": lambda self, x: self.layer(x)}
+    methods = {
+        "setup": lambda self: setattr(self, "layer", nn.Dense(4)),
+        "__call__": lambda self, x: self.layer(x),
+    }
     made = types.new_class("Made", (nn.Module,), {}, lambda namespace: namespace.update(methods))
     assert made(dtype_policy="bf16").init_with_output(KEY, X)[0].dtype == jnp.bfloat16
 
 
 def test_a_linen_constructor_keeps_its_signature():
-    ours, theirs = inspect.signature(nn.Dense).parameters, inspect.signature(flax.linen.Dense).parameters
+    ours, theirs = (
+        inspect.signature(nn.Dense).parameters,
+        inspect.signature(flax.linen.Dense).parameters,
+    )
     assert set(ours) - set(theirs) == {"dtype_policy"}
     assert not set(theirs) - set(ours)
 
@@ -138,6 +148,12 @@ def test_keep_inputs_of_a_base_class_may_wait_for_the_methods_of_another():
 
     for cls in (Net, Any_):
         (x, time), _ = cls(dtype_policy="bf16").init_with_output(KEY, X, time=X)
-        assert (x.dtype, time.dtype) == (jnp.bfloat16, jnp.bfloat16)  # kept on the way in, cast on the way out
-    with pytest.raises(ValueError, match=r"Timed\.keep_inputs names 'time', but its public methods take no arguments"):
+        assert (x.dtype, time.dtype) == (
+            jnp.bfloat16,
+            jnp.bfloat16,
+        )  # kept on the way in, cast on the way out
+    with pytest.raises(
+        ValueError,
+        match=r"Timed\.keep_inputs names 'time', but its public methods take no arguments",
+    ):
         Timed()

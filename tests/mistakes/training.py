@@ -75,7 +75,8 @@ def donated() -> None:
     stepped(params, state)
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------
+# --- gradients
+# --------------------------------------------------------------------------------------------------
 
 SHOULD_RETURN = "should return a floating scalar"
 
@@ -92,17 +93,41 @@ GRADIENTS = [
         TypeError,
         ("argnums", "a dict", "(params, batch)"),
     ),
-    Mistake("a policy by position", lambda: value_and_grad(loss_fn, BF16), TypeError, (f"'{BF16}'", "policy=")),
     Mistake(
-        "a name for argnums", lambda: value_and_grad(loss_fn, argnums="params"), TypeError, ("argnums", "'params'")
+        "a policy by position",
+        lambda: value_and_grad(loss_fn, BF16),
+        TypeError,
+        (f"'{BF16}'", "policy="),
     ),
     Mistake(
-        "argnums beyond the call", lambda: value_and_grad(loss_fn, argnums=2)(P, X), TypeError, ("argnums=2", "has 2")
+        "a name for argnums",
+        lambda: value_and_grad(loss_fn, argnums="params"),
+        TypeError,
+        ("argnums", "'params'"),
     ),
-    Mistake("params by keyword", lambda: value_and_grad(loss_fn)(params=P), TypeError, ("argnums=0", "by position")),
-    Mistake("a dtype for grads", lambda: value_and_grad(loss_fn, grads="bf16"), ValueError, ("'bf16'", "'compute'")),
     Mistake(
-        "has_aux forgotten", lambda: value_and_grad(lambda p: (loss_fn(p), p))(P), TypeError, ("tuple", "has_aux=True")
+        "argnums beyond the call",
+        lambda: value_and_grad(loss_fn, argnums=2)(P, X),
+        TypeError,
+        ("argnums=2", "has 2"),
+    ),
+    Mistake(
+        "params by keyword",
+        lambda: value_and_grad(loss_fn)(params=P),
+        TypeError,
+        ("argnums=0", "by position"),
+    ),
+    Mistake(
+        "a dtype for grads",
+        lambda: value_and_grad(loss_fn, grads="bf16"),
+        ValueError,
+        ("'bf16'", "'compute'"),
+    ),
+    Mistake(
+        "has_aux forgotten",
+        lambda: value_and_grad(lambda p: (loss_fn(p), p))(P),
+        TypeError,
+        ("tuple", "has_aux=True"),
     ),
     Mistake(
         "has_aux without aux",
@@ -123,7 +148,10 @@ GRADIENTS = [
         ("float32[2]", "the mean"),
     ),
     Mistake(
-        "a loss that is not returned", lambda: value_and_grad(lambda p: None)(P), TypeError, ("NoneType", SHOULD_RETURN)
+        "a loss that is not returned",
+        lambda: value_and_grad(lambda p: None)(P),
+        TypeError,
+        ("NoneType", SHOULD_RETURN),
     ),
     Mistake(
         "an integer among the params",
@@ -175,7 +203,10 @@ GRADIENTS = [
     ),
 ]
 
-HANDS = ("ScaledGradients", "apply_gradients")  # what is said of scaled gradients in the wrong hands
+HANDS = (
+    "ScaledGradients",
+    "apply_gradients",
+)  # what is said of scaled gradients in the wrong hands
 
 SCALED = [
     Mistake("to optax.adam", lambda: update(optax.adam(1e-3)), TypeError, HANDS),
@@ -187,13 +218,19 @@ SCALED = [
         HANDS,
     ),
     Mistake("to lamb", lambda: update(optax.lamb(1e-3)), TypeError, HANDS),
-    Mistake("to MultiSteps", lambda: update(optax.MultiSteps(optax.sgd(1e-3), 2)), TypeError, HANDS),
+    Mistake(
+        "to MultiSteps", lambda: update(optax.MultiSteps(optax.sgd(1e-3), 2)), TypeError, HANDS
+    ),
     Mistake("to optax.tree.norm", lambda: optax.tree.norm(scaled()), TypeError, HANDS),
-    Mistake("to optax.tree.norm under jit", lambda: jax.jit(optax.tree.norm)(scaled()), TypeError, HANDS),
+    Mistake(
+        "to optax.tree.norm under jit", lambda: jax.jit(optax.tree.norm)(scaled()), TypeError, HANDS
+    ),
     Mistake("to optax.apply_updates", lambda: optax.apply_updates(P, scaled()), ValueError, HANDS),
     Mistake(
         "to a plain TrainState",
-        lambda: TrainState.create(apply_fn=loss_fn, params=P, tx=optax.adam(1e-3)).apply_gradients(grads=scaled()),
+        lambda: TrainState.create(apply_fn=loss_fn, params=P, tx=optax.adam(1e-3)).apply_gradients(
+            grads=scaled()
+        ),
         TypeError,
         HANDS,
     ),
@@ -207,9 +244,17 @@ SCALED = [
     Mistake("in a loop", lambda: list(scaled()), TypeError, HANDS),
     Mistake("as NumPy", lambda: np.asarray(scaled()), TypeError, HANDS),
     Mistake("mapped over", lambda: jax.tree.map(lambda g: g * 2, scaled()), TypeError, HANDS),
-    Mistake("mapped over with params", lambda: jax.tree.map(jnp.subtract, P, scaled()), ValueError, HANDS),
     Mistake(
-        "unscaled by hand", lambda: StaticLossScale(1024.0).unscale(scaled()), TypeError, ("loss_scale.unscale", *HANDS)
+        "mapped over with params",
+        lambda: jax.tree.map(jnp.subtract, P, scaled()),
+        ValueError,
+        HANDS,
+    ),
+    Mistake(
+        "unscaled by hand",
+        lambda: StaticLossScale(1024.0).unscale(scaled()),
+        TypeError,
+        ("loss_scale.unscale", *HANDS),
     ),
     Mistake(
         "inside of a tree",
@@ -219,7 +264,8 @@ SCALED = [
     ),
 ]
 
-# --- the step --------------------------------------------------------------------------------------------------------
+# --- the step
+# --------------------------------------------------------------------------------------------------
 
 _ORDER = ("tx", "params", "state", "grads")
 
@@ -293,7 +339,12 @@ STEPS = [
         ValueError,
         ("params/b", "tx.init(params)"),
     ),
-    Mistake("donated buffers again", donated, ValueError, ("params was donated", "(b)", "step(params, opt_state")),
+    Mistake(
+        "donated buffers again",
+        donated,
+        ValueError,
+        ("params was donated", "(b)", "step(params, opt_state"),
+    ),
     Mistake(
         "update without params",
         lambda: tx().update(P, tx().init(P)),
@@ -310,12 +361,23 @@ WRAPPER = [
         ("tx", "str", "comes second"),
     ),
     Mistake(
-        "a transform that is not made", lambda: mixed_precision(optax.adam, BF16), TypeError, ("tx", "call it, adam(")
+        "a transform that is not made",
+        lambda: mixed_precision(optax.adam, BF16),
+        TypeError,
+        ("tx", "call it, adam("),
     ),
     Mistake(
-        "a dtype as policy", lambda: mixed_precision(optax.adam(1e-3), jnp.bfloat16), TypeError, ("bfloat16", BF16)
+        "a dtype as policy",
+        lambda: mixed_precision(optax.adam(1e-3), jnp.bfloat16),
+        TypeError,
+        ("bfloat16", BF16),
     ),
-    Mistake("wrapped twice", lambda: mixed_precision(tx(), BF16), ValueError, ("mixed_precision already", "wrap once")),
+    Mistake(
+        "wrapped twice",
+        lambda: mixed_precision(tx(), BF16),
+        ValueError,
+        ("mixed_precision already", "wrap once"),
+    ),
     Mistake(
         "wrapped inside",
         lambda: mixed_precision(optax.chain(optax.clip(1.0), tx()), BF16).init(P),
@@ -323,19 +385,44 @@ WRAPPER = [
         ("mixed_precision already", "outermost"),
     ),
     Mistake(
-        "loss_scale misspelt", lambda: tx(loss_scale="dynamc"), ValueError, ("loss_scale", "'dynamc'", "'dynamic'")
+        "loss_scale misspelt",
+        lambda: tx(loss_scale="dynamc"),
+        ValueError,
+        ("loss_scale", "'dynamc'", "'dynamic'"),
     ),
-    Mistake("loss_scale switched on", lambda: tx(loss_scale=True), TypeError, ("loss_scale", "True", "'dynamic'")),
+    Mistake(
+        "loss_scale switched on",
+        lambda: tx(loss_scale=True),
+        TypeError,
+        ("loss_scale", "True", "'dynamic'"),
+    ),
     Mistake(
         "the class of a loss scale",
         lambda: tx(loss_scale=DynamicLossScale),
         TypeError,
         ("DynamicLossScale", "make one"),
     ),
-    Mistake("a text in a loss scale", lambda: StaticLossScale("dynamic"), ValueError, ("'dynamic'", "loss_scale=")),
-    Mistake("a loss scale of NaN", lambda: tx(loss_scale=float("nan")), ValueError, ("loss_scale", "nan", "positive")),
-    Mistake("a period of 0", lambda: DynamicLossScale(period=0), ValueError, ("period", "at least 1", "0")),
-    Mistake("a factor of 1", lambda: DynamicLossScale(factor=1), ValueError, ("factor", "above 1", "1")),
+    Mistake(
+        "a text in a loss scale",
+        lambda: StaticLossScale("dynamic"),
+        ValueError,
+        ("'dynamic'", "loss_scale="),
+    ),
+    Mistake(
+        "a loss scale of NaN",
+        lambda: tx(loss_scale=float("nan")),
+        ValueError,
+        ("loss_scale", "nan", "positive"),
+    ),
+    Mistake(
+        "a period of 0",
+        lambda: DynamicLossScale(period=0),
+        ValueError,
+        ("period", "at least 1", "0"),
+    ),
+    Mistake(
+        "a factor of 1", lambda: DynamicLossScale(factor=1), ValueError, ("factor", "above 1", "1")
+    ),
     Mistake(
         "a dtype for masters",
         lambda: tx(master_weights="float32"),
@@ -343,7 +430,10 @@ WRAPPER = [
         ("master_weights", "'float32'", "'full'"),
     ),
     Mistake(
-        "chance without a key", lambda: tx(master_weights="stochastic"), ValueError, ("'stochastic'", "key=jax.random")
+        "chance without a key",
+        lambda: tx(master_weights="stochastic"),
+        ValueError,
+        ("'stochastic'", "key=jax.random"),
     ),
     Mistake(
         "a seed for a key",
@@ -351,18 +441,28 @@ WRAPPER = [
         TypeError,
         ("key", "int", "jax.random.key(0)"),
     ),
-    Mistake("a key for nothing", lambda: tx(key=KEY), ValueError, ("key", "'auto'", "leave it out")),
+    Mistake(
+        "a key for nothing", lambda: tx(key=KEY), ValueError, ("key", "'auto'", "leave it out")
+    ),
     Mistake(
         "remainders of float16",
-        lambda: mixed_precision(optax.adam(1e-3), "float16", loss_scale=2.0, master_weights="remainder").init(HALF),
+        lambda: mixed_precision(
+            optax.adam(1e-3), "float16", loss_scale=2.0, master_weights="remainder"
+        ).init(HALF),
         ValueError,
         ("'remainder'", "float16", "'auto'"),
     ),
     Mistake(
-        "a policy for moments", lambda: tx(moment_dtype=BF16), ValueError, ("moment_dtype", f"'{BF16}'", "bfloat16")
+        "a policy for moments",
+        lambda: tx(moment_dtype=BF16),
+        ValueError,
+        ("moment_dtype", f"'{BF16}'", "bfloat16"),
     ),
     Mistake(
-        "a moment misspelt", lambda: tx(moment_dtype={"nue": "bf16"}).init(P), ValueError, ("'nue'", "count, mu, nu")
+        "a moment misspelt",
+        lambda: tx(moment_dtype={"nue": "bf16"}).init(P),
+        ValueError,
+        ("'nue'", "count, mu, nu"),
     ),
     Mistake(
         "a moment that never decays",
@@ -370,7 +470,12 @@ WRAPPER = [
         ValueError,
         ("'nu'", "0.999", "key="),
     ),
-    Mistake("a clip of 0", lambda: tx(clip_global_norm=0), ValueError, ("clip_global_norm", "positive", "0")),
+    Mistake(
+        "a clip of 0",
+        lambda: tx(clip_global_norm=0),
+        ValueError,
+        ("clip_global_norm", "positive", "0"),
+    ),
     Mistake(
         "a dynamic scale that never looks",
         lambda: tx(loss_scale="dynamic", skip_nonfinite=False),
@@ -378,12 +483,28 @@ WRAPPER = [
         ("skip_nonfinite=False", "leave it True"),
     ),
     Mistake(
-        "an integer param", lambda: tx().init({"n": jnp.arange(3)}), ValueError, ("n is int32", "Keep such leaves")
+        "an integer param",
+        lambda: tx().init({"n": jnp.arange(3)}),
+        ValueError,
+        ("n is int32", "Keep such leaves"),
     ),
-    Mistake("a PRNG key as param", lambda: tx().init({"key": KEY}), ValueError, ("key is key<", "such leaves out")),
-    Mistake("a Python number as param", lambda: tx().init({"w": 1.0}), ValueError, ("w is float", "floating arrays")),
     Mistake(
-        "8-bit params", lambda: tx().init({"w": jnp.ones(3, jnp.float8_e4m3fn)}), ValueError, ("w is float8", "16 bits")
+        "a PRNG key as param",
+        lambda: tx().init({"key": KEY}),
+        ValueError,
+        ("key is key<", "such leaves out"),
+    ),
+    Mistake(
+        "a Python number as param",
+        lambda: tx().init({"w": 1.0}),
+        ValueError,
+        ("w is float", "floating arrays"),
+    ),
+    Mistake(
+        "8-bit params",
+        lambda: tx().init({"w": jnp.ones(3, jnp.float8_e4m3fn)}),
+        ValueError,
+        ("w is float8", "16 bits"),
     ),
     Mistake(
         "NumPy's float64",
@@ -392,9 +513,17 @@ WRAPPER = [
         ("w is float64", "cast_floating(", "enable_x64"),
     ),
     Mistake(
-        "shapes for params", lambda: tx().init(jax.eval_shape(lambda: P)), ValueError, ("b, w", "eval_shape(tx.init")
+        "shapes for params",
+        lambda: tx().init(jax.eval_shape(lambda: P)),
+        ValueError,
+        ("b, w", "eval_shape(tx.init"),
     ),
-    Mistake("no params", lambda: tx().init({}), UserWarning, ("without any array", "variables['params']")),
+    Mistake(
+        "no params",
+        lambda: tx().init({}),
+        UserWarning,
+        ("without any array", "variables['params']"),
+    ),
     Mistake(
         "running statistics as params",
         lambda: tx().init({"params": P, "batch_stats": {"mean": jnp.zeros(4)}}),
@@ -419,7 +548,12 @@ WRAPPER = [
         ValueError,
         ("MixedPrecisionState", "master_params(params, opt_state)"),
     ),
-    Mistake("resync swapped", lambda: resync(tx().init(P), P), TypeError, ("dict", "resync(params, opt_state)")),
+    Mistake(
+        "resync swapped",
+        lambda: resync(tx().init(P), P),
+        TypeError,
+        ("dict", "resync(params, opt_state)"),
+    ),
     Mistake(
         "convert swapped",
         lambda: convert(P, tx().init(P), to=tx()),
@@ -440,7 +574,8 @@ WRAPPER = [
     ),
 ]
 
-# --- microbatches and devices ----------------------------------------------------------------------------------------
+# --- microbatches and devices
+# ----------------------------------------------------------------------------------------
 
 DEVICES = [
     Mistake(
@@ -450,7 +585,12 @@ DEVICES = [
         ("multiple of 3", "(10, 4)"),
     ),
     Mistake("no microbatches", lambda: split_batch(X, 0), ValueError, ("count", "at least 1", "0")),
-    Mistake("split_batch swapped", lambda: split_batch(2, X), ValueError, ("count", "split_batch(batch, count)")),
+    Mistake(
+        "split_batch swapped",
+        lambda: split_batch(2, X),
+        ValueError,
+        ("count", "split_batch(batch, count)"),
+    ),
     Mistake(
         "a scalar in the batch",
         lambda: split_batch({"n": jnp.float32(1)}, 2),
@@ -506,7 +646,10 @@ DEVICES = [
         ("int8", "floating"),
     ),
     Mistake(
-        "state_shardings swapped", lambda: state_shardings(P, tx()), TypeError, ("dict", "state_shardings(tx, params)")
+        "state_shardings swapped",
+        lambda: state_shardings(P, tx()),
+        TypeError,
+        ("dict", "state_shardings(tx, params)"),
     ),
     Mistake(
         "params that lie nowhere",
@@ -514,6 +657,16 @@ DEVICES = [
         ValueError,
         ("w has None", "device_put"),
     ),
-    Mistake("a stage misspelt", lambda: collectives_of(loss_fn, P, stage="trace"), ValueError, ("'trace'", "'traced'")),
-    Mistake("the result of a step", lambda: collectives_of(loss_fn(P)), TypeError, ("collectives_of", "a function")),
+    Mistake(
+        "a stage misspelt",
+        lambda: collectives_of(loss_fn, P, stage="trace"),
+        ValueError,
+        ("'trace'", "'traced'"),
+    ),
+    Mistake(
+        "the result of a step",
+        lambda: collectives_of(loss_fn(P)),
+        TypeError,
+        ("collectives_of", "a function"),
+    ),
 ]

@@ -1,4 +1,6 @@
-"""Models of both wings on eight devices, beside one. `test_eight_devices.py` runs this file where there are eight."""
+"""Models of both wings on eight devices, beside one. `test_eight_devices.py` runs this file where
+there are eight.
+"""
 
 import functools
 from typing import Any
@@ -65,7 +67,9 @@ class Linen(nn.Module):
 
 
 def linen_step(place):
-    """One step of the linen model; `place` says where params become each device's own: nowhere, in the loss, before."""
+    """One step of the linen model; `place` says where params become each device's own: nowhere, in
+    the loss, before.
+    """
 
     def loss_fn(params, batch):
         x, y = batch
@@ -75,7 +79,9 @@ def linen_step(place):
         return lax.pmean(loss, "data") if place == "in the loss" else loss
 
     def step(params, state, x, y):
-        fn = value_and_grad(loss_fn, policy=POLICY, loss_scale=loss_scale_of(state), grads="compute")
+        fn = value_and_grad(
+            loss_fn, policy=POLICY, loss_scale=loss_scale_of(state), grads="compute"
+        )
         if place == "before":
             loss, grads = accumulate_gradients(fn, vary(params, "data"), split_batch((x, y), 2))
             loss, grads = lax.pmean(loss, "data"), all_reduce(grads, "data", "bfloat16")
@@ -91,7 +97,9 @@ def on_each_device(step, arrays, *, check_vma=True):
     """`step` under jit and shard_map: `arrays` replicated arguments, then a batch that is split."""
     specs = (*[EVERYWHERE] * arrays, SPLIT, SPLIT)
     outputs = (EVERYWHERE,) * (arrays + 1)
-    return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=outputs, check_vma=check_vma))
+    return jax.jit(
+        jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=outputs, check_vma=check_vma)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +113,19 @@ def linen_truth(linen_params):
     return curve(jax.jit(linen_step("nowhere")), linen_params, TX.init(linen_params))[0]
 
 
-@pytest.mark.parametrize(("place", "check_vma"), [("before", True), ("before", False), ("in the loss", True)])
-def test_a_linen_model_under_shard_map_trains_as_on_one_device(linen_params, linen_truth, place, check_vma):
+@pytest.mark.parametrize(
+    ("place", "check_vma"), [("before", True), ("before", False), ("in the loss", True)]
+)
+def test_a_linen_model_under_shard_map_trains_as_on_one_device(
+    linen_params, linen_truth, place, check_vma
+):
     step = on_each_device(linen_step(place), 2, check_vma=check_vma)
     state = TX.init(linen_params)
     shapes = [leaf.shape for leaf in jax.tree.leaves(linen_params)]
     found = of_arrays(collectives_of(step, linen_params, state, X, Y))
-    assert found == sorted(("bfloat16", shape) for shape in shapes if shape != (1,))  # each param's gradient, once
+    assert found == sorted(
+        ("bfloat16", shape) for shape in shapes if shape != (1,)
+    )  # each param's gradient, once
     losses, (params, state) = curve(step, linen_params, state)
     assert losses[-1] < losses[0]
     np.testing.assert_allclose(losses, linen_truth, rtol=2**-7)
@@ -170,7 +184,9 @@ def nnx_truth():
     """The losses on one device, and the statistics of BatchNorm after the first step."""
     graphdef, params, rest = nnx.split(nnx_model(), nnx.Param, ...)
     step = jax.jit(nnx_step(graphdef))
-    return curve(step, params, rest, TX.init(params))[0], step(params, rest, TX.init(params), X, Y)[1]
+    return curve(step, params, rest, TX.init(params))[0], step(params, rest, TX.init(params), X, Y)[
+        1
+    ]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -189,13 +205,19 @@ def test_an_nnx_model_under_shard_map_trains_as_on_one_device(check_vma):
     assert after.count == len(losses)
     np.testing.assert_allclose(losses, truth, rtol=2**-7)
     statistics = step(params, rest, state, X, Y)[1]  # of the whole batch, before any weight differs
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), statistics, true_statistics)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        statistics,
+        true_statistics,
+    )
 
 
 def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
     model = nnx_model()
     params: Any = nnx.state(model, nnx.Param)
-    shardings: Any = jax.tree.map(lambda p: NamedSharding(MESH, SPLIT if p.shape[0] == 16 else EVERYWHERE), params)
+    shardings: Any = jax.tree.map(
+        lambda p: NamedSharding(MESH, SPLIT if p.shape[0] == 16 else EVERYWHERE), params
+    )
     nnx.update(model, jax.device_put(params, shardings))
     optimizer: Any = nnx.Optimizer(model, TX, wrt=nnx.Param)
     places = state_shardings(TX, nnx.state(model, nnx.Param))
@@ -220,13 +242,17 @@ def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_no_gradient_gathers_activations(kind):
-    """Along explicit axes too, what crosses has the shapes of params: a bias's gradient is summed where it lies."""
+    """Along explicit axes too, what crosses has the shapes of params: a bias's gradient is summed
+    where it lies.
+    """
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh), use_policy(POLICY):
         model: Any = Linen()
         variables = jax.jit(model.init)(jax.random.key(0), X)
         x = jax.device_put(X, NamedSharding(mesh, SPLIT))
-        found = collectives_of(jax.grad(lambda variables, x: model.apply(variables, x).mean()), variables, x)
+        found = collectives_of(
+            jax.grad(lambda variables, x: model.apply(variables, x).mean()), variables, x
+        )
     assert {c.operation for c in found} == {"all-reduce"}
     sizes = {leaf.size for leaf in jax.tree.leaves(variables)}
     assert {c.size for c in found} <= sizes and max(sizes) < 32 * 16  # an activation's

@@ -30,11 +30,15 @@ class Projection(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP by hand, around Flax's LayerNorm, Dense and Dropout; branches are added by `lax.add`."""
+    """Attention and an MLP by hand, around Flax's LayerNorm, Dense and Dropout; branches are added
+    by `lax.add`.
+    """
 
     @nn.compact
     def __call__(self, x, _=None):
-        x = x + nn.Dense(16, name="out")(attention(Projection(48, name="qkv")(nn.LayerNorm(name="norm")(x))))
+        x = x + nn.Dense(16, name="out")(
+            attention(Projection(48, name="qkv")(nn.LayerNorm(name="norm")(x)))
+        )
         y = jax.nn.relu(Projection(32, name="up")(x))
         y = nn.Dropout(0.25, deterministic=not self.has_rng("dropout"))(y)
         return jax.lax.add(x, Projection(16, name="down")(y)), None
@@ -61,7 +65,9 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        scan = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        scan = nn.scan(
+            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
         return scan(name="layers")(x)[0]
 
 

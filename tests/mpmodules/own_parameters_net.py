@@ -1,4 +1,6 @@
-"""A language model of hand-written layers in both wings: rotary attention, gated MLP, experts and RMSNorm."""
+"""A language model of hand-written layers in both wings: rotary attention, gated MLP, experts and
+RMSNorm.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,23 @@ init = jax.nn.initializers.lecun_normal()
 SHAPES = {
     "attention": {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)},
     "mlp": {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)},
-    "experts": {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)},
+    "experts": {
+        "router": (WIDTH, EXPERTS),
+        "up": (EXPERTS, WIDTH, HIDDEN),
+        "down": (EXPERTS, HIDDEN, WIDTH),
+    },
 }
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Rotates the halves of (B, T, N, H) by the position; tables are float32, the result is as x is."""
+    """Rotates the halves of (B, T, N, H) by the position; tables are float32, the result is as x
+    is.
+    """
     frequencies = jnp.exp(-0.3 * jnp.arange(x.shape[-1] // 2, dtype=jnp.float32))
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None] * frequencies[None, None, None]
+    angles = (
+        jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None]
+        * frequencies[None, None, None]
+    )
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
@@ -34,7 +45,9 @@ def attention(x: jax.Array, qkv: Any, out: Any) -> jax.Array:
     heads = (x @ qkv).reshape(*x.shape[:-1], HEADS, -1)
     q, k, v = jnp.split(heads, 3, -1)
     logits = jnp.einsum("btnh,bsnh->bnts", rotated(q), rotated(k))
-    return jnp.einsum("bnts,bsnh->btnh", policy.reductions.softmax(logits), v).reshape(x.shape) @ out
+    return (
+        jnp.einsum("bnts,bsnh->btnh", policy.reductions.softmax(logits), v).reshape(x.shape) @ out
+    )
 
 
 def mlp(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
@@ -55,7 +68,9 @@ FUNCTIONS = {"attention": attention, "mlp": mlp, "experts": experts}
 
 
 def by_hand(params: Any, ids: jax.Array, dtype: Any) -> jax.Array:
-    """The same model with its dtypes threaded by hand: parameters are cast at their uses, norms run in float32."""
+    """The same model with its dtypes threaded by hand: parameters are cast at their uses, norms run
+    in float32.
+    """
     cast = functools.partial(jax.tree.map, lambda array: array.astype(dtype))
     x = cast(params["table"])[ids] + cast(params["position"])[None]
     for name, function in FUNCTIONS.items():
@@ -65,9 +80,9 @@ def by_hand(params: Any, ids: jax.Array, dtype: Any) -> jax.Array:
     return (x @ cast(params["table"]).T).astype(jnp.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # linen
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class LinenNorm(linen.Module):
@@ -98,9 +113,9 @@ class LinenModel(linen.Module):
         return x @ table.T
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # nnx
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class NnxNorm(nnx.Module):

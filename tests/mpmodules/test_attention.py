@@ -51,14 +51,22 @@ def test_weights_are_exact_to_float32_with_grouped_heads(dtype, key_heads):
         (128, 16, "float16", False),
     ],
 )
-def test_queries_are_scaled_in_place_of_logits_where_that_rounds_nothing(length, width, half, is_ahead):
+def test_queries_are_scaled_in_place_of_logits_where_that_rounds_nothing(
+    length, width, half, is_ahead
+):
     query, key = (jnp.asarray(RNG.normal(size=(1, length, 1, width)), half) for _ in range(2))
     weigh = attention.dot_product_attention_weights
-    products = [e.outvars[0].aval.shape for e in jax.make_jaxpr(weigh)(query, key).eqns if e.primitive.name == "mul"]
+    products = [
+        e.outvars[0].aval.shape
+        for e in jax.make_jaxpr(weigh)(query, key).eqns
+        if e.primitive.name == "mul"
+    ]
     assert products == [query.shape if is_ahead else (1, 1, length, length)]
     np.testing.assert_allclose(weigh(query, key), exact_weights(query, key), rtol=2e-5, atol=1e-6)
     masked = jax.make_jaxpr(functools.partial(weigh, is_causal=True))(query, key)
-    assert [e.outvars[0].aval.shape for e in masked.eqns if e.primitive.name == "mul"] == [(1, 1, length, length)]
+    assert [e.outvars[0].aval.shape for e in masked.eqns if e.primitive.name == "mul"] == [
+        (1, 1, length, length)
+    ]
 
 
 def test_bias_mask_and_causality():
@@ -70,7 +78,9 @@ def test_bias_mask_and_causality():
     weights = attention.dot_product_attention_weights(
         query, key, bias=jnp.asarray(bias), mask=jnp.asarray(mask), is_causal=True
     )
-    np.testing.assert_allclose(weights, exact_weights(query, key, bias, allowed), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        weights, exact_weights(query, key, bias, allowed), rtol=2e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -79,7 +89,9 @@ def test_a_row_without_keys_is_uniform_forward_and_finite_backward(half):
     mask = jnp.ones((1, 1, 3, 5), bool).at[..., 1, :].set(False)
 
     def weights(query):
-        return attention.dot_product_attention_weights(query, key, mask=mask, bias=jnp.full((1, 1, 1, 1), -1e30))
+        return attention.dot_product_attention_weights(
+            query, key, mask=mask, bias=jnp.full((1, 1, 1, 1), -1e30)
+        )
 
     np.testing.assert_allclose(weights(query)[:, :, 1], 0.2, rtol=1e-6)
     assert bool(jnp.isfinite(jax.grad(lambda q: weights(q).sum())(query).astype(jnp.float32)).all())
@@ -89,7 +101,9 @@ def test_values_are_summed_by_weight_with_grouped_heads():
     weights = jnp.asarray(RNG.random(size=(2, 4, 3, 5)), jnp.float32)
     value = qkv("float32", key_heads=2)[2]
     expected = np.einsum("bhqk,bkhd->bqhd", weights, np.repeat(value, 2, axis=-2))
-    np.testing.assert_allclose(attention.weighted_values(weights, value), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        attention.weighted_values(weights, value), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -98,16 +112,21 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"q, k, v must have same rank, but got 4, 3, 4\."):
         check(query, key[0], value)
     with pytest.raises(
-        ValueError, match=r"q, k, v batch dims must match, but got shapes \(2, 3, 4, 8\), \(1, 5, 4, 8\)"
+        ValueError,
+        match=r"q, k, v batch dims must match, but got shapes \(2, 3, 4, 8\), \(1, 5, 4, 8\)",
     ):
         check(query, key[:1], value)
     with pytest.raises(ValueError, match=r"k, v lengths must match, but got 5 and 4\."):
         check(query, key, value[:, :4])
     with pytest.raises(ValueError, match=r"q, k depths must match, but got 8 and 7\."):
         attention.dot_product_attention_weights(query, key[..., :7])
-    with pytest.raises(ValueError, match=r"Query heads \(4\) must be a multiple of key heads \(3\)\."):
+    with pytest.raises(
+        ValueError, match=r"Query heads \(4\) must be a multiple of key heads \(3\)\."
+    ):
         attention.dot_product_attention_weights(query, key[..., :3, :])
-    with pytest.raises(ValueError, match=r"Query heads \(4\) must be a multiple of value heads \(3\)\."):
+    with pytest.raises(
+        ValueError, match=r"Query heads \(4\) must be a multiple of value heads \(3\)\."
+    ):
         check(query, key, value[..., :3, :])
 
 
@@ -120,11 +139,14 @@ def test_dropout_keeps_the_mean_and_checks_its_arguments():
     assert bool((shared == shared[:1, :1]).all())
     with pytest.raises(ValueError, match=r"dropout_rate must be in the range \[0, 1\), got 1\.0\."):
         attention.dropout(weights, 1.0, broadcast=True, batch_axes=1, rng=jax.random.key(0))
-    with pytest.raises(ValueError, match="dropout_rng is required when dropout_rate > 0 and deterministic=False"):
+    with pytest.raises(
+        ValueError, match="dropout_rng is required when dropout_rate > 0 and deterministic=False"
+    ):
         attention.dropout(weights, 0.5, broadcast=True, batch_axes=1, rng=None)
 
 
-# --- gradients and what they keep -----------------------------------------------------------------------------------
+# --- gradients and what they keep
+# -----------------------------------------------------------------------------------
 
 
 def exact_gradients(query, key, value, cotangent):
@@ -142,7 +164,10 @@ def exact_gradients(query, key, value, cotangent):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_gradients_are_float64s_to_a_few_roundings(half):
-    (query, key, value), cotangent = qkv(half, length=6), jnp.asarray(RNG.normal(size=(2, 3, 4, 8)), half)
+    (query, key, value), cotangent = (
+        qkv(half, length=6),
+        jnp.asarray(RNG.normal(size=(2, 3, 4, 8)), half),
+    )
 
     def loss(query, key, value):
         y = linen.dot_product_attention(query, key, value)
@@ -180,7 +205,9 @@ def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
     wide = [leaf.shape for leaf in kept if leaf.dtype == jnp.float32]
     assert wide == [(2, 3, 4, 1)]  # the sums of the exponentials
     assert {leaf.dtype.name for leaf in kept} <= {"bfloat16", "bool", "float32"}
-    assert sum(leaf.shape[-2:] == (3, 5) for leaf in kept if leaf.dtype == jnp.bfloat16) == 1  # Flax: 2
+    assert (
+        sum(leaf.shape[-2:] == (3, 5) for leaf in kept if leaf.dtype == jnp.bfloat16) == 1
+    )  # Flax: 2
     assert [leaf.shape for leaf in kept if leaf.dtype == bool] == ([(2, 1, 3, 5)] if masked else [])
 
 
@@ -208,7 +235,8 @@ def test_linen_takes_grouped_heads(dtype):
     )
 
 
-# --- the fused kernel -----------------------------------------------------------------------------------------------
+# --- the fused kernel
+# --------------------------------------------------------------------------------------------------
 
 
 class Device:
@@ -243,9 +271,17 @@ def kernel(monkeypatch):
 def test_the_fused_kernel_is_picked_and_agrees(kernel, wing, half, with_mask):
     function = WINGS[wing].dot_product_attention
     query, key, value = qkv(half, queries=4, length=6, batch=(2, 3))
-    mask = jnp.asarray(RNG.random(size=(2, 3, 1, 1, 6)) > 0.3).at[..., 0].set(True) if with_mask else None
+    mask = (
+        jnp.asarray(RNG.random(size=(2, 3, 1, 1, 6)) > 0.3).at[..., 0].set(True)
+        if with_mask
+        else None
+    )
     fused = function(query, key, value, mask=mask)
-    assert kernel[0]["shapes"][0] == (6, 4, 4, 8) and fused.shape == query.shape and fused.dtype == query.dtype
+    assert (
+        kernel[0]["shapes"][0] == (6, 4, 4, 8)
+        and fused.shape == query.shape
+        and fused.dtype == query.dtype
+    )
     assert (kernel[0]["mask"] is None) is not with_mask
     plain = function(query, key, value, mask=mask, implementation="xla")
     assert len(kernel) == 1
@@ -258,8 +294,12 @@ def test_bias_and_causality_reach_the_kernel(kernel):
     bias = jnp.asarray(RNG.normal(size=(4, 4, 4)), "bfloat16")  # (heads, queries, keys)
     fused = nnx.dot_product_attention(query, key, value, bias=bias, is_causal=True)
     assert kernel[0]["is_causal"] and kernel[0]["bias"].shape == (1, 4, 4, 4)
-    plain = nnx.dot_product_attention(query, key, value, bias=bias[None], is_causal=True, implementation="xla")
-    np.testing.assert_allclose(np.asarray(fused, np.float32), np.asarray(plain, np.float32), atol=0.02)
+    plain = nnx.dot_product_attention(
+        query, key, value, bias=bias[None], is_causal=True, implementation="xla"
+    )
+    np.testing.assert_allclose(
+        np.asarray(fused, np.float32), np.asarray(plain, np.float32), atol=0.02
+    )
 
 
 PICKED_NOT: dict[str, dict[str, Any]] = {
@@ -290,19 +330,23 @@ def test_the_fused_kernel_is_not_picked_for_what_it_can_not_do(kernel, wing, wha
         ("", 64, False),
     ],
 )
-def test_the_fused_kernel_is_picked_by_device_and_width(kernel, monkeypatch, capability, width, fits):
+def test_the_fused_kernel_is_picked_by_device_and_width(
+    kernel, monkeypatch, capability, width, fits
+):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(capability)])
     x = jax.ShapeDtypeStruct((1, 4, 2, width), jnp.bfloat16)
     jax.eval_shape(lambda x: linen.dot_product_attention(x, x, x), x)
     assert bool(kernel) is fits
 
 
-def test_the_fused_kernel_is_not_picked_for_odd_lengths_with_a_mask_several_devices_float32_or_wider_reductions(
+def test_the_fused_kernel_is_not_picked_for_masked_odd_lengths_several_devices_or_wide_reductions(
     kernel, monkeypatch
 ):
     x = jax.ShapeDtypeStruct((1, 3, 2, 8), jnp.bfloat16)
     even = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.bfloat16)
-    jax.eval_shape(lambda x: linen.dot_product_attention(x, x, x, mask=jnp.ones((1, 1, 1, 3), bool)), x)
+    jax.eval_shape(
+        lambda x: linen.dot_product_attention(x, x, x, mask=jnp.ones((1, 1, 1, 3), bool)), x
+    )
     jax.eval_shape(lambda x: linen.dot_product_attention(x, x, x), even.update(dtype=jnp.float32))
     with monkeypatch.context() as patch:
         patch.setattr(jax, "device_count", lambda: 8)
@@ -318,7 +362,9 @@ def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(ke
 
     def call(**options):
         if wing == "linen":
-            return linen.MultiHeadDotProductAttention(2, **options).init_with_output(jax.random.key(0), x)[0]
+            return linen.MultiHeadDotProductAttention(2, **options).init_with_output(
+                jax.random.key(0), x
+            )[0]
         return nnx.MultiHeadAttention(2, 16, decode=False, rngs=flax_nnx.Rngs(0), **options)(x)
 
     function = WINGS[wing].dot_product_attention
@@ -332,10 +378,16 @@ def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(ke
 def test_an_implementation_that_can_not_do_what_is_asked_is_refused():
     query, key, value = qkv("bfloat16")
     for function in (wing.dot_product_attention for wing in WINGS.values()):
-        with pytest.raises(ValueError, match="should be None, 'xla', 'cudnn' or 'splash', but got 'flash'"):
+        with pytest.raises(
+            ValueError, match="should be None, 'xla', 'cudnn' or 'splash', but got 'flash'"
+        ):
             function(query, key, value, implementation="flash")
-        with pytest.raises(ValueError, match=r"implementation='cudnn' can't do dropout, a precision\. Leave it out"):
-            function(query, key, value, implementation="cudnn", dropout_rate=0.5, precision="highest")
+        with pytest.raises(
+            ValueError, match=r"implementation='cudnn' can't do dropout, a precision\. Leave it out"
+        ):
+            function(
+                query, key, value, implementation="cudnn", dropout_rate=0.5, precision="highest"
+            )
         with pytest.raises(ValueError, match="implementation='cudnn' can't do float32 queries"):
             function(*qkv("float32"), implementation="cudnn")
     refused = pytest.raises(ValueError, match="can't do reduction_dtype=float64")
@@ -346,7 +398,9 @@ def test_an_implementation_that_can_not_do_what_is_asked_is_refused():
 def test_without_a_gpu_float32_is_flaxs_program():
     x = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)
     for ours, theirs in ((linen, flax_linen), (nnx, flax_nnx)):
-        programs = [jax.jit(w.dot_product_attention).lower(x, x, x).as_text() for w in (ours, theirs)]
+        programs = [
+            jax.jit(w.dot_product_attention).lower(x, x, x).as_text() for w in (ours, theirs)
+        ]
         assert programs[0] == programs[1]
 
 
@@ -359,5 +413,7 @@ def test_arrays_are_whole_within_shard_map_only():
         seen.append(fused_attention._one_shard())
         return x
 
-    jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x")), jnp.ones(1))
+    jax.eval_shape(
+        jax.shard_map(body, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x")), jnp.ones(1)
+    )
     assert seen == [True]

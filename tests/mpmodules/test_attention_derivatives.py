@@ -1,4 +1,5 @@
-"""`attention.dot_product_attention` beside float64: first derivatives in both modes, and second ones.
+"""`attention.dot_product_attention` beside float64: first derivatives in both modes, and second
+ones.
 
 Truth is the formula in numpy, differentiated by central differences.
 """
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from mpmodules.attention import dot_product_attention
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 RNG = np.random.default_rng(0)
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 3, 5, 4, 8
@@ -26,12 +27,16 @@ CASES: dict[str, dict[str, Any]] = {
     "mask": {"mask": True},
     "causal, grouped, with a bias": {"is_causal": True, "key_heads": 2, "bias": True},
     "precision": {"precision": "highest"},
-    "a precision for each operand": {"precision": (jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT)},
+    "a precision for each operand": {
+        "precision": (jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT)
+    },
 }
 Operands = tuple[Any, ...]  # queries, keys, values, and the bias where there is one
 
 
-def case(half: str, key_heads: int = HEADS, bias: bool = False, mask: bool = False, **options: Any) -> Any:
+def case(
+    half: str, key_heads: int = HEADS, bias: bool = False, mask: bool = False, **options: Any
+) -> Any:
     """Operands, and the other arguments. The mask leaves the second query of every head no key."""
     shapes = [(BATCH, QUERIES, HEADS, WIDTH), *[(BATCH, KEYS, key_heads, WIDTH)] * 2]
     operands = [jnp.asarray(RNG.normal(size=shape), half) for shape in shapes]
@@ -70,12 +75,18 @@ def wide(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
-def directional(function: Callable[..., Any], at: Operands, towards: Operands, step: float = 1e-5) -> Any:
-    high, low = (function(*(x + by * t for x, t in zip(at, towards, strict=True))) for by in (step, -step))
+def directional(
+    function: Callable[..., Any], at: Operands, towards: Operands, step: float = 1e-5
+) -> Any:
+    high, low = (
+        function(*(x + by * t for x, t in zip(at, towards, strict=True))) for by in (step, -step)
+    )
     return jax.tree.map(lambda high, low: (high - low) / (2 * step), high, low)
 
 
-def gradients(function: Callable[..., np.ndarray], at: Operands, weights: np.ndarray, step: float = 1e-5) -> list[Any]:
+def gradients(
+    function: Callable[..., np.ndarray], at: Operands, weights: np.ndarray, step: float = 1e-5
+) -> list[Any]:
     found = [np.zeros(x.shape) for x in at]
     for i, slopes in enumerate(found):
         for index in np.ndindex(slopes.shape):
@@ -91,10 +102,14 @@ def assert_near(found: Any, true: np.ndarray, roundings: float, half: str) -> No
     assert error <= roundings * float(jnp.finfo(half).eps) / 2
 
 
-@pytest.mark.parametrize(("name", "half"), [*((name, "float16") for name in CASES), ("plain", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "half"), [*((name, "float16") for name in CASES), ("plain", "bfloat16")]
+)
 def test_values_and_both_modes_of_derivative_are_those_of_float64(name, half):
     at, options = case(half, **CASES[name])
-    tangents, cotangent = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), (at, at[0]))
+    tangents, cotangent = jax.tree.map(
+        lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), (at, at[0])
+    )
 
     @jax.jit
     def run(at: Any, tangents: Any, cotangent: Any) -> Any:
@@ -106,7 +121,9 @@ def test_values_and_both_modes_of_derivative_are_those_of_float64(name, half):
     assert y.dtype == tangent.dtype == half
     assert_near(y, truth(*wide(at)), 2, half)  # of the exponentials, and of the result
     assert_near(tangent, directional(truth, wide(at), wide(tangents)), 8, half)
-    for operand, found, true in zip(at, cotangents, gradients(truth, wide(at), wide(cotangent)), strict=True):
+    for operand, found, true in zip(
+        at, cotangents, gradients(truth, wide(at), wide(cotangent)), strict=True
+    ):
         assert found.dtype == operand.dtype
         assert_near(found, true, 8, half)  # of weights, cotangents and products, in sums
 
@@ -115,7 +132,9 @@ def test_values_and_both_modes_of_derivative_are_those_of_float64(name, half):
 def test_second_derivatives_are_those_of_float64(name):
     half = "float16"
     at, options = case(half, **CASES[name])
-    tangents, cotangent = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), (at, at[0]))
+    tangents, cotangent = jax.tree.map(
+        lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), (at, at[0])
+    )
     every = tuple(range(len(at)))
 
     def loss(*at: Any) -> jax.Array:
@@ -126,7 +145,9 @@ def test_second_derivatives_are_those_of_float64(name):
 
     def along_slope(*at: Any) -> jax.Array:
         slopes = jax.grad(loss, every)(*at)
-        return sum(jnp.sum((s * t).astype(jnp.float32)) for s, t in zip(slopes, tangents, strict=True))  # pyright: ignore
+        return sum(
+            jnp.sum((s * t).astype(jnp.float32)) for s, t in zip(slopes, tangents, strict=True)
+        )  # pyright: ignore
 
     @jax.jit
     def products(at: Any) -> Any:
@@ -162,10 +183,18 @@ def test_batches_are_attended_one_at_a_time():
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *(("bias", shape) for shape in ((BATCH, HEADS, 1, KEYS), (1, HEADS, QUERIES, KEYS), (1, 1, QUERIES, 1))),
+        *(
+            ("bias", shape)
+            for shape in ((BATCH, HEADS, 1, KEYS), (1, HEADS, QUERIES, KEYS), (1, 1, QUERIES, 1))
+        ),
         *(
             ("mask", shape)
-            for shape in ((BATCH, HEADS, 1, KEYS), (HEADS, QUERIES, KEYS), (QUERIES, KEYS), (1, 1, KEYS))
+            for shape in (
+                (BATCH, HEADS, 1, KEYS),
+                (HEADS, QUERIES, KEYS),
+                (QUERIES, KEYS),
+                (1, 1, KEYS),
+            )
         ),
     ],
 )
@@ -174,19 +203,32 @@ def test_grouped_heads_take_a_bias_and_a_mask_of_every_shape(name, shape):
     given = RNG.normal(size=shape) if name == "bias" else RNG.random(size=shape) > 0.3
     options = {name: jnp.asarray(given, jnp.float32 if name == "bias" else bool)}
     repeated = (at[0], *(jnp.repeat(x, HEADS // 2, axis=-2) for x in at[1:]))
-    assert_near(dot_product_attention(*at, **options), wide(dot_product_attention(*repeated, **options)), 1, "bfloat16")
+    assert_near(
+        dot_product_attention(*at, **options),
+        wide(dot_product_attention(*repeated, **options)),
+        1,
+        "bfloat16",
+    )
 
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_a_bias_or_mask_of_key_heads_is_refused(name):
     at, _ = case("bfloat16", key_heads=2)
-    with pytest.raises((ValueError, TypeError), match=r"[Ii]ncompatible (shapes|types) for broadcasting"):
+    with pytest.raises(
+        (ValueError, TypeError), match=r"[Ii]ncompatible (shapes|types) for broadcasting"
+    ):
         dot_product_attention(*at, **{name: jnp.ones((1, 2, QUERIES, KEYS))})
 
 
 def test_the_weights_of_grouped_heads_are_not_reshaped():
     at, _ = case("bfloat16", key_heads=2)
     loss = lambda *at: jnp.sum(ours({"is_causal": True})(*at).astype(jnp.float32))  # noqa: E731
-    sites = [site for site in walk(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*at)) if site.name == "reshape"]
+    sites = [
+        site
+        for site in walk(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*at))
+        if site.name == "reshape"
+    ]
     results = [site.equation.outvars[0].aval.shape for site in sites]
-    assert results and not [shape for shape in results if len(shape) > 1 and shape[-1] == KEYS and shape[-2] == QUERIES]
+    assert results and not [
+        shape for shape in results if len(shape) > 1 and shape[-1] == KEYS and shape[-2] == QUERIES
+    ]

@@ -1,4 +1,6 @@
-"""autocast goes by what a program computes: ten models make the same programs whatever their modules are called."""
+"""autocast goes by what a program computes: ten models make the same programs whatever their
+modules are called.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from flax import nnx as flax_nnx
 from jax import lax
 
 import mpmodules.nnx  # noqa: F401  # names nnx modules
-from policy.amp import autocast
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
+from policy.autocast.transform import autocast
 
 Names = tuple[str, ...]
 # In one order, so that renaming doesn't move parameters about.
@@ -62,7 +64,9 @@ def of_nnx(x: Any = X) -> Callable[[Any], Any]:
                         setattr(self, name, layer)
 
                 def __call__(self, x: Any) -> Any:
-                    return forward([getattr(self, name) for name, _ in zip(names, layers, strict=False)], x)
+                    return forward(
+                        [getattr(self, name) for name, _ in zip(names, layers, strict=False)], x
+                    )
 
             return (lambda model, x: model(x)), Model(), x
 
@@ -74,13 +78,17 @@ def of_nnx(x: Any = X) -> Callable[[Any], Any]:
 
 @linen(IMAGE, mutable="batch_stats")
 def conv_and_batch_norm(names: Names, x: Any) -> Any:
-    x = nn.relu(nn.BatchNorm(use_running_average=False, name=names[1])(nn.Conv(8, (3, 3), name=names[0])(x)))
+    x = nn.relu(
+        nn.BatchNorm(use_running_average=False, name=names[1])(nn.Conv(8, (3, 3), name=names[0])(x))
+    )
     return nn.Dense(4, name=names[2])(x.mean((1, 2)))
 
 
 @linen(IMAGE)
 def evaluated_batch_norm(names: Names, x: Any) -> Any:
-    x = nn.relu(nn.BatchNorm(use_running_average=True, name=names[1])(nn.Conv(8, (3, 3), name=names[0])(x)))
+    x = nn.relu(
+        nn.BatchNorm(use_running_average=True, name=names[1])(nn.Conv(8, (3, 3), name=names[0])(x))
+    )
     return nn.Dense(4, name=names[2])(x.mean((1, 2)))
 
 
@@ -110,7 +118,9 @@ class ByHand(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        scale, bias = (self.param(name, nn.initializers.ones, (1, 1, 8)) for name in ("scale", "shift"))
+        scale, bias = (
+            self.param(name, nn.initializers.ones, (1, 1, 8)) for name in ("scale", "shift")
+        )
         if self.normalises:
             x = (x - x.mean(-1, keepdims=True)) * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
         return x * scale + bias
@@ -129,13 +139,19 @@ def scanned_blocks(names: Names, x: Any) -> Any:
         def __call__(self, x: Any, _: Any) -> Any:
             return x + nn.tanh(nn.Dense(8, name=names[1])(nn.LayerNorm(name=names[0])(x))), None
 
-    blocks = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    blocks = nn.scan(
+        nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )
     return blocks(name=names[2])(x, None)[0]
 
 
 @of_nnx()
 def nnx_batch_norm(rngs: Any) -> Any:
-    layers = [flax_nnx.Linear(8, 8, rngs=rngs), flax_nnx.BatchNorm(8, rngs=rngs), flax_nnx.Linear(8, 4, rngs=rngs)]
+    layers = [
+        flax_nnx.Linear(8, 8, rngs=rngs),
+        flax_nnx.BatchNorm(8, rngs=rngs),
+        flax_nnx.Linear(8, 4, rngs=rngs),
+    ]
     return layers, lambda layers, x: layers[2](jax.nn.relu(layers[1](layers[0](x))))
 
 
@@ -185,11 +201,17 @@ def program(model: str, kind: str, names: Names) -> list[Any]:
     }
     if is_nnx:
         graph, state = flax_nnx.split(params)
-        jaxpr = jax.make_jaxpr(lambda state: programs[kind](flax_nnx.merge(graph, state, copy=True), x))(state)
+        jaxpr = jax.make_jaxpr(
+            lambda state: programs[kind](flax_nnx.merge(graph, state, copy=True), x)
+        )(state)
     else:
         jaxpr = jax.make_jaxpr(programs[kind])(params, x)
     return [
-        (site.name, site.inside, *(str(v.aval) for v in (*site.equation.invars, *site.equation.outvars)))
+        (
+            site.name,
+            site.inside,
+            *(str(v.aval) for v in (*site.equation.invars, *site.equation.outvars)),
+        )
         for site in walk(jaxpr)
     ]
 

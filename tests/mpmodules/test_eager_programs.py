@@ -1,4 +1,6 @@
-"""Eager calls of layers compile about as many programs as Flax's own do for the same lines, and repeated ones none."""
+"""Eager calls of layers compile about as many programs as Flax's own do for the same lines, and
+repeated ones none.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def linen_lines(mod: Any, make: Callable[[Any], Any], dtype: Any) -> None:
     params = variables.pop("params")
 
     def loss(params: Any, x: Any) -> jax.Array:
-        return sum_of_squares(layer.apply({"params": params, **variables}, x, mutable=["batch_stats"])[0])
+        return sum_of_squares(
+            layer.apply({"params": params, **variables}, x, mutable=["batch_stats"])[0]
+        )
 
     jax.grad(loss, argnums=(0, 1))(params, x)
 
@@ -78,7 +82,9 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_eager_calls_compile_about_as_many_programs_as_flax_s(case):
     wing, make, dtype = CASES[case]
-    ours, theirs, lines = (linen, flax.linen, linen_lines) if wing == "linen" else (nnx, flax.nnx, nnx_lines)
+    ours, theirs, lines = (
+        (linen, flax.linen, linen_lines) if wing == "linen" else (nnx, flax.nnx, nnx_lines)
+    )
     with jax.numpy_dtype_promotion("standard"):  # Flax's promote
         first, again = programs(lambda: lines(theirs, make, dtype), None)
     found, found_again = programs(lambda: lines(ours, make, dtype), POLICY)

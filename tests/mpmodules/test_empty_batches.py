@@ -1,4 +1,6 @@
-"""A BatchNorm that sees no element, or whose mask keeps none, leaves its running statistics as they were."""
+"""A BatchNorm that sees no element, or whose mask keeps none, leaves its running statistics as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,30 @@ X = np.asarray(np.random.default_rng(0).normal(2, 3, (4, 5, FEATURES)), np.float
 NONE_KEPT = {"all": np.zeros((4, 5, FEATURES), bool), "rows": np.zeros((4, 1, 1), bool)}
 
 
-def step(wing: str, x: Any, policy: str | None, mask: Any = None, flax: bool = False, **options: Any) -> dict[str, Any]:
-    """Returns a training call's result, its running statistics, and the gradients of a sum of squares, in float32."""
+def step(
+    wing: str, x: Any, policy: str | None, mask: Any = None, flax: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Returns a training call's result, its running statistics, and the gradients of a sum of
+    squares, in float32.
+    """
     given: dict[str, Any] = {} if policy is None else {"dtype_policy": policy}
     scale, bias = jnp.full(FEATURES, 1.5), jnp.full(FEATURES, 0.1)
 
     def linen_call(scale: Any, bias: Any, x: Any) -> tuple[Any, Any]:
-        layer = (flax_linen if flax else linen).BatchNorm(use_running_average=False, **options, **given)
-        variables = {"params": {"scale": scale, "bias": bias}, "batch_stats": {"mean": MEAN, "var": VARIANCE}}
+        layer = (flax_linen if flax else linen).BatchNorm(
+            use_running_average=False, **options, **given
+        )
+        variables = {
+            "params": {"scale": scale, "bias": bias},
+            "batch_stats": {"mean": MEAN, "var": VARIANCE},
+        }
         y, updated = layer.apply(variables, x, mask=mask, mutable=["batch_stats"])
         return y, updated["batch_stats"]
 
     def nnx_call(scale: Any, bias: Any, x: Any) -> tuple[Any, Any]:
-        layer = (flax_nnx if flax else nnx).BatchNorm(FEATURES, rngs=flax_nnx.Rngs(0), **options, **given)
+        layer = (flax_nnx if flax else nnx).BatchNorm(
+            FEATURES, rngs=flax_nnx.Rngs(0), **options, **given
+        )
         for name, value in {"scale": scale, "bias": bias, "mean": MEAN, "var": VARIANCE}.items():
             getattr(layer, name).set_value(jnp.asarray(value))
         y = layer(x, use_running_average=False, mask=mask)
@@ -61,7 +74,9 @@ def test_an_empty_batch_leaves_running_statistics_as_they_were(wing, policy, dty
     assert_kept(step(wing, jnp.zeros((0, FEATURES), dtype), policy))
 
 
-@pytest.mark.parametrize("options", [{"use_fast_variance": True}, {"use_fast_variance": False}, {"momentum": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"use_fast_variance": True}, {"use_fast_variance": False}, {"momentum": 0.0}]
+)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_an_empty_batch_changes_nothing_whatever_the_options(wing, options):
     assert_kept(step(wing, jnp.zeros((4, 0, FEATURES), jnp.bfloat16), "mixed_bfloat16", **options))
@@ -69,7 +84,11 @@ def test_an_empty_batch_changes_nothing_whatever_the_options(wing, options):
 
 def test_an_empty_batch_changes_nothing_where_the_layer_has_a_dtype_of_its_own():
     with pytest.warns(UserWarning, match="dtype"):
-        assert_kept(step("linen", jnp.zeros((0, FEATURES), jnp.bfloat16), "mixed_bfloat16", dtype=jnp.float32))
+        assert_kept(
+            step(
+                "linen", jnp.zeros((0, FEATURES), jnp.bfloat16), "mixed_bfloat16", dtype=jnp.float32
+            )
+        )
 
 
 @pytest.mark.parametrize("mask", NONE_KEPT)
@@ -79,7 +98,9 @@ def test_a_mask_that_keeps_nothing_normalises_by_the_running_statistics(wing, po
     dtype = "bfloat16" if "bfloat16" in policy else "float32"
     found = step(wing, jnp.asarray(X, dtype), policy, mask=NONE_KEPT[mask])
     assert_kept(found)
-    expected = (np.asarray(jnp.asarray(X, dtype), np.float32) - MEAN) / np.sqrt(VARIANCE + 1e-5) * 1.5 + 0.1
+    expected = (np.asarray(jnp.asarray(X, dtype), np.float32) - MEAN) / np.sqrt(
+        VARIANCE + 1e-5
+    ) * 1.5 + 0.1
     np.testing.assert_allclose(found["y"], expected, rtol=1e-2, atol=2e-2)
 
 
@@ -90,7 +111,9 @@ def test_a_feature_of_which_a_mask_keeps_nothing_keeps_its_statistics(wing):
     found = step(wing, jnp.asarray(X), "float32", mask=mask)
     assert all(np.isfinite(value).all() for value in found.values())
     assert (found["mean"][1], found["var"][1]) == (MEAN[1], VARIANCE[1])
-    np.testing.assert_allclose(found["mean"][0], 0.99 * MEAN[0] + 0.01 * X[..., 0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        found["mean"][0], 0.99 * MEAN[0] + 0.01 * X[..., 0].mean(), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -109,7 +132,10 @@ def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
     mask[1], mask[2] = False, False
 
     def everywhere(x: Any, mask: Any) -> dict[str, Any]:
-        call = jax.vmap(lambda x, mask: step(wing, x, "float32", mask=mask, axis_name="devices"), axis_name="devices")
+        call = jax.vmap(
+            lambda x, mask: step(wing, x, "float32", mask=mask, axis_name="devices"),
+            axis_name="devices",
+        )
         return {name: np.asarray(value) for name, value in call(x[:, None], mask[:, None]).items()}
 
     found, expected = everywhere(X, mask), everywhere(X[[0, 3]], mask[[0, 3]])

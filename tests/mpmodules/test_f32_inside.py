@@ -21,11 +21,22 @@ BOTH = [("f32", "float32"), ("f32_inside", "bfloat16"), ("float32_inside", "bflo
 
 def test_the_policy_is_a_value_with_a_text_form() -> None:
     policy = get_policy("f32_inside")
-    assert policy == Policy("f32", "f32", "caller") == get_policy(str(policy)) == get_policy(policy.short)
-    assert str(policy) == "params=float32,compute=float32,output=caller" and policy.short == "p=f32,c=f32,o=caller"
+    assert (
+        policy
+        == Policy("f32", "f32", "caller")
+        == get_policy(str(policy))
+        == get_policy(policy.short)
+    )
+    assert (
+        str(policy) == "params=float32,compute=float32,output=caller"
+        and policy.short == "p=f32,c=f32,o=caller"
+    )
     assert policy != get_policy("f32") and pickle.loads(pickle.dumps(policy)) == policy
     assert policy.output_dtype == jnp.float32 and policy.follows_caller
-    assert policy.replace(compute_dtype="bf16").follows_caller and not policy.with_output_dtype("f32").follows_caller
+    assert (
+        policy.replace(compute_dtype="bf16").follows_caller
+        and not policy.with_output_dtype("f32").follows_caller
+    )
     with pytest.raises(ValueError, match="Unknown dtype 'caller'"):
         get_policy("p=caller")
 
@@ -42,7 +53,11 @@ class LinenNet(linen.Module):
 
 class NnxNet(nnx.Module):
     def __init__(self, note: Any, rngs: nnx.Rngs) -> None:
-        self.note, self.inner, self.head = note, nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+        self.note, self.inner, self.head = (
+            note,
+            nnx.Linear(4, 4, rngs=rngs),
+            nnx.Linear(4, 3, rngs=rngs),
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.inner(x)
@@ -82,7 +97,9 @@ class Step(linen.Module):
 
 
 def _promoted(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dtype = max(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)  # as arithmetic does without strict promotion
+    dtype = max(
+        x.dtype, y.dtype, key=lambda dtype: dtype.itemsize
+    )  # as arithmetic does without strict promotion
     return x.astype(dtype), y.astype(dtype)
 
 
@@ -95,8 +112,14 @@ class Scanned(linen.Module):
 
 def test_a_scans_carry_keeps_its_dtype_and_its_error_names_the_rule_in_linen() -> None:
     with use_policy("mixed_bfloat16", {"steps/inner": "f32_inside"}):
-        assert jax.eval_shape(lambda: Scanned().init_with_output(jax.random.key(0), X)[0]).dtype == jnp.float32
-    with use_policy("mixed_bfloat16", {"steps/inner": "f32"}), pytest.raises(TypeError, match="carry") as error:
+        assert (
+            jax.eval_shape(lambda: Scanned().init_with_output(jax.random.key(0), X)[0]).dtype
+            == jnp.float32
+        )
+    with (
+        use_policy("mixed_bfloat16", {"steps/inner": "f32"}),
+        pytest.raises(TypeError, match="carry") as error,
+    ):
         jax.eval_shape(lambda: Scanned().init(jax.random.key(0), X))
     _names_the_rule(error.value, "'steps/inner' (returns float32 by rule 'steps/inner')")
 
@@ -119,7 +142,9 @@ class NnxScanned(nnx.Module):
 
 
 def test_a_scans_carry_keeps_its_dtype_and_its_error_names_the_rule_in_nnx() -> None:
-    model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32_inside"})
+    model = nnx.apply_policy(
+        NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32_inside"}
+    )
     assert model(X).dtype == jnp.float32
     model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32"})
     with pytest.raises(TypeError, match="carry") as error:

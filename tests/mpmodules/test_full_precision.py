@@ -45,7 +45,11 @@ class LinenIsland(linen.Module):
 
 class NnxIsland(nnx.Module):
     def __init__(self, note: Any, rngs: nnx.Rngs) -> None:
-        self.note, self.w, self.norm = note, nnx.Param(jnp.ones((4, 4))), nnx.LayerNorm(4, rngs=rngs)
+        self.note, self.w, self.norm = (
+            note,
+            nnx.Param(jnp.ones((4, 4))),
+            nnx.LayerNorm(4, rngs=rngs),
+        )
         self.a, self.b, self.c = (nnx.Linear(4, 4, rngs=rngs) for _ in range(3))
         self.half = nnx.Linear(4, 4, rngs=rngs, dtype_policy="bfloat16")
 
@@ -91,7 +95,9 @@ def test_an_audit_knows_that_an_island_was_asked_for(wing: str) -> None:
         model = LinenIsland(lambda *_: None, dtype_policy="mixed_bfloat16")
         report = policy.audit(model.apply, model.init(jax.random.key(0), X), X, backward=True)
     else:
-        report = policy.audit(NnxIsland(lambda *_: None, nnx.Rngs(0), dtype_policy="mixed_bfloat16"), X, backward=True)
+        report = policy.audit(
+            NnxIsland(lambda *_: None, nnx.Rngs(0), dtype_policy="mixed_bfloat16"), X, backward=True
+        )
     assert report.findings == ()
 
 

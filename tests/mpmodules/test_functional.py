@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpmodules import functional
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 RNG = np.random.default_rng(0)
 HALVES = ("bfloat16", "float16")
@@ -23,14 +23,21 @@ def matmul(lhs, rhs, **kwargs):
 def dots(fn, *args):
     """(operand dtypes, result dtype) of every matmul in `fn`'s jaxpr."""
     sites = walk(jax.make_jaxpr(fn)(*args))
-    equations = [site.equation for site in sites if site.name in ("dot_general", "conv_general_dilated")]
-    return [(tuple(v.aval.dtype.name for v in e.invars), e.outvars[0].aval.dtype.name) for e in equations]
+    equations = [
+        site.equation for site in sites if site.name in ("dot_general", "conv_general_dilated")
+    ]
+    return [
+        (tuple(v.aval.dtype.name for v in e.invars), e.outvars[0].aval.dtype.name)
+        for e in equations
+    ]
 
 
 def test_half_and_wider():
     assert functional.is_half(jnp.bfloat16) and functional.is_half("float16")
     assert not functional.is_half(jnp.float32) and not functional.is_half(jnp.int8)
-    assert functional.is_wider(jnp.float32, jnp.bfloat16) and not functional.is_wider(jnp.float16, jnp.bfloat16)
+    assert functional.is_wider(jnp.float32, jnp.bfloat16) and not functional.is_wider(
+        jnp.float16, jnp.bfloat16
+    )
 
 
 def test_widen_never_narrows_and_leaves_other_things_alone():
@@ -42,7 +49,8 @@ def test_widen_never_narrows_and_leaves_other_things_alone():
     assert functional.widen(None, jnp.float32) is None
 
 
-# --- accumulating ---------------------------------------------------------------------------------------------------
+# --- accumulating
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -62,7 +70,9 @@ def test_an_accumulating_matmul_returns_float32_and_differentiates_on_half_opera
     a, b = (np.asarray(x, np.float64) for x in (lhs, rhs))
     np.testing.assert_allclose(run(lhs, rhs), a @ b, rtol=1e-5, atol=1e-5)
     tolerance = 4 * float(jnp.finfo(half).eps) * np.abs(2 * a @ b).max() * np.abs(b).max()
-    np.testing.assert_allclose(np.asarray(gradients[0], np.float64), 2 * a @ b @ b.T, atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(gradients[0], np.float64), 2 * a @ b @ b.T, atol=tolerance
+    )
 
 
 def test_an_accumulating_matmul_has_forward_mode_vmap_and_second_derivatives():
@@ -81,7 +91,9 @@ def test_accumulating_stand_ins_are_values():
         functional.accumulating_conv,
         functional.accumulating_einsum,
     ):
-        assert make("float32") == make(jnp.float32) and hash(make("float32")) == hash(make(jnp.float32))
+        assert make("float32") == make(jnp.float32) and hash(make("float32")) == hash(
+            make(jnp.float32)
+        )
         assert make("float32") != make("float64")
     assert functional.accumulating_conv("float32") != functional.accumulating_dot_general("float32")
 
@@ -95,7 +107,9 @@ def test_accumulating_stand_ins_take_what_the_originals_take():
         padding="SAME",
         dimension_numbers=("NHC", "HIO", "NHC"),
     )
-    assert dots(jax.grad(lambda x, k: conv(x, k).sum(), argnums=(0, 1)), x, kernel)[0][1] == "float32"
+    assert (
+        dots(jax.grad(lambda x, k: conv(x, k).sum(), argnums=(0, 1)), x, kernel)[0][1] == "float32"
+    )
     dot = functional.accumulating_dot_general("float32")
     assert dot(x, x, (((2,), (2,)), ((0,), (0,)))).dtype == jnp.float32
     einsum = functional.accumulating_einsum("float32")

@@ -1,4 +1,6 @@
-"""Statistics of half-precision arrays beside float64's: exact sums in one pass, whatever the mean is."""
+"""Statistics of half-precision arrays beside float64's: exact sums in one pass, whatever the mean
+is.
+"""
 
 import functools
 
@@ -49,7 +51,9 @@ def check(x: jax.Array, region: Region) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("mean", "spread"), [(0, 1), (1000, 1), (-1024, 2), (3e4, 20), (1e-3, 1e-4), (7, 1e-6)])
+@pytest.mark.parametrize(
+    ("mean", "spread"), [(0, 1), (1000, 1), (-1024, 2), (3e4, 20), (1e-3, 1e-4), (7, 1e-6)]
+)
 @pytest.mark.parametrize("size", [1, 2, 100, 1000, 4096])
 def test_moments_are_those_of_float64(dtype, mean, spread, size):
     check(jnp.asarray(mean + spread * RNG.normal(size=(3, size)), dtype), Region((1,)))
@@ -72,7 +76,9 @@ def test_moments_are_those_of_float64(dtype, mean, spread, size):
     ],
 )
 def test_moments_over_any_axes_and_groups(dtype, shape, region):
-    offsets = 300 + RNG.normal(size=[1 if axis in region.axes else size for axis, size in enumerate(shape)])
+    offsets = 300 + RNG.normal(
+        size=[1 if axis in region.axes else size for axis, size in enumerate(shape)]
+    )
     check(jnp.asarray(offsets + RNG.normal(size=shape), dtype), region)
 
 
@@ -87,7 +93,9 @@ def test_constant_numbers_have_no_variance_and_their_own_mean(dtype, value, size
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("inlier", "outlier"), [(300, 1000), (1000, 1008), (300, -60000), (0, 1e-6), (1000, 0.001)])
+@pytest.mark.parametrize(
+    ("inlier", "outlier"), [(300, 1000), (1000, 1008), (300, -60000), (0, 1e-6), (1000, 0.001)]
+)
 def test_one_number_that_lies_apart(dtype, inlier, outlier):
     check(jnp.full((2, 1000), inlier, dtype).at[:, 17].set(outlier), Region((1,)))
 
@@ -96,7 +104,9 @@ def test_numbers_that_a_cast_did_not_round_are_rounded():
     """XLA drops the cast to half between two to float32: the sums are exact all the same."""
     x = jnp.asarray(1000 + RNG.normal(size=(4, 512)), jnp.float32)
     rounded = x.astype(jnp.bfloat16)
-    centre, offset, variance = jax.jit(lambda x: moments(Region((1,)), (x * 1).astype(jnp.bfloat16)))(x)
+    centre, offset, variance = jax.jit(
+        lambda x: moments(Region((1,)), (x * 1).astype(jnp.bfloat16))
+    )(x)
     for ours, true in zip((centre + offset, variance), truth(rounded, Region((1,))), strict=True):
         np.testing.assert_allclose(ours, true, rtol=1e-6)
 
@@ -121,7 +131,9 @@ def test_parts_are_joined_in_one_pass():
 
 
 def test_one_pass_takes_three_sums_and_no_slice():
-    ops = operations(functools.partial(moments, Region((1,))), jax.ShapeDtypeStruct((8, 256), jnp.bfloat16))
+    ops = operations(
+        functools.partial(moments, Region((1,))), jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
+    )
     assert len(named(ops, "reduce_sum")) == 3
     assert not named(ops, "slice", "gather", "dynamic_slice")
 
@@ -141,7 +153,8 @@ def test_axes_are_cut_so_that_sums_stay_exact(shape, axes, parts):
     assert module._parts(shape, axes, 128) == parts
 
 
-# --- what layers reduce over ----------------------------------------------------------------------------------------
+# --- what layers reduce over
+# ----------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -155,12 +168,15 @@ def test_regions_of_layers_count_axes_from_both_ends():
     assert batch_norm_region(Layer(axis=(1, -1)), x) == Region((0, 2))
     assert instance_norm_region(Layer(feature_axes=-1), x) == Region((1, 2))
     assert group_norm_region(Layer(num_groups=2, reduction_axes=None), x) == Region((1, 2), 2)
-    assert group_norm_region(Layer(num_groups=None, group_size=2, reduction_axes=(-2, -1)), x) == Region((2,), 3)
+    assert group_norm_region(
+        Layer(num_groups=None, group_size=2, reduction_axes=(-2, -1)), x
+    ) == Region((2,), 3)
     for groups in (4, 0, -1, None):
         assert group_norm_region(Layer(num_groups=groups, reduction_axes=None), x) is None
 
 
-# --- shift ----------------------------------------------------------------------------------------------------------
+# --- shift
+# --------------------------------------------------------------------------------------------------
 
 
 def shift(x: jax.Array, *axes: int) -> jax.Array:
@@ -195,9 +211,9 @@ def test_nothing_has_no_shift(shape):
     assert shift_of(Region((1,)), jnp.ones(shape)) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Two sums along columns, which is what GPUs take in one pass
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,13 +226,17 @@ def test_nothing_has_no_shift(shape):
         ((70000, 2), Region((0,))),
     ],
 )
-@pytest.mark.parametrize(("mean", "spread"), [(0, 1), (300, 1), (-1024, 2), (1e-3, 1e-4), (7, 1e-6)])
+@pytest.mark.parametrize(
+    ("mean", "spread"), [(0, 1), (300, 1), (-1024, 2), (1e-3, 1e-4), (7, 1e-6)]
+)
 def test_moments_from_whole_squares_are_those_of_float64(monkeypatch, shape, region, mean, spread):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda x, cuda, **_: cuda(x))
     x = jnp.asarray(mean + spread * RNG.normal(size=shape), jnp.bfloat16)
     centre, offset, variance = (np.asarray(part, np.float64) for part in moments(region, x))
     true_mean, true_variance = truth(x, region)
-    np.testing.assert_allclose(centre + offset, true_mean, rtol=2e-7, atol=2e-7 * float(np.sqrt(true_variance).max()))
+    np.testing.assert_allclose(
+        centre + offset, true_mean, rtol=2e-7, atol=2e-7 * float(np.sqrt(true_variance).max())
+    )
     np.testing.assert_allclose(variance, true_variance, rtol=5e-4)
 
 
@@ -235,14 +255,27 @@ def test_whole_squares_on_either_side_of_a_power_of_two(mean):
     ("dtype", "region", "sums"),
     [
         (jnp.bfloat16, Region((0, 1)), {"tpu": 3, "cpu": 3, "cuda": 2}),
-        (jnp.bfloat16, Region((2,)), {"tpu": 3, "cpu": 3, "cuda": 3}),  # of rows GPUs take three at once
-        (jnp.float16, Region((0, 1)), {"tpu": 3, "cpu": 3, "cuda": 3}),  # of 4 squares no more adds up exactly
+        (
+            jnp.bfloat16,
+            Region((2,)),
+            {"tpu": 3, "cpu": 3, "cuda": 3},
+        ),  # of rows GPUs take three at once
+        (
+            jnp.float16,
+            Region((0, 1)),
+            {"tpu": 3, "cpu": 3, "cuda": 3},
+        ),  # of 4 squares no more adds up exactly
     ],
 )
 def test_sums_of_each_platform(dtype, region, sums):
-    lowered = jax.jit(functools.partial(moments, region)).trace(jax.ShapeDtypeStruct((4, 16, 128), dtype))
+    lowered = jax.jit(functools.partial(moments, region)).trace(
+        jax.ShapeDtypeStruct((4, 16, 128), dtype)
+    )
     for platform, count in sums.items():
-        assert lowered.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.reduce(") == count
+        assert (
+            lowered.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.reduce(")
+            == count
+        )
 
 
 @pytest.mark.parametrize(

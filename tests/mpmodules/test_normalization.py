@@ -1,4 +1,5 @@
-"""`normalize` beside float64: values, first and second derivatives, those of the statistics, and frozen arguments.
+"""`normalize` beside float64: values, first and second derivatives, those of the statistics, and
+frozen arguments.
 
 Truth is the formula in numpy, differentiated by central differences.
 """
@@ -36,10 +37,14 @@ REGIONS = {
 Arguments = Any  # x, scale, bias
 
 
-def arguments(half: str, shape: tuple[int, ...], *, scale: bool = True, bias: bool = True) -> Arguments:
+def arguments(
+    half: str, shape: tuple[int, ...], *, scale: bool = True, bias: bool = True
+) -> Arguments:
     x = jnp.asarray(2 + RNG.normal(size=SHAPE), half)
     given = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for _ in range(2))
-    return x, *(value if is_given else None for value, is_given in zip(given, (scale, bias), strict=True))
+    return x, *(
+        value if is_given else None for value, is_given in zip(given, (scale, bias), strict=True)
+    )
 
 
 def wide(arguments: Arguments) -> Any:
@@ -64,27 +69,37 @@ def exact(region: Region, x: Any, scale: Any, bias: Any) -> tuple[np.ndarray, ..
     return y if bias is None else y + bias, mean, variance
 
 
-def directional(function: Callable[..., Any], at: Arguments, towards: Any, step: float = 1e-5) -> Any:
+def directional(
+    function: Callable[..., Any], at: Arguments, towards: Any, step: float = 1e-5
+) -> Any:
     """The derivative of a function of float64 along `towards`, whose entries may be None."""
 
     def moved(by: float) -> Any:
         pairs = zip(at, towards, strict=True)
-        return function(*(value if value is None or t is None else value + by * t for value, t in pairs))
+        return function(
+            *(value if value is None or t is None else value + by * t for value, t in pairs)
+        )
 
     return jax.tree.map(lambda high, low: (high - low) / (2 * step), moved(step), moved(-step))
 
 
-def gradient(loss: Callable[..., Any], at: Arguments, argument: int, step: float = 1e-5) -> np.ndarray:
+def gradient(
+    loss: Callable[..., Any], at: Arguments, argument: int, step: float = 1e-5
+) -> np.ndarray:
     found = np.zeros(at[argument].shape)
     for index in np.ndindex(found.shape):
         unit = np.zeros(found.shape)
         unit[index] = 1
-        found[index] = directional(loss, at, [unit if i == argument else None for i in range(3)], step)
+        found[index] = directional(
+            loss, at, [unit if i == argument else None for i in range(3)], step
+        )
     return found
 
 
 def weighted(function: Callable[..., Any], weights: Any) -> Callable[..., Any]:
-    return lambda *arguments: sum((w * y).sum() for w, y in zip(weights, function(*arguments), strict=True))
+    return lambda *arguments: sum(
+        (w * y).sum() for w, y in zip(weights, function(*arguments), strict=True)
+    )
 
 
 def statistics_weights(region: Region) -> Any:
@@ -94,7 +109,9 @@ def statistics_weights(region: Region) -> Any:
 
 
 # Each region with both, and the groups with one or none.
-CASES = [(name, True, True) for name in REGIONS] + [("groups", s, b) for s, b in ((1, 0), (0, 1), (0, 0))]
+CASES = [(name, True, True) for name in REGIONS] + [
+    ("groups", s, b) for s, b in ((1, 0), (0, 1), (0, 0))
+]
 
 
 @pytest.mark.parametrize(("name", "scale", "bias"), [*CASES, ("rows", 0, 0), ("the batch", 0, 0)])
@@ -102,7 +119,9 @@ def test_values_and_both_modes_of_derivative_are_those_of_float64(name, scale, b
     region, shape = REGIONS[name]
     half = "bfloat16"
     at = arguments(half, shape, scale=scale, bias=bias)
-    tangents = tuple(None if v is None else jnp.asarray(RNG.normal(size=v.shape), v.dtype) for v in at)
+    tangents = tuple(
+        None if v is None else jnp.asarray(RNG.normal(size=v.shape), v.dtype) for v in at
+    )
     weights = statistics_weights(region)
 
     @jax.jit
@@ -160,12 +179,19 @@ def test_second_derivatives_are_those_of_float64(name, half):
         squares = lambda *a: [y * y for y in exact(region, *a)]  # noqa: E731
         return weighted(squares, [np.asarray(w, np.float64) for w in weights])(*arguments)
 
-    true = directional(lambda *a: gradient(exact_loss, a, 0, 1e-4), wide(at), (*wide((direction, None, None)),), 1e-4)
+    true = directional(
+        lambda *a: gradient(exact_loss, a, 0, 1e-4),
+        wide(at),
+        (*wide((direction, None, None)),),
+        1e-4,
+    )
     scale = np.abs(true).max()
     for found in products(at[0]):
         assert found.dtype == half
         error = np.abs(np.asarray(found, np.float64) - true).max()
-        assert error <= 4 * float(jnp.finfo(half).eps) * scale  # a few casts of the cotangent to half
+        assert (
+            error <= 4 * float(jnp.finfo(half).eps) * scale
+        )  # a few casts of the cotangent to half
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 1), (0, 2)])
@@ -176,7 +202,9 @@ def test_frozen_arguments_leave_the_gradients_of_others_as_they_are(frozen):
     loss = weighted(ours(region), statistics_weights(region))
     all_gradients = jax.grad(loss, argnums=(0, 1, 2))(*at)
     for found, i in zip(jax.grad(loss, argnums=free)(*at), free, strict=True):
-        np.testing.assert_allclose(wide((found,)), wide((all_gradients[i],)), rtol=1e-2 if i == 0 else 1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            wide((found,)), wide((all_gradients[i],)), rtol=1e-2 if i == 0 else 1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -203,7 +231,12 @@ def test_batches_of_inputs_and_scales_are_those_of_one_at_a_time():
 @pytest.mark.parametrize("epsilon", [0, 1e-3])
 def test_constant_rows_have_the_bias_and_pass_no_gradient(epsilon):
     x = jnp.full((2, 4), 1000.0, jnp.bfloat16)
-    y, pull = jax.vjp(lambda x: normalize(x, None, None, region=Region((1,)), epsilon=epsilon, dtype="float32")[0], x)
+    y, pull = jax.vjp(
+        lambda x: normalize(x, None, None, region=Region((1,)), epsilon=epsilon, dtype="float32")[
+            0
+        ],
+        x,
+    )
     if epsilon:
         np.testing.assert_array_equal(y, 0)
         np.testing.assert_array_equal(pull(jnp.ones_like(y))[0], 0)
@@ -215,7 +248,9 @@ def test_along_explicit_axes_gradients_are_sharded_as_what_they_are_of():
     mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 
     def sharded(shape: tuple[int, ...], dtype: str, *spec: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
 
     scale = sharded((1, 8), "float32", None, "model")  # where x is whole along its channels
     with jax.sharding.use_abstract_mesh(mesh):
@@ -225,4 +260,8 @@ def test_along_explicit_axes_gradients_are_sharded_as_what_they_are_of():
             scale,
             scale,
         )
-    assert [tuple(leaf.sharding.spec) for leaf in found] == [("data", None), (None, "model"), (None, "model")]
+    assert [tuple(leaf.sharding.spec) for leaf in found] == [
+        ("data", None),
+        (None, "model"),
+        (None, "model"),
+    ]

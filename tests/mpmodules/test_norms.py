@@ -1,4 +1,6 @@
-"""Normalisations of half-precision data far from zero, against float64, and their running statistics."""
+"""Normalisations of half-precision data far from zero, against float64, and their running
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from mpmodules import linen, nnx
 from mpmodules.moments import Region
 from mpmodules.normalization import normalize
 from policy import use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 from policy.testing import assert_close_in_ulps
 
 HALVES = ["bfloat16", "float16"]
@@ -52,14 +54,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def normalise(wing: str, name: str, x: jax.Array, half: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+def normalise(
+    wing: str, name: str, x: jax.Array, half: str, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """The result, and the running statistics."""
     with use_policy(f"p=f32,c={half},o={half}"):
         if wing == "linen":
             options |= {"use_running_average": False} if name == "BatchNorm" else {}
             layer: Any = getattr(linen, name)(**options)
             variables: Any = layer.init(jax.random.key(0), x)
-            y, updated = jax.jit(lambda v, x: layer.apply(v, x, mutable=["batch_stats"]))(variables, x)
+            y, updated = jax.jit(lambda v, x: layer.apply(v, x, mutable=["batch_stats"]))(
+                variables, x
+            )
             return y, updated.get("batch_stats", {})
         layer = getattr(nnx, name)(x.shape[-1], **options, rngs=nnx.Rngs(0))
         y = nnx.jit(lambda layer, x: layer(x))(layer, x)
@@ -92,13 +98,23 @@ def test_an_axis_of_devices_normalises_over_all_of_them(wing):
     x = images("float16")
 
     if wing == "linen":
-        layer: Any = linen.BatchNorm(use_running_average=False, axis_name="devices", dtype_policy="f16")
+        layer: Any = linen.BatchNorm(
+            use_running_average=False, axis_name="devices", dtype_policy="f16"
+        )
         variables: Any = layer.init(jax.random.key(0), x)
-        y = jax.vmap(lambda x: layer.apply(variables, x, mutable=["batch_stats"])[0], axis_name="devices")(x[:, None])
+        y = jax.vmap(
+            lambda x: layer.apply(variables, x, mutable=["batch_stats"])[0], axis_name="devices"
+        )(x[:, None])
     else:
-        graphdef, state = flax_nnx.split(nnx.BatchNorm(8, axis_name="devices", rngs=nnx.Rngs(0), dtype_policy="f16"))
-        y = jax.vmap(lambda x: flax_nnx.merge(graphdef, state, copy=True)(x), axis_name="devices")(x[:, None])
-    assert_close(y[:, 0], exact(x, (0, 1, 2), 1e-5), "float16", 8)  # two passes over data that is not shifted
+        graphdef, state = flax_nnx.split(
+            nnx.BatchNorm(8, axis_name="devices", rngs=nnx.Rngs(0), dtype_policy="f16")
+        )
+        y = jax.vmap(lambda x: flax_nnx.merge(graphdef, state, copy=True)(x), axis_name="devices")(
+            x[:, None]
+        )
+    assert_close(
+        y[:, 0], exact(x, (0, 1, 2), 1e-5), "float16", 8
+    )  # two passes over data that is not shifted
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -117,16 +133,29 @@ def test_gradients_by_offset_data_are_float64s(wing):
         variables: Any = linen.BatchNorm(use_running_average=False).init(jax.random.key(0), x)
         graphdef, state = flax_nnx.split(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
         found = jax.grad(loss)(x)
-    normal, scale = exact(x, (0, 1, 2), 1e-5), 1 / np.sqrt(np.asarray(x, np.float64).var((0, 1, 2)) + 1e-5)
-    ct = np.asarray(weight.astype(jnp.float16), np.float64)  # as it arrives at a layer that returns half
+    normal, scale = (
+        exact(x, (0, 1, 2), 1e-5),
+        1 / np.sqrt(np.asarray(x, np.float64).var((0, 1, 2)) + 1e-5),
+    )
+    ct = np.asarray(
+        weight.astype(jnp.float16), np.float64
+    )  # as it arrives at a layer that returns half
     truth = scale * (ct - ct.mean((0, 1, 2)) - normal * (ct * normal).mean((0, 1, 2)))
     assert found.dtype == jnp.float16
-    np.testing.assert_allclose(np.asarray(found, np.float64), truth, rtol=2e-3, atol=1e-3 * np.abs(truth).max())
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), truth, rtol=2e-3, atol=1e-3 * np.abs(truth).max()
+    )
 
 
 def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
-    """One element of 200 lies apart, so that the mean is far closer to the others than they are to each other."""
-    x = jnp.full((200, 4), 300.0, jnp.bfloat16).at[17].set(jnp.asarray([302.0, 298.0, 1000.0, 0.0], jnp.bfloat16))
+    """One element of 200 lies apart, so that the mean is far closer to the others than they are to
+    each other.
+    """
+    x = (
+        jnp.full((200, 4), 300.0, jnp.bfloat16)
+        .at[17]
+        .set(jnp.asarray([302.0, 298.0, 1000.0, 0.0], jnp.bfloat16))
+    )
     weight, ones = jnp.asarray(1 + RNG.normal(size=x.shape), jnp.bfloat16), jnp.ones((1, 4))
 
     def loss(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -139,7 +168,10 @@ def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
     along = (ct * normal).mean(0)
     np.testing.assert_allclose(by_scale[0], along * 200, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(
-        np.asarray(by_x, np.float64), root * (ct - ct.mean(0) - normal * along), rtol=2**-8, atol=1e-4 * root.max()
+        np.asarray(by_x, np.float64),
+        root * (ct - ct.mean(0) - normal * along),
+        rtol=2**-8,
+        atol=1e-4 * root.max(),
     )
 
 
@@ -150,13 +182,17 @@ def backward(region: Region) -> list[Any]:
         forward = functools.partial(normalize, region=region, epsilon=1e-5, dtype=jnp.bfloat16)
         return jax.vjp(lambda *args: forward(*args)[0], x, scale, bias)[1](ct)
 
-    x, scale = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32)
+    x, scale = (
+        jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32),
+    )
     return [site for site in walk(jax.make_jaxpr(pullback)(x, scale, scale, x)) if site.is_backward]
 
 
-# x - centre; of the others, for channels: the cotangent by that, by the factor, and that by a number; the sum of the
-# two and another number. For rows: the cotangent by the scale, by the root and by x - centre, that by the root and by
-# the cotangent for the scale's gradient, and by a number.
+# x - centre; of the others, for channels: the cotangent by that, by the factor, and that by a
+# number; the sum of the two and another number. For rows: the cotangent by the scale, by the root
+# and by x - centre, that by the root and by the cotangent for the scale's gradient, and by a
+# number.
 @pytest.mark.parametrize(
     ("region", "counts"),
     [
@@ -168,20 +204,26 @@ def backward(region: Region) -> list[Any]:
 def test_elements_are_multiplied_and_added_to_as_seldom_as_can_be(region, counts):
     """Numbers of a channel or a row are computed before they meet its elements."""
     sites = backward(region)
-    of_elements = [site.name for site in sites if getattr(site.equation.outvars[0].aval, "shape", ()) == SHAPE]
+    of_elements = [
+        site.name for site in sites if getattr(site.equation.outvars[0].aval, "shape", ()) == SHAPE
+    ]
     assert {name: of_elements.count(name) for name in counts} == counts
 
 
 def test_gradients_of_scale_and_bias_meet_a_barrier_without_axes_of_size_one():
     """Of XLA for TPUs each that has them would get two kernels of its own."""
-    barriers = [site.equation for site in backward(Region((3,))) if site.name == "optimization_barrier"]
+    barriers = [
+        site.equation for site in backward(Region((3,))) if site.name == "optimization_barrier"
+    ]
     assert [[v.aval.shape for v in barrier.invars] for barrier in barriers] == [[(8,), (8,)]]
 
 
 def test_statistics_that_may_not_be_written_are_refused_as_by_flax():
     x = images("bfloat16")
     layer = linen.BatchNorm(use_running_average=False)
-    variables: Any = flax_linen.BatchNorm(use_running_average=False).init(jax.random.key(0), x.astype(jnp.float32))
+    variables: Any = flax_linen.BatchNorm(use_running_average=False).init(
+        jax.random.key(0), x.astype(jnp.float32)
+    )
     with use_policy("bf16"), pytest.raises(errors.ModifyScopeVariableError):
         layer.apply(variables, x)
 

@@ -1,4 +1,6 @@
-"""What Flax's normalisations take and refuse, ours of half inputs under a policy take and refuse as well."""
+"""What Flax's normalisations take and refuse, ours of half inputs under a policy take and refuse as
+well.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +49,33 @@ def outcome(call: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         return type(error)
 
 
-def assert_like_flax(wing: str, name: str, x: jax.Array, *args: Any, features: Any = None, **options: Any) -> None:
+def assert_like_flax(
+    wing: str, name: str, x: jax.Array, *args: Any, features: Any = None, **options: Any
+) -> None:
     kwargs = options.pop("kwargs", {})
     if wing == "linen":
         found, expected = (
-            outcome(lambda x, *a, m=m, **k: m.init_with_output(jax.random.key(0), x, *a, **k)[0], y, *args, **kwargs)
-            for m, y in ((linen_layer(name, **options), x), (linen_layer(name, flax_linen, **options), wide(x)))
+            outcome(
+                lambda x, *a, m=m, **k: m.init_with_output(jax.random.key(0), x, *a, **k)[0],
+                y,
+                *args,
+                **kwargs,
+            )
+            for m, y in (
+                (linen_layer(name, **options), x),
+                (linen_layer(name, flax_linen, **options), wide(x)),
+            )
         )
     else:
         features = x.shape[-1:] if features is None else features
         features = features[0] if len(features) == 1 else features
         found, expected = (
-            outcome(lambda x, *a, m=m, **k: nnx_layer(name, features, m, **options)(x, *a, **k), y, *args, **kwargs)
+            outcome(
+                lambda x, *a, m=m, **k: nnx_layer(name, features, m, **options)(x, *a, **k),
+                y,
+                *args,
+                **kwargs,
+            )
             for m, y in ((nnx, x), (flax_nnx, wide(x)))
         )
     if isinstance(expected, type):
@@ -71,7 +88,8 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-# --- epsilon ----------------------------------------------------------------------------------------------------------
+# --- epsilon
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -83,12 +101,16 @@ def test_epsilon_may_be_traced_and_differentiated(name):
         return jnp.sum(jnp.asarray(y, jnp.float32) ** 2)
 
     def of(module, x):
-        return jax.jit(jax.value_and_grad(lambda e: loss(e, linen_layer(name, module, epsilon=e), x)))(jnp.float32(0.1))
+        return jax.jit(
+            jax.value_and_grad(lambda e: loss(e, linen_layer(name, module, epsilon=e), x))
+        )(jnp.float32(0.1))
 
     np.testing.assert_allclose(of(linen, x), of(flax_linen, wide(x)), rtol=1e-2)
 
 
-@pytest.mark.parametrize("epsilon", [np.float32(0.1), np.asarray(0.1, np.float32), jnp.float32(0.1), 1, 0])
+@pytest.mark.parametrize(
+    "epsilon", [np.float32(0.1), np.asarray(0.1, np.float32), jnp.float32(0.1), 1, 0]
+)
 def test_epsilon_may_be_any_number_or_array(epsilon):
     x = half(2, 5, 4)
     found = nnx_layer("LayerNorm", epsilon=epsilon)(x)
@@ -96,7 +118,8 @@ def test_epsilon_may_be_any_number_or_array(epsilon):
     np.testing.assert_array_equal(found, expected)
 
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
+# --- shapes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -121,7 +144,9 @@ def test_few_axes_are_taken_or_refused_as_by_flax(wing, name, shape):
     assert_like_flax(wing, name, half(*shape), features=(shape or (1,))[-1:])
 
 
-@pytest.mark.parametrize("axes", [None, (1, -1), (2, 3), (1, 2, 3), (1, 2), -1, (0, 1, 2, 3), (0, 1, 3)])
+@pytest.mark.parametrize(
+    "axes", [None, (1, -1), (2, 3), (1, 2, 3), (1, 2), -1, (0, 1, 2, 3), (0, 1, 3)]
+)
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_groups_over_other_axes_are_those_of_flax(wing, axes):
     assert_like_flax(wing, "GroupNorm", half(*SHAPE), reduction_axes=axes)
@@ -144,14 +169,20 @@ def test_axes_that_flax_refuses_are_refused(wing, name, options):
     assert_like_flax(wing, name, half(*SHAPE), features=(SHAPE[axis % 4],), **options)
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
     ("args", "kwargs"),
-    [((None, None), {}), ((), {"other": 1}), ((), {"x": 1}), ((None,), {"use_running_average": None})],
+    [
+        ((None, None), {}),
+        ((), {"other": 1}),
+        ((), {"x": 1}),
+        ((None,), {"use_running_average": None}),
+    ],
 )
 def test_arguments_that_flax_refuses_are_refused(wing, name, args, kwargs):
     with pytest.raises(TypeError, match="argument"):
@@ -161,13 +192,16 @@ def test_arguments_that_flax_refuses_are_refused(wing, name, args, kwargs):
             nnx_layer(name)(half(2, 4), *args, **kwargs)
 
 
-# --- running statistics -----------------------------------------------------------------------------------------------
+# --- running statistics
+# --------------------------------------------------------------------------------------------------
 
 
 def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32():
     layer, x = linen_layer("BatchNorm", momentum=0.75), half(2, 5, 4)
     variables = layer.init(jax.random.key(0), x)
-    stored = variables | {"batch_stats": jax.tree.map(lambda s: s.astype("float16"), variables["batch_stats"])}
+    stored = variables | {
+        "batch_stats": jax.tree.map(lambda s: s.astype("float16"), variables["batch_stats"])
+    }
     updated = [layer.apply(v, x, mutable=["batch_stats"])[1] for v in (variables, stored)]
     jax.tree.map(np.testing.assert_array_equal, *updated)  # 0 and 1 are the same in half
     assert {leaf.dtype for leaf in jax.tree.leaves(updated[1])} == {jnp.dtype(jnp.float32)}
@@ -179,7 +213,9 @@ def test_nnx_keeps_the_dtype_that_running_statistics_are_stored_in():
         variable.set_value(variable[...].astype("float16"))
     layer(x)
     assert {layer.mean[...].dtype, layer.var[...].dtype} == {jnp.dtype("float16")}
-    np.testing.assert_allclose(layer.mean[...], 0.25 * np.asarray(x, np.float64).mean((0, 1)), rtol=1e-3)
+    np.testing.assert_allclose(
+        layer.mean[...], 0.25 * np.asarray(x, np.float64).mean((0, 1)), rtol=1e-3
+    )
 
 
 def test_a_user_s_variable_is_asked():

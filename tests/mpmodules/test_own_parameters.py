@@ -1,4 +1,6 @@
-"""A language model of hand-written layers runs in half, in both wings, with the gradients of a careful author."""
+"""A language model of hand-written layers runs in half, in both wings, with the gradients of a
+careful author.
+"""
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
@@ -41,7 +43,9 @@ def linen_loss(params: Any, dtype_policy: str | None = "mixed_bfloat16") -> jax.
 
 
 def nnx_loss(params: Any, dtype_policy: str | None = "mixed_bfloat16") -> jax.Array:
-    graph, state, rest = flax_nnx.split(NnxModel(nnx.Rngs(0), dtype_policy=dtype_policy), flax_nnx.Param, ...)
+    graph, state, rest = flax_nnx.split(
+        NnxModel(nnx.Rngs(0), dtype_policy=dtype_policy), flax_nnx.Param, ...
+    )
     flax_nnx.replace_by_pure_dict(state, params)
     return loss_of(flax_nnx.merge(graph, state, rest)(IDS))
 
@@ -115,12 +119,25 @@ def test_both_wings_have_the_same_tree_as_plain_flax(params: Any) -> None:
     x = jnp.ones((2, 4))
     plain, ours = Plain().init(jax.random.key(0), x), Ours().init(jax.random.key(0), x)
     assert jax.tree.structure(plain) == jax.tree.structure(ours)
-    programs = [jax.make_jaxpr(jax.grad(lambda v, m=m: m.apply(v, x).sum()))(plain) for m in (Plain(), Ours())]
+    programs = [
+        jax.make_jaxpr(jax.grad(lambda v, m=m: m.apply(v, x).sum()))(plain)
+        for m in (Plain(), Ours())
+    ]
     assert str(programs[0]) == str(programs[1])
 
 
 def test_accessors_tell_the_dtypes_in_force() -> None:
-    accessors = (policy.param_dtype, policy.compute_dtype, policy.output_dtype, policy.reduction_dtype)
+    accessors = (
+        policy.param_dtype,
+        policy.compute_dtype,
+        policy.output_dtype,
+        policy.reduction_dtype,
+    )
     assert [accessor() for accessor in accessors] == [None] * 4
     with use_policy("p=f32,c=bf16,o=f16"):
-        assert [accessor() for accessor in accessors] == ["float32", "bfloat16", "float16", "float32"]
+        assert [accessor() for accessor in accessors] == [
+            "float32",
+            "bfloat16",
+            "float16",
+            "float32",
+        ]

@@ -1,4 +1,5 @@
-"""What backward keeps in memory: half precision wherever a model threaded by hand keeps half, and less in norms.
+"""What backward keeps in memory: half precision wherever a model threaded by hand keeps half, and
+less in norms.
 
 The leaves of the function that `jax.vjp` returns are what is kept.
 """
@@ -26,7 +27,9 @@ TOKENS, IMAGES = jnp.zeros((BATCH, 5, 16)), jnp.zeros((BATCH, 6, 6, 3))
 
 
 def kept(function: Any, *args: Any) -> collections.Counter[tuple[tuple[int, ...], str]]:
-    """The activations that backward keeps, by shape and dtype; a buffer that is kept twice counts once."""
+    """The activations that backward keeps, by shape and dtype; a buffer that is kept twice counts
+    once.
+    """
     shapes: dict[str, Any] = {}
 
     def leaves(*args: Any) -> Any:
@@ -37,13 +40,18 @@ def kept(function: Any, *args: Any) -> collections.Counter[tuple[tuple[int, ...]
 
     jax.eval_shape(leaves, *args)
     return collections.Counter(
-        (shape, dtype) for shape, dtype in shapes["kept"] if shape[:1] == (BATCH,) and np.prod(shape) > STATISTICS
+        (shape, dtype)
+        for shape, dtype in shapes["kept"]
+        if shape[:1] == (BATCH,) and np.prod(shape) > STATISTICS
     )
 
 
 def size(residuals: collections.Counter[tuple[tuple[int, ...], str]]) -> int:
     """In bytes."""
-    return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize * n for (shape, dtype), n in residuals.items())
+    return sum(
+        int(np.prod(shape)) * jnp.dtype(dtype).itemsize * n
+        for (shape, dtype), n in residuals.items()
+    )
 
 
 def linen_transformer(nn: Any, **dtypes: Any) -> Any:
@@ -95,7 +103,10 @@ def nnx_transformer(nnx: Any, **dtypes: Any) -> Any:
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.first, self.second = Block(rngs), Block(rngs)
-            self.norm, self.head = nnx.LayerNorm(16, **dtypes, rngs=rngs), nnx.Linear(16, 10, **dtypes, rngs=rngs)
+            self.norm, self.head = (
+                nnx.LayerNorm(16, **dtypes, rngs=rngs),
+                nnx.Linear(16, 10, **dtypes, rngs=rngs),
+            )
 
         def __call__(self, x):
             return self.head(self.norm(self.second(self.first(x))))
@@ -107,7 +118,10 @@ def nnx_resnet(nnx: Any, **dtypes: Any) -> Any:
     class Model(nnx.Module):
         def __init__(self, rngs):
             options = dtypes | {"rngs": rngs}
-            self.conv_1, self.conv_2 = nnx.Conv(3, 8, (3, 3), **options), nnx.Conv(8, 8, (3, 3), **options)
+            self.conv_1, self.conv_2 = (
+                nnx.Conv(3, 8, (3, 3), **options),
+                nnx.Conv(8, 8, (3, 3), **options),
+            )
             self.norm_1 = nnx.BatchNorm(8, use_running_average=True, **options)
             self.norm_2, self.head = nnx.GroupNorm(8, 2, **options), nnx.Linear(72, 10, **options)
 
@@ -142,12 +156,17 @@ def nnx_kept(model: Any, x: jax.Array) -> collections.Counter[Any]:
     return kept(lambda params, x: flax_nnx.merge(graphdef, params, rest)(x), params, x)
 
 
-def by_hand(make: Any, wing: Any, half: Any, measure: Any, x: jax.Array) -> collections.Counter[Any]:
+def by_hand(
+    make: Any, wing: Any, half: Any, measure: Any, x: jax.Array
+) -> collections.Counter[Any]:
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes
         return measure(make(wing, dtype=half), x.astype(half))
 
 
-WINGS: dict[str, Any] = {"linen": (our_linen, flax_linen, linen_kept), "nnx": (our_nnx, flax_nnx, nnx_kept)}
+WINGS: dict[str, Any] = {
+    "linen": (our_linen, flax_linen, linen_kept),
+    "nnx": (our_nnx, flax_nnx, nnx_kept),
+}
 
 
 @pytest.mark.parametrize("policy", HALVES)
@@ -176,9 +195,13 @@ FUNCTIONS: dict[str, Any] = {
     "cumprod": lambda x: reductions.cumprod(x, -1),
     "global_norm": reductions.global_norm,
     "avg_pool": lambda x: our_linen.avg_pool(x, (2,)),
-    "cross-entropy": lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(x.shape[:-1], int)),
+    "cross-entropy": lambda x: losses.softmax_cross_entropy_with_integer_labels(
+        x, jnp.zeros(x.shape[:-1], int)
+    ),
     "dense cross-entropy": lambda x: losses.softmax_cross_entropy(x, jnp.ones(x.shape, x.dtype)),
-    "sigmoid cross-entropy": lambda x: losses.sigmoid_binary_cross_entropy(x, jnp.ones(x.shape, x.dtype)),
+    "sigmoid cross-entropy": lambda x: losses.sigmoid_binary_cross_entropy(
+        x, jnp.ones(x.shape, x.dtype)
+    ),
     "squared error": lambda x: losses.squared_error(x),
 }
 
@@ -188,6 +211,6 @@ FUNCTIONS: dict[str, Any] = {
 def test_functions_keep_their_half_input_and_no_float32_copy(name, half):
     residuals = kept(FUNCTIONS[name], jnp.ones((BATCH, 5, 16), half))
     assert {dtype for _, dtype in residuals} <= {jnp.dtype(half).name, "bool", "int32"}
-    assert sum(count for (_, dtype), count in residuals.items() if dtype == jnp.dtype(half).name) <= 1 + (
-        "dense" in name or "sigmoid" in name
-    )
+    assert sum(
+        count for (_, dtype), count in residuals.items() if dtype == jnp.dtype(half).name
+    ) <= 1 + ("dense" in name or "sigmoid" in name)

@@ -1,8 +1,9 @@
-"""With no policy and in float32 our layers are Flax's: tree, initial values, outputs, gradients, state, errors.
+"""With no policy and in float32 our layers are Flax's: tree, initial values, outputs, gradients,
+state, errors.
 
-Each row of the tables is built with Flax's wing and with ours from the same arguments. One jitted program initialises
-the layer, calls it and differentiates it. Where both lower to the same text, they are equal bit for bit; otherwise both
-are run and compared.
+Each row of the tables is built with Flax's wing and with ours from the same arguments. One jitted
+program initialises the layer, calls it and differentiates it. Where both lower to the same text,
+they are equal bit for bit; otherwise both are run and compared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _nnx_promote(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> tu
     return tuple(None if x is None else jnp.asarray(x, jnp.float32) for x in args)
 
 
-# Options that the two wings name alike, as (class, arguments, inputs, keyword arguments of the call).
+# Options that the two wings name alike, as (class, arguments, inputs, keyword arguments of the
+# call).
 DENSE: list[dict[str, Any]] = [
     {},
     {"use_bias": False},
@@ -96,7 +98,10 @@ NORM: list[dict[str, Any]] = [
     {"param_dtype": jnp.float32, "dtype": jnp.float32},
 ]
 BIASED = [{"use_bias": False}, {"bias_init": NORMAL}]
-LAYER_AXES: list[dict[str, Any]] = [{"reduction_axes": (1, 2, 3), "feature_axes": (2, 3)}, {"reduction_axes": -1}]
+LAYER_AXES: list[dict[str, Any]] = [
+    {"reduction_axes": (1, 2, 3), "feature_axes": (2, 3)},
+    {"reduction_axes": -1},
+]
 LAYER_AXES_LINEN = [*LAYER_AXES, {"force_float32_reductions": False}]
 ATTENTION: list[dict[str, Any]] = [
     {},
@@ -113,22 +118,47 @@ ATTENTION: list[dict[str, Any]] = [
 Row = tuple[str, dict[str, Any], tuple[jax.Array, ...], dict[str, Any]]
 
 
-def _rows(cls: str, base: dict[str, Any], options: list[dict[str, Any]], inputs: Any, **call: Any) -> list[Row]:
+def _rows(
+    cls: str, base: dict[str, Any], options: list[dict[str, Any]], inputs: Any, **call: Any
+) -> list[Row]:
     return [(cls, base | option, inputs, call) for option in options]
 
 
 LINEN: list[Row] = [
     *_rows("Dense", {"features": 3}, [*DENSE, {"promote_dtype": _linen_promote}], FLAT),
     *_rows("Dense", {"features": 3}, [{"dot_general_cls": lambda: _reference_dot_general}], FLAT),
-    *_rows("DenseGeneral", {"features": (3, 2)}, [*DENSE, {"axis": (1, -1)}, {"batch_dims": (0,)}], IMAGE),
-    *_rows("Einsum", {"shape": (4, 3), "einsum_str": "bsi,io->bso"}, [{}, {"use_bias": False}], SEQUENCE),
+    *_rows(
+        "DenseGeneral",
+        {"features": (3, 2)},
+        [*DENSE, {"axis": (1, -1)}, {"batch_dims": (0,)}],
+        IMAGE,
+    ),
+    *_rows(
+        "Einsum",
+        {"shape": (4, 3), "einsum_str": "bsi,io->bso"},
+        [{}, {"use_bias": False}],
+        SEQUENCE,
+    ),
     *_rows("Conv", {"features": 6, "kernel_size": (3, 3)}, CONV, IMAGE),
     *_rows("Conv", {"features": 6, "kernel_size": 3}, [{"padding": "CAUSAL"}], SEQUENCE),
-    *_rows("ConvLocal", {"features": 6, "kernel_size": (3, 3)}, [{}, {"padding": "VALID"}, {"strides": 2}], IMAGE),
+    *_rows(
+        "ConvLocal",
+        {"features": 6, "kernel_size": (3, 3)},
+        [{}, {"padding": "VALID"}, {"strides": 2}],
+        IMAGE,
+    ),
     *_rows("ConvTranspose", {"features": 6, "kernel_size": (3, 3)}, TRANSPOSED, IMAGE),
-    *_rows("ConvTranspose", {"features": 4, "kernel_size": (3, 3)}, [{"transpose_kernel": True}], IMAGE),
+    *_rows(
+        "ConvTranspose", {"features": 4, "kernel_size": (3, 3)}, [{"transpose_kernel": True}], IMAGE
+    ),
     *_rows("Embed", {"num_embeddings": 10, "features": 4}, [{}, {"dtype": jnp.float32}], TOKENS),
-    *_rows("Embed", {"num_embeddings": 10, "features": 4}, [{"embedding_init": NORMAL}], QUERY, method="attend"),
+    *_rows(
+        "Embed",
+        {"num_embeddings": 10, "features": 4},
+        [{"embedding_init": NORMAL}],
+        QUERY,
+        method="attend",
+    ),
     *_rows("Embed", {"num_embeddings": 1, "features": 4}, [{}], (jnp.zeros((2, 3), jnp.int32),)),
     *_rows("LayerNorm", {}, [*NORM, *BIASED, *LAYER_AXES_LINEN], IMAGE),
     *_rows("LayerNorm", {}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
@@ -136,13 +166,27 @@ LINEN: list[Row] = [
     *_rows("GroupNorm", {"num_groups": 2}, [*NORM, *BIASED], IMAGE),
     *_rows("GroupNorm", {"num_groups": None, "group_size": 2}, [{}], IMAGE),
     *_rows("InstanceNorm", {}, [*NORM, *BIASED], IMAGE),
-    *_rows("BatchNorm", {"use_running_average": False}, [*NORM, *BIASED, {"momentum": 0.5}, {"axis": 1}], IMAGE),
+    *_rows(
+        "BatchNorm",
+        {"use_running_average": False},
+        [*NORM, *BIASED, {"momentum": 0.5}, {"axis": 1}],
+        IMAGE,
+    ),
     *_rows("BatchNorm", {"use_running_average": True}, NORM, IMAGE),
     *_rows("BatchNorm", {"use_running_average": False}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
     *_rows("MultiHeadDotProductAttention", {"num_heads": 2}, ATTENTION, CROSS),
-    *_rows("MultiHeadDotProductAttention", {"num_heads": 2}, [{}], SELF, sow_weights=True, mask=MASK),
-    *_rows("MultiHeadDotProductAttention", {"num_heads": 2}, [{"force_fp32_for_softmax": True}], SELF),
-    *_rows("MultiHeadDotProductAttention", {"num_heads": 2}, [{"qkv_dot_general": _reference_dot_general}], SELF),
+    *_rows(
+        "MultiHeadDotProductAttention", {"num_heads": 2}, [{}], SELF, sow_weights=True, mask=MASK
+    ),
+    *_rows(
+        "MultiHeadDotProductAttention", {"num_heads": 2}, [{"force_fp32_for_softmax": True}], SELF
+    ),
+    *_rows(
+        "MultiHeadDotProductAttention",
+        {"num_heads": 2},
+        [{"qkv_dot_general": _reference_dot_general}],
+        SELF,
+    ),
     *_rows("MultiHeadAttention", {"num_heads": 2}, [{}, {"normalize_qk": True}], SELF, mask=MASK),
     *_rows("Dropout", {"rate": 0.5, "deterministic": False}, [{}, {"broadcast_dims": (1,)}], FLAT),
     *_rows("Dropout", {"rate": 0.5, "deterministic": True}, [{}], FLAT),
@@ -150,20 +194,65 @@ LINEN: list[Row] = [
 ]
 
 NNX: list[Row] = [
-    *_rows("Linear", {"in_features": 6, "out_features": 3}, [*DENSE, {"promote_dtype": _nnx_promote}], FLAT),
-    *_rows("Linear", {"in_features": 6, "out_features": 3}, [{"preferred_element_type": jnp.float32}], FLAT),
+    *_rows(
+        "Linear",
+        {"in_features": 6, "out_features": 3},
+        [*DENSE, {"promote_dtype": _nnx_promote}],
+        FLAT,
+    ),
+    *_rows(
+        "Linear",
+        {"in_features": 6, "out_features": 3},
+        [{"preferred_element_type": jnp.float32}],
+        FLAT,
+    ),
     *_rows("LinearGeneral", {"in_features": 4, "out_features": (3, 2)}, DENSE, IMAGE),
-    *_rows("LinearGeneral", {"in_features": (5, 4), "out_features": 3, "axis": (1, -1)}, [{}], IMAGE),
-    *_rows("LinearGeneral", {"in_features": 4, "out_features": 3, "batch_axis": {0: 2}}, [{}], IMAGE),
-    *_rows("Einsum", {"einsum_str": "bsi,io->bso", "kernel_shape": (4, 3)}, [{}, {"bias_shape": (3,)}], SEQUENCE),
-    *_rows("Conv", {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)}, CONV[:5] + CONV[6:], IMAGE),
-    *_rows("Conv", {"in_features": 4, "out_features": 6, "kernel_size": (3,)}, [{"padding": "CAUSAL"}], SEQUENCE),
-    *_rows("ConvTranspose", {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)}, TRANSPOSED, IMAGE),
+    *_rows(
+        "LinearGeneral", {"in_features": (5, 4), "out_features": 3, "axis": (1, -1)}, [{}], IMAGE
+    ),
+    *_rows(
+        "LinearGeneral", {"in_features": 4, "out_features": 3, "batch_axis": {0: 2}}, [{}], IMAGE
+    ),
+    *_rows(
+        "Einsum",
+        {"einsum_str": "bsi,io->bso", "kernel_shape": (4, 3)},
+        [{}, {"bias_shape": (3,)}],
+        SEQUENCE,
+    ),
+    *_rows(
+        "Conv",
+        {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)},
+        CONV[:5] + CONV[6:],
+        IMAGE,
+    ),
+    *_rows(
+        "Conv",
+        {"in_features": 4, "out_features": 6, "kernel_size": (3,)},
+        [{"padding": "CAUSAL"}],
+        SEQUENCE,
+    ),
+    *_rows(
+        "ConvTranspose",
+        {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)},
+        TRANSPOSED,
+        IMAGE,
+    ),
     *_rows("Embed", {"num_embeddings": 10, "features": 4}, [{}, {"dtype": jnp.float32}], TOKENS),
-    *_rows("Embed", {"num_embeddings": 10, "features": 4}, [{"embedding_init": NORMAL}], QUERY, method="attend"),
+    *_rows(
+        "Embed",
+        {"num_embeddings": 10, "features": 4},
+        [{"embedding_init": NORMAL}],
+        QUERY,
+        method="attend",
+    ),
     *_rows("LayerNorm", {"num_features": 4}, [*NORM, *BIASED], IMAGE),
     *_rows("LayerNorm", {"num_features": 4}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
-    *_rows("LayerNorm", {"num_features": 4}, [{"reduction_axes": (1, 2, 3)}, {"reduction_axes": (-1,)}], IMAGE),
+    *_rows(
+        "LayerNorm",
+        {"num_features": 4},
+        [{"reduction_axes": (1, 2, 3)}, {"reduction_axes": (-1,)}],
+        IMAGE,
+    ),
     *_rows("RMSNorm", {"num_features": 4}, NORM, IMAGE),
     *_rows("GroupNorm", {"num_features": 4, "num_groups": 2}, [*NORM, *BIASED], IMAGE),
     *_rows("GroupNorm", {"num_features": 4, "num_groups": None, "group_size": 2}, [{}], IMAGE),
@@ -171,9 +260,23 @@ NNX: list[Row] = [
     *_rows("BatchNorm", {"num_features": 4}, [*NORM, *BIASED, {"momentum": 0.5}], IMAGE),
     *_rows("BatchNorm", {"num_features": 4, "use_running_average": True}, NORM[:2], IMAGE),
     *_rows("BatchNorm", {"num_features": 4}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
-    *_rows("MultiHeadAttention", {"num_heads": 2, "in_features": 8, "decode": False}, ATTENTION, CROSS),
-    *_rows("MultiHeadAttention", {"num_heads": 2, "in_features": 8, "decode": False}, [{}], SELF, mask=MASK),
-    *_rows("MultiHeadAttention", {"num_heads": 2, "in_features": 8, "decode": False}, [{}], SELF, sow_weights=True),
+    *_rows(
+        "MultiHeadAttention", {"num_heads": 2, "in_features": 8, "decode": False}, ATTENTION, CROSS
+    ),
+    *_rows(
+        "MultiHeadAttention",
+        {"num_heads": 2, "in_features": 8, "decode": False},
+        [{}],
+        SELF,
+        mask=MASK,
+    ),
+    *_rows(
+        "MultiHeadAttention",
+        {"num_heads": 2, "in_features": 8, "decode": False},
+        [{}],
+        SELF,
+        sow_weights=True,
+    ),
     *_rows("Dropout", {"rate": 0.5}, [{}, {"broadcast_dims": (1,)}, {"deterministic": True}], FLAT),
     *_rows("LoRALinear", {"in_features": 6, "out_features": 3, "lora_rank": 2}, [{}], FLAT),
     *_rows("PReLU", {}, [{}], FLAT),
@@ -184,11 +287,18 @@ for _call in ({"use_running_average": True}, {"use_running_average": False}):
 
 def _named(rows: list[Row]) -> Any:
     def text(value: Any) -> str:
-        return getattr(value, "__name__", None) or f"{type(value).__name__}" if hasattr(value, "shape") else str(value)
+        return (
+            getattr(value, "__name__", None) or f"{type(value).__name__}"
+            if hasattr(value, "shape")
+            else str(value)
+        )
 
     names = []
     for cls, arguments, _, call in rows:
-        given = [f"{key}={text(getattr(value, '__name__', value))}" for key, value in (arguments | call).items()]
+        given = [
+            f"{key}={text(getattr(value, '__name__', value))}"
+            for key, value in (arguments | call).items()
+        ]
         names.append(f"{cls}({','.join(given)})".replace(" ", ""))
     return pytest.mark.parametrize("row", rows, ids=names)
 
@@ -199,15 +309,21 @@ def _linen_program(nn: Any, row: Row) -> Callable[..., Any]:
     def program(key: jax.Array, *inputs: jax.Array) -> Any:
         layer = getattr(nn, cls)(**arguments)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        variables = layer.init(rngs, *inputs, **{name: value for name, value in call.items() if name != "sow_weights"})
+        variables = layer.init(
+            rngs, *inputs, **{name: value for name, value in call.items() if name != "sow_weights"}
+        )
         rest = {name: value for name, value in variables.items() if name != "params"}
 
         def loss(params: Any, floats: Any) -> Any:
             given = [floats.get(i, x) for i, x in enumerate(inputs)]
-            out, state = layer.apply({"params": params, **rest}, *given, rngs=rngs, mutable=True, **call)
+            out, state = layer.apply(
+                {"params": params, **rest}, *given, rngs=rngs, mutable=True, **call
+            )
             return jnp.sum(jnp.sin(out)), (out, state)
 
-        gradients, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(variables.get("params", {}), _floats(inputs))
+        gradients, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(
+            variables.get("params", {}), _floats(inputs)
+        )
         return variables, results, gradients
 
     return program
@@ -225,7 +341,9 @@ def _nnx_program(nnx: Any, row: Row) -> Callable[..., Any]:
 
         def loss(params: Any, floats: Any) -> Any:
             given = [floats.get(i, x) for i, x in enumerate(inputs)]
-            model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))  # variables of this trace's own
+            model = nnx.merge(
+                graphdef, params, jax.tree.map(lambda x: x, rest)
+            )  # variables of this trace's own
             out = getattr(model, method)(*given, **call)
             return jnp.sum(jnp.sin(out)), (out, _plain(nnx.state(model, nnx.Not(nnx.Param))))
 
@@ -240,7 +358,9 @@ def _plain(state: Any) -> dict[str, Any]:
         return x.get_value() if isinstance(x, flax_nnx.Variable) else x
 
     flat = flax_nnx.to_flat_state(state)
-    return {"/".join(map(str, path)): jax.tree.map(_data, value(variable)) for path, variable in flat}
+    return {
+        "/".join(map(str, path)): jax.tree.map(_data, value(variable)) for path, variable in flat
+    }
 
 
 def _data(x: jax.Array) -> jax.Array:
@@ -251,13 +371,17 @@ def _floats(inputs: tuple[jax.Array, ...]) -> dict[int, jax.Array]:
     return {i: x for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def _assert_same(ours: Callable[..., Any], theirs: Callable[..., Any], inputs: tuple[jax.Array, ...]) -> None:
+def _assert_same(
+    ours: Callable[..., Any], theirs: Callable[..., Any], inputs: tuple[jax.Array, ...]
+) -> None:
     ours, theirs = jax.jit(ours), jax.jit(theirs)
     lowered, expected = (program.lower(jax.random.key(3), *inputs) for program in (ours, theirs))
     assert jax.tree.structure(lowered.out_info) == jax.tree.structure(expected.out_info)
     if lowered.as_text() != expected.as_text():
         jax.tree.map(
-            np.testing.assert_array_equal, ours(jax.random.key(3), *inputs), theirs(jax.random.key(3), *inputs)
+            np.testing.assert_array_equal,
+            ours(jax.random.key(3), *inputs),
+            theirs(jax.random.key(3), *inputs),
         )
 
 
@@ -280,7 +404,9 @@ def test_a_linen_attention_decodes_as_flaxs(decode_steps):
             variables, outputs = layer.init(key, x), []
             params, cache = variables["params"], {"cache": variables["cache"]}
             for step in range(decode_steps):
-                out, cache = layer.apply({"params": params, **cache}, x[:, step : step + 1], mutable=["cache"])
+                out, cache = layer.apply(
+                    {"params": params, **cache}, x[:, step : step + 1], mutable=["cache"]
+                )
                 outputs.append(out)
             return variables, outputs, cache
 
@@ -293,7 +419,9 @@ def test_a_linen_attention_decodes_as_flaxs(decode_steps):
 def test_an_nnx_attention_decodes_as_flaxs(decode_steps):
     def program(nnx: Any) -> Callable[..., Any]:
         def run(key: jax.Array, x: jax.Array) -> Any:
-            layer = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=True, rngs=nnx.Rngs(key))
+            layer = nnx.MultiHeadAttention(
+                num_heads=2, in_features=8, decode=True, rngs=nnx.Rngs(key)
+            )
             layer.init_cache(x.shape)
             outputs = [layer(x[:, step : step + 1]) for step in range(decode_steps)]
             return outputs, _plain(nnx.state(layer))
@@ -315,9 +443,9 @@ def test_attention_functions_are_flaxs(masked, dropout):
                     q, k, v, bias=bias, mask=mask, dropout_rate=dropout, dropout_rng=key
                 )
 
-            return jax.vjp(attend, *inputs)[0], jax.grad(lambda *args: jnp.sum(jnp.sin(attend(*args))), (0, 1, 2))(
-                *inputs
-            )
+            return jax.vjp(attend, *inputs)[0], jax.grad(
+                lambda *args: jnp.sum(jnp.sin(attend(*args))), (0, 1, 2)
+            )(*inputs)
 
         return run
 
@@ -331,7 +459,9 @@ def test_softmax_forced_to_float32_leaves_flaxs_dtypes_where_no_policy_holds():
     for force in (True, False):
         found = []
         for nn in (our_linen, flax_linen):
-            layer = nn.MultiHeadDotProductAttention(num_heads=2, dtype=jnp.bfloat16, force_fp32_for_softmax=force)
+            layer = nn.MultiHeadDotProductAttention(
+                num_heads=2, dtype=jnp.bfloat16, force_fp32_for_softmax=force
+            )
             out, variables = layer.init_with_output(jax.random.key(0), *SELF)
             _, state = layer.apply(variables, *SELF, sow_weights=True, mutable="intermediates")
             q = jnp.ones((2, 3, 2, 4), jnp.bfloat16)
@@ -347,24 +477,30 @@ def test_softmax_forced_to_float32_leaves_flaxs_dtypes_where_no_policy_holds():
 
 WRONG_LINEN: dict[str, Callable[[Any], Any]] = {
     "an embedding of floats": lambda nn: nn.Embed(3, 4).init(jax.random.key(0), jnp.ones((2,))),
-    "a convolution whose groups do not divide": lambda nn: nn.Conv(6, (3, 3), feature_group_count=3).init(
+    "a convolution whose groups do not divide": lambda nn: nn.Conv(
+        6, (3, 3), feature_group_count=3
+    ).init(jax.random.key(0), *IMAGE),
+    "a convolution with a mask of another shape": lambda nn: nn.Conv(
+        6, (3, 3), mask=jnp.ones((2, 2))
+    ).init(jax.random.key(0), *IMAGE),
+    "group norm with groups that do not divide": lambda nn: nn.GroupNorm(num_groups=3).init(
         jax.random.key(0), *IMAGE
     ),
-    "a convolution with a mask of another shape": lambda nn: nn.Conv(6, (3, 3), mask=jnp.ones((2, 2))).init(
+    "group norm with two ways to say its groups": lambda nn: nn.GroupNorm(
+        num_groups=2, group_size=2
+    ).init(jax.random.key(0), *IMAGE),
+    "batch norm that does not know its mode": lambda nn: nn.BatchNorm().init(
         jax.random.key(0), *IMAGE
     ),
-    "group norm with groups that do not divide": lambda nn: nn.GroupNorm(num_groups=3).init(jax.random.key(0), *IMAGE),
-    "group norm with two ways to say its groups": lambda nn: nn.GroupNorm(num_groups=2, group_size=2).init(
-        jax.random.key(0), *IMAGE
-    ),
-    "batch norm that does not know its mode": lambda nn: nn.BatchNorm().init(jax.random.key(0), *IMAGE),
-    "attention whose heads do not divide": lambda nn: nn.MultiHeadDotProductAttention(num_heads=3).init(
-        jax.random.key(0), *SELF
-    ),
+    "attention whose heads do not divide": lambda nn: nn.MultiHeadDotProductAttention(
+        num_heads=3
+    ).init(jax.random.key(0), *SELF),
     "dropout without a key": lambda nn: nn.Dropout(0.5, deterministic=False).apply({}, *FLAT),
     "dropout that does not know its mode": lambda nn: nn.Dropout(0.5).apply({}, *FLAT),
     "a call of an unbound layer": lambda nn: nn.Dense(3)(*FLAT),
-    "params of another shape": lambda nn: nn.Dense(3).apply({"params": {"kernel": jnp.ones((2, 3))}}, *FLAT),
+    "params of another shape": lambda nn: nn.Dense(3).apply(
+        {"params": {"kernel": jnp.ones((2, 3))}}, *FLAT
+    ),
     "no params at all": lambda nn: nn.Dense(3).apply({}, *FLAT),
     "an argument that does not exist": lambda nn: nn.Dense(3, units=2),
     "no features": lambda nn: nn.Dense(),
@@ -375,12 +511,18 @@ WRONG_NNX: dict[str, Callable[[Any], Any]] = {
     "a layer without keys": lambda nnx: nnx.Linear(2, 3),
     "an input of another width": lambda nnx: nnx.Linear(2, 3, rngs=nnx.Rngs(0))(*FLAT),
     "an argument that does not exist": lambda nnx: nnx.Linear(2, 3, units=2, rngs=nnx.Rngs(0)),
-    "group norm with groups that do not divide": lambda nnx: nnx.GroupNorm(4, num_groups=3, rngs=nnx.Rngs(0)),
-    "attention whose heads do not divide": lambda nnx: nnx.MultiHeadAttention(3, 8, rngs=nnx.Rngs(0)),
-    "attention that does not know whether it decodes": lambda nnx: nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))(
-        *SELF
+    "group norm with groups that do not divide": lambda nnx: nnx.GroupNorm(
+        4, num_groups=3, rngs=nnx.Rngs(0)
     ),
-    "decoding without a cache": lambda nnx: nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))(*SELF),
+    "attention whose heads do not divide": lambda nnx: nnx.MultiHeadAttention(
+        3, 8, rngs=nnx.Rngs(0)
+    ),
+    "attention that does not know whether it decodes": lambda nnx: nnx.MultiHeadAttention(
+        2, 8, rngs=nnx.Rngs(0)
+    )(*SELF),
+    "decoding without a cache": lambda nnx: nnx.MultiHeadAttention(
+        2, 8, decode=True, rngs=nnx.Rngs(0)
+    )(*SELF),
     "dropout without a key": lambda nnx: nnx.Dropout(0.5, deterministic=False)(*FLAT),
     "norms called without an input": lambda nnx: nnx.LayerNorm(4, rngs=nnx.Rngs(0))(),
 }
@@ -422,7 +564,9 @@ def test_a_linen_module_mixes_with_abstract_classes_and_protocols():
     class Unfinished(our_linen.Module, Steps):
         width: int = 1
 
-    class Unchecked(our_linen.Module):  # as in Flax, nobody checks where no abstract class is among the bases
+    class Unchecked(
+        our_linen.Module
+    ):  # as in Flax, nobody checks where no abstract class is among the bases
         @abc.abstractmethod
         def step(self) -> int: ...
 

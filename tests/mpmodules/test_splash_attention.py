@@ -1,4 +1,6 @@
-"""Splash attention: its numbers in Pallas's interpreter, its derivatives, when it is chosen, and programs for TPUs."""
+"""Splash attention: its numbers in Pallas's interpreter, its derivatives, when it is chosen, and
+programs for TPUs.
+"""
 
 import functools
 from typing import Any
@@ -20,7 +22,9 @@ from tests.benchmarks.accelerators import target
 RNG = np.random.default_rng(0)
 WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
 CALL = 'custom_call_target="tpu_custom_call"'
-needs_one_device = pytest.mark.skipif(jax.device_count() != 1, reason="needs a process with one device")
+needs_one_device = pytest.mark.skipif(
+    jax.device_count() != 1, reason="needs a process with one device"
+)
 
 
 def qkv(queries=128, keys=128, heads=2, key_heads=2, width=16, batch=(2,), dtype="bfloat16") -> Any:
@@ -40,7 +44,10 @@ def exact(operands, cotangent, allowed=None):
     d_weights = np.einsum("bqhd,bkhd->bhqk", ct, v)
     d_logits = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) * scale
     out = np.einsum("bhqk,bkhd->bqhd", weights, v)
-    d_query, d_key = np.einsum("bhqk,bkhd->bqhd", d_logits, k), np.einsum("bhqk,bqhd->bkhd", d_logits, q)
+    d_query, d_key = (
+        np.einsum("bhqk,bkhd->bqhd", d_logits, k),
+        np.einsum("bhqk,bqhd->bkhd", d_logits, q),
+    )
     d_value = np.einsum("bhqk,bqhd->bkhd", weights, ct)
     summed = (x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3) for x in (d_key, d_value))
     return out, d_query, *summed
@@ -60,7 +67,8 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(_splash_kernel, "INTERPRET", True)
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
+# --- numbers
+# --------------------------------------------------------------------------------------------------
 
 RANDOM_MASK = np.random.default_rng(1).random((1, 1, 128, 256)) > 0.7
 HEADS_MASK = np.random.default_rng(2).random((2, 128, 128)) > 0.5
@@ -75,7 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one key head": ({"key_heads": 1, "width": 128}, {"is_causal": True}),
     "a mask": ({"keys": 256}, {"mask": RANDOM_MASK}),
     "a mask for each head": ({}, {"mask": HEADS_MASK}),
-    "several blocks": ({"queries": 640, "keys": 640, "heads": 1, "key_heads": 1, "batch": (1,)}, {"is_causal": True}),
+    "several blocks": (
+        {"queries": 640, "keys": 640, "heads": 1, "key_heads": 1, "batch": (1,)},
+        {"is_causal": True},
+    ),
 }
 
 
@@ -89,7 +100,9 @@ def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interprete
         allowed = np.tri(operands[0].shape[1], operands[1].shape[1], dtype=bool)
     attend: Any = functools.partial(nnx.dot_product_attention, implementation="splash", **options)
     out, pullback = jax.vjp(attend, *operands)
-    for found, wanted in zip((out, *pullback(cotangent)), exact(operands, cotangent, allowed), strict=True):
+    for found, wanted in zip(
+        (out, *pullback(cotangent)), exact(operands, cotangent, allowed), strict=True
+    ):
         assert_close(found, wanted)
     if case == "full":
         assert_close(attend(*operands), out)  # without residuals
@@ -105,14 +118,20 @@ def test_layers_of_both_wings_use_the_kernel_and_agree_with_xlas(interpreter, wi
             layer = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
             y = layer.init_with_output(jax.random.key(0), x)[0]
         else:
-            y = nnx.MultiHeadAttention(2, 32, decode=False, rngs=flax_nnx.Rngs(0), attention_fn=attend)(x)
+            y = nnx.MultiHeadAttention(
+                2, 32, decode=False, rngs=flax_nnx.Rngs(0), attention_fn=attend
+            )(x)
         return jnp.mean(jnp.square(y)), y
 
     with use_policy("mixed_bfloat16"):
-        (gradient, y), (plain_gradient, plain) = (jax.grad(loss, 1, has_aux=True)(i, x) for i in ("splash", "xla"))
+        (gradient, y), (plain_gradient, plain) = (
+            jax.grad(loss, 1, has_aux=True)(i, x) for i in ("splash", "xla")
+        )
     assert y.dtype == plain.dtype
     np.testing.assert_allclose(y, plain, atol=0.01 * float(jnp.abs(plain).max()))
-    np.testing.assert_allclose(gradient, plain_gradient, atol=0.03 * float(jnp.abs(plain_gradient).max()))
+    np.testing.assert_allclose(
+        gradient, plain_gradient, atol=0.03 * float(jnp.abs(plain_gradient).max())
+    )
 
 
 def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
@@ -126,7 +145,9 @@ def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
 
         gradient = jax.grad(loss, (0, 1, 2))
         directional = jax.jvp(
-            functools.partial(nnx.dot_product_attention, implementation=implementation), operands, operands
+            functools.partial(nnx.dot_product_attention, implementation=implementation),
+            operands,
+            operands,
         )
         hessian_product = jax.jvp(gradient, operands, operands)[1]
         twice = jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, *operands[1:]) * q))(operands[0])
@@ -134,11 +155,16 @@ def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
         mapped = jax.vmap(gradient, (2, None, None), 2)(stacked, *operands[1:])
         return [*directional, *hessian_product, twice, *mapped]
 
-    for found, wanted in zip(*(with_implementation(i, *operands) for i in ("splash", "xla")), strict=True):
-        assert_close(found, wanted, ulps=6)  # XLA's program rounds weights and the logits' cotangents too
+    for found, wanted in zip(
+        *(with_implementation(i, *operands) for i in ("splash", "xla")), strict=True
+    ):
+        assert_close(
+            found, wanted, ulps=6
+        )  # XLA's program rounds weights and the logits' cotangents too
 
 
-# --- the choice -----------------------------------------------------------------------------------------------------
+# --- the choice
+# --------------------------------------------------------------------------------------------------
 
 
 def is_picked(function, *operands, **options) -> bool:
@@ -159,8 +185,12 @@ def test_the_kernel_is_picked_for_what_it_can_do_and_for_nothing_else(wing):
     assert not is_picked(attend, *qkv(queries=100))
     assert not is_picked(attend, *qkv(width=257))
     assert not is_picked(attend, *qkv(), bias=jnp.zeros((1, 1, 128, 128), "bfloat16"))
-    assert not is_picked(attend, *qkv(), mask=np.ones((2, 1, 1, 128), bool))  # differs within the batch
-    assert not is_picked(attend, *qkv(), mask=np.tri(128, k=-1, dtype=bool))  # a row without keys is uniform
+    assert not is_picked(
+        attend, *qkv(), mask=np.ones((2, 1, 1, 128), bool)
+    )  # differs within the batch
+    assert not is_picked(
+        attend, *qkv(), mask=np.tri(128, k=-1, dtype=bool)
+    )  # a row without keys is uniform
     assert not is_picked(lambda q, k, v: attend(q, k, v, mask=jnp.sum(q) > 0), *qkv())
     assert not is_picked(attend, *qkv(), precision="highest")
     assert not is_picked(attend, *qkv(), dropout_rate=0.5, dropout_rng=jax.random.key(0))
@@ -171,7 +201,9 @@ def test_elsewhere_the_program_computes_what_xlas_does_in_every_mode():
     operands = qkv(batch=(1,))
 
     def results(implementation):
-        attend = functools.partial(nnx.dot_product_attention, is_causal=True, implementation=implementation)
+        attend = functools.partial(
+            nnx.dot_product_attention, is_causal=True, implementation=implementation
+        )
 
         def loss(*operands):
             return jnp.sum(jnp.square(attend(*operands).astype(jnp.float32)))
@@ -179,7 +211,9 @@ def test_elsewhere_the_program_computes_what_xlas_does_in_every_mode():
         def run(*operands):
             gradient = jax.grad(loss, (0, 1, 2))
             scanned = jax.grad(
-                lambda q: jax.lax.scan(lambda c, _: (attend(c, *operands[1:]), None), q, None, 2)[0].sum()
+                lambda q: jax.lax.scan(lambda c, _: (attend(c, *operands[1:]), None), q, None, 2)[
+                    0
+                ].sum()
             )
             return (
                 attend(*operands),
@@ -200,21 +234,29 @@ def test_what_the_kernel_can_not_do_is_refused_where_it_is_insisted_on():
         for options, refusal in {
             "dropout, a precision": {"dropout_rate": 0.5, "precision": "highest"},
             "a bias": {"bias": jnp.zeros((1, 1, 128, 128), "bfloat16")},
-            "a mask that is traced, or differs within the batch": {"mask": np.ones((2, 1, 1, 128), bool)},
+            "a mask that is traced, or differs within the batch": {
+                "mask": np.ones((2, 1, 1, 128), bool)
+            },
             "a mask that leaves a query no key": {"mask": np.tri(128, k=-1, dtype=bool)},
         }.items():
-            with pytest.raises(ValueError, match=rf"implementation='splash' can't do {options}\. Leave it out"):
+            with pytest.raises(
+                ValueError, match=rf"implementation='splash' can't do {options}\. Leave it out"
+            ):
                 insisted(*qkv(), **refusal)
         with pytest.raises(ValueError, match="can't do float16 queries"):
             insisted(*qkv(dtype="float16"))
-        with pytest.raises(ValueError, match="100 queries and 128 keys, which are to be multiples of 128"):
+        with pytest.raises(
+            ValueError, match="100 queries and 128 keys, which are to be multiples of 128"
+        ):
             insisted(*qkv(queries=100))
         with pytest.raises(ValueError, match="heads of 257, which are to be at most 256 wide"):
             insisted(*qkv(width=257))
         with pytest.raises(ValueError, match="values of another shape than the keys"):
             query, key, _ = qkv()
             insisted(query, key, qkv(key_heads=1)[2])
-    with pytest.raises(ValueError, match=r"implementation='splash' is a kernel for TPUs\. Leave it out"):
+    with pytest.raises(
+        ValueError, match=r"implementation='splash' is a kernel for TPUs\. Leave it out"
+    ):
         nnx.dot_product_attention(*qkv(heads=3, key_heads=3), implementation="splash")
 
 
@@ -226,7 +268,8 @@ def test_operands_that_vary_over_different_axes_are_refused():
         jax.eval_shape(mapped, *qkv())
 
 
-# --- programs for TPUs ----------------------------------------------------------------------------------------------
+# --- programs for TPUs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -267,10 +310,15 @@ def test_on_one_device_forward_and_backward_compile_to_the_kernel(topology, x64)
 
 
 @needs_one_device
-def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_kernel_is_there(topology):
+def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_kernel_is_there(
+    topology,
+):
     mesh = topology.mesh()
     sharded = NamedSharding(mesh, P("data"))
-    lowered = [program(value_and_gradients(implementation), sharded).as_text() for implementation in (None, "xla")]
+    lowered = [
+        program(value_and_gradients(implementation), sharded).as_text()
+        for implementation in (None, "xla")
+    ]
     assert lowered[0] == lowered[1]
     assert CALL not in compiled(value_and_gradients(), sharded)
 
@@ -283,9 +331,13 @@ def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_ke
 
 @needs_one_device
 def test_where_only_the_lowered_program_tells_of_several_devices_it_has_no_kernel(topology):
-    lowered = program(value_and_gradients(), None, in_shardings=NamedSharding(topology.mesh(), P("data")))
+    lowered = program(
+        value_and_gradients(), None, in_shardings=NamedSharding(topology.mesh(), P("data"))
+    )
     assert CALL not in str(lowered.compile().as_text())
-    with pytest.raises(ValueError, match=r"a kernel that XLA can't partition\. Call it within jax.shard_map"):
+    with pytest.raises(
+        ValueError, match=r"a kernel that XLA can't partition\. Call it within jax.shard_map"
+    ):
         program(value_and_gradients("splash"), NamedSharding(topology.mesh(), P("data")))
 
 
@@ -294,13 +346,18 @@ def test_one_traced_program_is_lowered_for_every_platform():
     operands = [jax.ShapeDtypeStruct((1, 128, 2, 16), "bfloat16")] * 3
     traced = jax.jit(value_and_gradients()).trace(*operands)
     for platform, calls in (("cpu", 0), ("cuda", 0), ("tpu", 2)):
-        assert traced.lower(lowering_platforms=(platform,)).as_text().count("@tpu_custom_call") == calls
+        assert (
+            traced.lower(lowering_platforms=(platform,)).as_text().count("@tpu_custom_call")
+            == calls
+        )
 
 
 @needs_one_device
 def test_a_program_for_several_platforms_holds_the_kernel_and_xlas_formula():
     operands = qkv(batch=(1,))
-    exported = export.export(jax.jit(value_and_gradients()), platforms=("cpu", "tpu", "cuda"))(*operands)
+    exported = export.export(jax.jit(value_and_gradients()), platforms=("cpu", "tpu", "cuda"))(
+        *operands
+    )
     assert "tpu_custom_call" in exported.mlir_module()
     value, gradients = exported.call(*operands)
     expected, slopes = value_and_gradients("xla")(*operands)
@@ -311,9 +368,15 @@ def test_a_program_for_several_platforms_holds_the_kernel_and_xlas_formula():
 
 @needs_one_device
 def test_an_audit_has_no_finding_where_the_kernel_is_for_tpus():
-    layer, x = linen.MultiHeadDotProductAttention(2, dtype_policy="mixed_bfloat16"), jnp.ones((2, 128, 32))
+    layer, x = (
+        linen.MultiHeadDotProductAttention(2, dtype_policy="mixed_bfloat16"),
+        jnp.ones((2, 128, 32)),
+    )
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-    report = audit(jax.grad(lambda variables: jnp.sum(jnp.square(jnp.asarray(layer.apply(variables, x))))), variables)
+    report = audit(
+        jax.grad(lambda variables: jnp.sum(jnp.square(jnp.asarray(layer.apply(variables, x))))),
+        variables,
+    )
     assert not report.findings
 
 
@@ -332,4 +395,9 @@ def test_arrays_are_whole_on_one_device_and_in_shard_map():
             self.num_devices = count
 
     contexts = (Devices(1), Devices(4), Manual(), Partly())
-    assert [_splash_attention._is_whole(context) for context in contexts] == [True, False, True, False]
+    assert [_splash_attention._is_whole(context) for context in contexts] == [
+        True,
+        False,
+        True,
+        False,
+    ]

@@ -1,4 +1,6 @@
-"""Layers that are alike are traced once; what tells them apart, and what Flax refuses, is theirs all the same."""
+"""Layers that are alike are traced once; what tells them apart, and what Flax refuses, is theirs
+all the same.
+"""
 
 import contextlib
 from typing import Any
@@ -49,14 +51,18 @@ def ported_model(*epsilons):
 
 def nnx_model(*epsilons):
     with use_policy("mixed_bfloat16"):
-        model = nnx.Sequential(*(nnx.LayerNorm(8, epsilon=epsilon, rngs=nnx.Rngs(0)) for epsilon in epsilons))
+        model = nnx.Sequential(
+            *(nnx.LayerNorm(8, epsilon=epsilon, rngs=nnx.Rngs(0)) for epsilon in epsilons)
+        )
     graph, params = nnx.split(model)
     return lambda params, x: nnx.merge(graph, params)(x), params
 
 
 @pytest.mark.parametrize("wing", [linen_model, ported_model, nnx_model])
 @pytest.mark.parametrize("epsilons", [(1e-3,) * 5, (1e-3, 1e-3, 2.0)])
-def test_the_statistics_of_normalisations_that_are_alike_are_traced_once(monkeypatch, wing, epsilons):
+def test_the_statistics_of_normalisations_that_are_alike_are_traced_once(
+    monkeypatch, wing, epsilons
+):
     apply, params = wing(*epsilons)
     seen = []
     moments = normalization.moments
@@ -69,10 +75,14 @@ def test_the_statistics_of_normalisations_that_are_alike_are_traced_once(monkeyp
 def test_bias_gradients_and_attention_logits_that_are_alike_are_traced_once(monkeypatch):
     seen = []
     accumulating = attention.accumulating
-    monkeypatch.setattr(attention, "accumulating", lambda *args: seen.append(1) or accumulating(*args))
+    monkeypatch.setattr(
+        attention, "accumulating", lambda *args: seen.append(1) or accumulating(*args)
+    )
 
     def loss(query, key):
-        weights = [attention.dot_product_attention_weights(query, key * i, dtype=HALF) for i in range(1, 5)]
+        weights = [
+            attention.dot_product_attention_weights(query, key * i, dtype=HALF) for i in range(1, 5)
+        ]
         return jnp.sum(sum(weights[1:], weights[0]).astype(jnp.float32))
 
     x = jax.ShapeDtypeStruct((1, 3, 2, 4), HALF)
@@ -88,7 +98,8 @@ def test_layers_that_share_a_trace_keep_their_own_numbers(wing):
     scale_leaves = iter(scales)
     is_scale = lambda path: "scale" in jax.tree_util.keystr(path)  # noqa: E731
     params = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.asarray(next(scale_leaves), leaf.dtype) if is_scale(path) else leaf, params
+        lambda path, leaf: jnp.asarray(next(scale_leaves), leaf.dtype) if is_scale(path) else leaf,
+        params,
     )
     expected = rows
     for epsilon, scale in zip((1e-3, 1e-3, 2.0), scales, strict=True):
@@ -106,7 +117,10 @@ def test_layers_that_share_a_trace_keep_their_own_numbers(wing):
     ],
 )
 def test_flax_refuses_a_variable_that_is_missing_or_of_another_shape(change, error):
-    model, x = linen.LayerNorm(dtype_policy="mixed_bfloat16", use_bias=False), jnp.ones((2, 8), HALF)
+    model, x = (
+        linen.LayerNorm(dtype_policy="mixed_bfloat16", use_bias=False),
+        jnp.ones((2, 8), HALF),
+    )
     params = model.init(jax.random.key(0), x)["params"]
     with pytest.raises(error):
         model.apply({"params": change(params["scale"])}, x)
@@ -139,14 +153,18 @@ def test_a_ported_layer_of_a_user_s_own_is_called_itself():
             return 2 * super().param(name, *args, **kwargs)
 
     x = jnp.asarray([[1.0, -1.0], [3.0, 1.0]], HALF)
-    plain, doubled = (linen.apply_policy(layer, "bfloat16") for layer in (flax.linen.LayerNorm(), Doubled()))
+    plain, doubled = (
+        linen.apply_policy(layer, "bfloat16") for layer in (flax.linen.LayerNorm(), Doubled())
+    )
     params = plain.init(jax.random.key(0), x)
     np.testing.assert_array_equal(doubled.apply(params, x), 2 * plain.apply(params, x))
 
 
 def test_normalisations_inside_a_ported_attention_are_traced_once(monkeypatch):
     attention = flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True)
-    model = linen.apply_policy(flax.linen.Sequential([attention, attention.copy(name="second")]), "mixed_bfloat16")
+    model = linen.apply_policy(
+        flax.linen.Sequential([attention, attention.copy(name="second")]), "mixed_bfloat16"
+    )
     assert 1 <= traces_of(monkeypatch, model, jnp.ones((1, 3, 8))) <= 2
 
 
@@ -160,21 +178,32 @@ def test_an_interceptor_inside_of_a_ported_model_is_called_for_each_of_its_layer
 
         @flax.linen.compact
         def __call__(self, x):
-            with flax.linen.intercept_methods(doubled) if self.intercepts else contextlib.nullcontext():
+            with (
+                flax.linen.intercept_methods(doubled)
+                if self.intercepts
+                else contextlib.nullcontext()
+            ):
                 for _ in range(3):
                     x = flax.linen.LayerNorm()(x)
             return x
 
     x = jnp.asarray([[1.0, -1.0], [3.0, 1.0]])
-    plain, intercepted = (linen.apply_policy(Model(intercepts), "mixed_bfloat16") for intercepts in (False, True))
+    plain, intercepted = (
+        linen.apply_policy(Model(intercepts), "mixed_bfloat16") for intercepts in (False, True)
+    )
     params = plain.init(jax.random.key(0), x)
     np.testing.assert_array_equal(intercepted.apply(params, x), 2 * plain.apply(params, x))
-    assert traces_of(monkeypatch, intercepted, x) == 0  # Flax's code runs for each of them, and takes its statistics
+    assert (
+        traces_of(monkeypatch, intercepted, x) == 0
+    )  # Flax's code runs for each of them, and takes its statistics
 
 
 def test_partitioned_params_are_read_from_their_boxes():
     boxed = linen.with_partitioning(linen.initializers.ones_init(), ("features",))
-    model, x = linen.LayerNorm(scale_init=boxed, dtype_policy="mixed_bfloat16"), jnp.asarray([[1.0, -1.0]], HALF)
+    model, x = (
+        linen.LayerNorm(scale_init=boxed, dtype_policy="mixed_bfloat16"),
+        jnp.asarray([[1.0, -1.0]], HALF),
+    )
     params = model.init(jax.random.key(0), x)
     assert isinstance(params["params"]["scale"], flax.linen.Partitioned)
     y: Any = model.apply(params, x)

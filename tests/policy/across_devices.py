@@ -1,4 +1,6 @@
-"""Data parallel steps on eight devices, for the tests that run there, and the small model that they train."""
+"""Data parallel steps on eight devices, for the tests that run there, and the small model that they
+train.
+"""
 
 import functools
 
@@ -8,7 +10,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy import accumulate_gradients, all_reduce, apply_gradients, loss_scale_of, split_batch, value_and_grad, vary
+from policy import (
+    accumulate_gradients,
+    all_reduce,
+    apply_gradients,
+    loss_scale_of,
+    split_batch,
+    value_and_grad,
+    vary,
+)
 
 DEVICES = 8
 EVERYWHERE, SPLIT = PartitionSpec(), PartitionSpec("data")
@@ -39,7 +49,9 @@ def placed(tree, spec):
 
 
 def replicated_step(tx, loss, dtype, policy="mixed_bfloat16", check_vma=True, microbatches=1):
-    """Data parallel under shard_map: each device's own gradients, one all-reduce, the same step on each."""
+    """Data parallel under shard_map: each device's own gradients, one all-reduce, the same step on
+    each.
+    """
 
     @jax.jit
     @functools.partial(
@@ -51,7 +63,9 @@ def replicated_step(tx, loss, dtype, policy="mixed_bfloat16", check_vma=True, mi
     )
     def step(params, state, batch):
         fn = value_and_grad(loss, policy=policy, loss_scale=loss_scale_of(state), grads="compute")
-        value, grads = accumulate_gradients(fn, vary(params, "data"), split_batch(batch, microbatches))
+        value, grads = accumulate_gradients(
+            fn, vary(params, "data"), split_batch(batch, microbatches)
+        )
         params, state, finite = apply_gradients(tx, params, state, all_reduce(grads, "data", dtype))
         return params, state, finite, lax.pmean(value, "data")
 
@@ -63,9 +77,9 @@ def plain_step(tx, loss, policy="mixed_bfloat16"):
 
     @jax.jit
     def step(params, state, batch):
-        value, grads = value_and_grad(loss, policy=policy, loss_scale=loss_scale_of(state), grads="compute")(
-            params, batch
-        )
+        value, grads = value_and_grad(
+            loss, policy=policy, loss_scale=loss_scale_of(state), grads="compute"
+        )(params, batch)
         return *apply_gradients(tx, params, state, grads), value
 
     return step
@@ -82,16 +96,23 @@ def curve(step, params, state, batch, steps=5):
 
 def fully_sharded(dtype):
     """Params split over the devices, and where each lies."""
-    shardings = {"hidden": NamedSharding(MESH, PartitionSpec(None, "data")), "head": NamedSharding(MESH, SPLIT)}
+    shardings = {
+        "hidden": NamedSharding(MESH, PartitionSpec(None, "data")),
+        "head": NamedSharding(MESH, SPLIT),
+    }
     return jax.device_put(jax.tree.map(lambda p: p.astype(dtype), F32), shardings), shardings
 
 
 def sharded_step(tx, loss, param_specs, state_specs, check_vma=True):
-    """Each device keeps a part of each param, gathers the whole inside the loss, and gets its part's gradient back."""
+    """Each device keeps a part of each param, gathers the whole inside the loss, and gets its
+    part's gradient back.
+    """
 
     def gathered(params, batch):
         axes = {"hidden": 1, "head": 0}
-        whole = jax.tree.map(lambda p, axis: lax.all_gather(p, "data", axis=axis, tiled=True), params, axes)
+        whole = jax.tree.map(
+            lambda p, axis: lax.all_gather(p, "data", axis=axis, tiled=True), params, axes
+        )
         return loss(whole, batch) / DEVICES
 
     @jax.jit
@@ -103,7 +124,9 @@ def sharded_step(tx, loss, param_specs, state_specs, check_vma=True):
         check_vma=check_vma,
     )
     def step(params, state, batch):
-        value, grads = value_and_grad(gathered, loss_scale=loss_scale_of(state), grads="compute")(params, batch)
+        value, grads = value_and_grad(gathered, loss_scale=loss_scale_of(state), grads="compute")(
+            params, batch
+        )
         params, state, finite = apply_gradients(tx, params, state, grads)
         return params, state, finite, lax.psum(value, "data")
 

@@ -1,4 +1,6 @@
-"""Gradients across eight devices. `test_eight_devices.py` runs this file in a process that has eight."""
+"""Gradients across eight devices. `test_eight_devices.py` runs this file in a process that has
+eight.
+"""
 
 import functools
 import os
@@ -45,8 +47,12 @@ def test_eight_devices_and_one_agree_to_float32_rounding():
     assert truth[-1] < truth[0]
     others = [
         curve(replicated_step(tx, f32_loss, "float32", "float32"), F32, state, BATCH),
-        curve(replicated_step(tx, f32_loss, "float32", "float32", check_vma=False), F32, state, BATCH),
-        curve(replicated_step(tx, f32_loss, "float32", "float32", microbatches=2), F32, state, BATCH),
+        curve(
+            replicated_step(tx, f32_loss, "float32", "float32", check_vma=False), F32, state, BATCH
+        ),
+        curve(
+            replicated_step(tx, f32_loss, "float32", "float32", microbatches=2), F32, state, BATCH
+        ),
         curve(
             plain_step(tx, f32_loss, "float32"),
             placed(F32, EVERYWHERE),
@@ -56,13 +62,17 @@ def test_eight_devices_and_one_agree_to_float32_rounding():
     ]
     for losses, params in others:
         np.testing.assert_allclose(losses, truth, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, end)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, end
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_under_shard_map_gradients_cross_once_a_step_in_the_dtype_that_is_asked(dtype, check_vma):
-    tx = mixed_precision(optax.adam(1e-2), "mixed_bfloat16", loss_scale="dynamic", clip_global_norm=0.5)
+    tx = mixed_precision(
+        optax.adam(1e-2), "mixed_bfloat16", loss_scale="dynamic", clip_global_norm=0.5
+    )
     step = replicated_step(tx, loss_fn, dtype, check_vma=check_vma, microbatches=2)
     args = F32, tx.init(F32), BATCH
     for stage in ("traced", "partitioned"):
@@ -75,7 +85,9 @@ def test_under_shard_map_gradients_cross_once_a_step_in_the_dtype_that_is_asked(
 
 def test_a_program_that_is_in_jaxs_compilation_cache_can_still_be_read():
     assert os.environ["JAX_COMPILATION_CACHE_DIR"], "the suite has a folder of compiled programs"
-    found = [collectives_of(jax.jit(lambda x: x.sum()), placed(jnp.ones(8), SPLIT)) for _ in range(2)]
+    found = [
+        collectives_of(jax.jit(lambda x: x.sum()), placed(jnp.ones(8), SPLIT)) for _ in range(2)
+    ]
     assert found[0] == found[1] and len(found[0]) == 1
 
 
@@ -97,15 +109,28 @@ def test_half_precision_params_that_vary_inside_the_loss_cross_in_the_dtype_that
 
     @jax.jit
     @functools.partial(
-        jax.shard_map, mesh=MESH, in_specs=(EVERYWHERE, SPLIT), out_specs=(EVERYWHERE, EVERYWHERE), check_vma=True
+        jax.shard_map,
+        mesh=MESH,
+        in_specs=(EVERYWHERE, SPLIT),
+        out_specs=(EVERYWHERE, EVERYWHERE),
+        check_vma=True,
     )
     def gradients(params, batch):
-        return value_and_grad(lambda p, b: lax.pmean(loss_fn(vary(p, "data", dtype), b), "data"))(params, batch)
+        return value_and_grad(lambda p, b: lax.pmean(loss_fn(vary(p, "data", dtype), b), "data"))(
+            params, batch
+        )
 
     for stage in ("traced", "partitioned"):
-        found = [(c.dtype, c.shape) for c in collectives_of(gradients, params, BATCH, stage=stage) if c.size > 1]
+        found = [
+            (c.dtype, c.shape)
+            for c in collectives_of(gradients, params, BATCH, stage=stage)
+            if c.size > 1
+        ]
         assert sorted(found) == [(dtype, (4, 16)), (dtype, (16, 1))]
-    (loss, mine), (whole_loss, truth) = gradients(params, BATCH), value_and_grad(loss_fn)(params, BATCH)
+    (loss, mine), (whole_loss, truth) = (
+        gradients(params, BATCH),
+        value_and_grad(loss_fn)(params, BATCH),
+    )
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-3)
     largest = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(truth))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=largest * 2**-7), mine, truth)
@@ -116,7 +141,9 @@ def test_the_axes_of_a_mesh_of_two_are_told_apart_in_what_xla_wrote():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     part = PartitionSpec("data", "model")
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=part, out_specs=PartitionSpec(), check_vma=False)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=part, out_specs=PartitionSpec(), check_vma=False
+    )
     def exchanges(x):
         x = all_reduce(x, "data", "bfloat16")  # (4, 2)
         x = lax.all_gather(x, "model", axis=1, tiled=True).astype(jnp.float16)  # (4, 4)
@@ -133,5 +160,8 @@ def test_the_axes_of_a_mesh_of_two_are_told_apart_in_what_xla_wrote():
     ]
     x = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, part))
     for stage in ("traced", "partitioned"):
-        found = [(c.operation, c.dtype, c.shape, c.axes) for c in collectives_of(jax.jit(exchanges), x, stage=stage)]
+        found = [
+            (c.operation, c.dtype, c.shape, c.axes)
+            for c in collectives_of(jax.jit(exchanges), x, stage=stage)
+        ]
         assert found == expected

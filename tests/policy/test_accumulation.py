@@ -53,7 +53,9 @@ def test_half_precision_gradients_are_summed_in_float32(dtype):
     assert naive == 1  # what a sum in half loses
     _, grads = accumulate_gradients(given, {"w": jnp.ones(1)}, values)
     assert grads["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(grads["w"], np.asarray(values, np.float64).mean(0).astype(np.float32))
+    np.testing.assert_array_equal(
+        grads["w"], np.asarray(values, np.float64).mean(0).astype(np.float32)
+    )
 
 
 def test_scaled_gradients_keep_their_scale_and_are_rounded_once():
@@ -69,7 +71,9 @@ def test_scaled_gradients_keep_their_scale_and_are_rounded_once():
 def test_float16_sums_do_not_overflow():
     values = jnp.full((8, 1), 60000, jnp.float16)
     fn = lambda params, g: (jnp.float32(0), ScaledGradients({"w": g}, 2.0**15))  # noqa: E731
-    np.testing.assert_array_equal(accumulate_gradients(fn, None, values)[1].tree["w"], np.float16(60000))
+    np.testing.assert_array_equal(
+        accumulate_gradients(fn, None, values)[1].tree["w"], np.float16(60000)
+    )
 
 
 def test_gradients_of_different_scales_are_refused_or_skip_the_step():
@@ -78,7 +82,11 @@ def test_gradients_of_different_scales_are_refused_or_skip_the_step():
     with pytest.raises(ValueError, match=r"gradients should share one scale, but got \[8\. 4\.\]"):
         accumulate_gradients(fn, params, scales)
     tx = mixed_precision(optax.sgd(0.1), "float32")
-    step = jax.jit(lambda: apply_gradients(tx, params, tx.init(params), accumulate_gradients(fn, params, scales)[1]))
+    step = jax.jit(
+        lambda: apply_gradients(
+            tx, params, tx.init(params), accumulate_gradients(fn, params, scales)[1]
+        )
+    )
     new, _, finite = step()
     assert not finite
     np.testing.assert_array_equal(new["w"], 1)
@@ -92,7 +100,9 @@ def test_a_fault_in_any_microbatch_skips_the_step(kind):
 
     @jax.jit
     def step(batches):
-        fn = value_and_grad(loss_fn, policy="mixed_bfloat16", loss_scale=state.loss_scale, grads=kind)
+        fn = value_and_grad(
+            loss_fn, policy="mixed_bfloat16", loss_scale=state.loss_scale, grads=kind
+        )
         return apply_gradients(tx, params, state, accumulate_gradients(fn, params, batches)[1])
 
     batches = split_batch(X, 3)
@@ -113,7 +123,9 @@ def test_weights_make_it_the_mean_over_tokens():
         return jnp.sum(jnp.square(x @ params["w"]).mean(-1) * mask) / jnp.sum(mask)
 
     params, batches = params_in(jnp.float32), split_batch((X, mask), 4)
-    loss, grads = accumulate_gradients(value_and_grad(masked), params, batches, weights=batches[1].sum(-1))
+    loss, grads = accumulate_gradients(
+        value_and_grad(masked), params, batches, weights=batches[1].sum(-1)
+    )
     whole_loss, whole = value_and_grad(masked)(params, (X, mask))
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
     np.testing.assert_allclose(grads["w"], whole["w"], rtol=1e-5, atol=1e-7)
@@ -135,7 +147,9 @@ def test_aux_is_stacked_and_keys_are_a_part_of_the_microbatches():
 
     keys = jax.random.split(jax.random.key(0), 3)
     (loss, aux), grads = accumulate_gradients(
-        value_and_grad(noisy, has_aux=True, grads="compute"), params_in(jnp.float32), (split_batch(X, 3), keys)
+        value_and_grad(noisy, has_aux=True, grads="compute"),
+        params_in(jnp.float32),
+        (split_batch(X, 3), keys),
     )
     assert loss.shape == ()
     assert aux["x"].shape == (3, 8, 4)
@@ -198,15 +212,24 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"multiple of 5, but \(root\) has shape \(\)"):
         split_batch(jnp.float32(1), 5)
     with pytest.raises(
-        ValueError, match=r"share a first axis, one entry .* but got x \(3, 2\), y \(4,\)\. split_batch"
+        ValueError,
+        match=r"share a first axis, one entry .* but got x \(3, 2\), y \(4,\)\. split_batch",
     ):
         accumulate_gradients(fn, None, {"x": jnp.ones((3, 2)), "y": jnp.ones(4)})
-    for empty, text in (({}, "no array"), (jnp.ones((0, 2)), r"\(root\) \(0, 2\)"), (jnp.float32(1), r"\(root\) \(\)")):
+    for empty, text in (
+        ({}, "no array"),
+        (jnp.ones((0, 2)), r"\(root\) \(0, 2\)"),
+        (jnp.float32(1), r"\(root\) \(\)"),
+    ):
         with pytest.raises(ValueError, match=f"but got {text}"):
             accumulate_gradients(fn, None, empty)
-    with pytest.raises(ValueError, match=r"weights should have shape \(3,\), one for each microbatch, but got \(2,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"weights should have shape \(3,\), one for each microbatch, but got \(2,\)",
+    ):
         accumulate_gradients(fn, params_in(jnp.float32), split_batch(X, 3), weights=jnp.ones(2))
     with pytest.raises(
-        TypeError, match=r"should return \(value, gradients\), as of value_and_grad\(loss_fn\), but got"
+        TypeError,
+        match=r"should return \(value, gradients\), as of value_and_grad\(loss_fn\), but got",
     ):
         accumulate_gradients(loss_fn, params_in(jnp.float32), split_batch(X, 3))  # pyright: ignore[reportArgumentType]

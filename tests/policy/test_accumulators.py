@@ -32,7 +32,9 @@ def test_half_is_multiplied_and_float32_handed_on(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_are_matmuls_of_half_and_come_back_in_it(dtype):
     query, key = operands(dtype)
-    weights = jnp.asarray(RNG.normal(size=(2, 3, 2, 5)), dtype)  # representable: the cotangent is rounded to half
+    weights = jnp.asarray(
+        RNG.normal(size=(2, 3, 2, 5)), dtype
+    )  # representable: the cotangent is rounded to half
 
     def loss(query, key):
         return jnp.sum(logits(query, key) * weights.astype(jnp.float32))
@@ -40,14 +42,19 @@ def test_gradients_are_matmuls_of_half_and_come_back_in_it(dtype):
     assert_dots_in(jax.grad(loss, (0, 1)), (query, key), dtype)
     ours = jax.grad(loss, (0, 1))(query, key)
     wide = [np.asarray(x, np.float64) for x in (query, key, weights)]
-    truths = np.einsum("btns,bsnh->btnh", wide[2], wide[1]), np.einsum("btns,btnh->bsnh", wide[2], wide[0])
+    truths = (
+        np.einsum("btns,bsnh->btnh", wide[2], wide[1]),
+        np.einsum("btns,btnh->bsnh", wide[2], wide[0]),
+    )
     for gradient, truth in zip(ours, truths, strict=True):
         assert gradient.dtype == dtype
         assert_close_in_ulps(gradient, truth, 2, floor=1.0)  # a backend may round within the sum
 
 
 def test_float32_is_jax_s_own_einsum():
-    assert_same_program(logits, lambda q, k: jnp.einsum("btnh,bsnh->btns", q, k), operands(jnp.float32))
+    assert_same_program(
+        logits, lambda q, k: jnp.einsum("btnh,bsnh->btns", q, k), operands(jnp.float32)
+    )
 
 
 def test_the_policy_s_reduction_dtype_is_what_is_handed_on():
@@ -58,7 +65,11 @@ def test_the_policy_s_reduction_dtype_is_what_is_handed_on():
 
 def test_operands_of_two_dtypes_or_integers_are_refused():
     query, key = operands(jnp.bfloat16)
-    with pytest.raises(TypeError, match="takes two floating operands of one dtype, but got bfloat16 and float32"):
+    with pytest.raises(
+        TypeError, match="takes two floating operands of one dtype, but got bfloat16 and float32"
+    ):
         logits(query, key.astype(jnp.float32))
-    with pytest.raises(TypeError, match="takes two floating operands of one dtype, but got int32 and int32"):
+    with pytest.raises(
+        TypeError, match="takes two floating operands of one dtype, but got int32 and int32"
+    ):
         logits(query.astype(int), key.astype(int))

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from policy import get_policy
-from policy.boundary import SCOPE_NAME, cast_inputs, cast_outputs, inside, layer_crosses, module_crosses
+from policy._jaxpr.scope_names import BOUNDARY
+from policy.boundary import cast_inputs, cast_outputs, inside, layer_crosses, module_crosses
 from policy.rules import PolicyRules
 from policy.scope import Scope
 
@@ -46,10 +47,17 @@ def test_named_arguments_are_kept_wherever_they_stand():
         keep=("t", "positions"),
         signature=lambda: inspect.signature(_call),
     )
-    assert [jax.tree.leaves(a)[0].dtype.name for a in args] == ["bfloat16", "float32", "bfloat16", "bfloat16"]
+    assert [jax.tree.leaves(a)[0].dtype.name for a in args] == [
+        "bfloat16",
+        "float32",
+        "bfloat16",
+        "bfloat16",
+    ]
     assert kwargs["positions"] is x
     assert kwargs["other"]["deep"].dtype == jnp.bfloat16
-    args, _ = cast_inputs(MIXED, (x, x, x), {}, keep=("rest",), signature=lambda: inspect.signature(_call))
+    args, _ = cast_inputs(
+        MIXED, (x, x, x), {}, keep=("rest",), signature=lambda: inspect.signature(_call)
+    )
     assert [a.dtype.name for a in args] == ["bfloat16", "bfloat16", "float32"]
 
 
@@ -61,12 +69,16 @@ def test_inputs_keep_casts_none():
 
 def test_outputs_are_cast_and_references_handed_on():
     held = [jnp.ones(2, jnp.bfloat16)]
-    out = cast_outputs(MIXED, {"y": jnp.ones(2, jnp.bfloat16), "held": held}, is_leaf=lambda x: x is held)
+    out = cast_outputs(
+        MIXED, {"y": jnp.ones(2, jnp.bfloat16), "held": held}, is_leaf=lambda x: x is held
+    )
     assert out["y"].dtype == jnp.float32 and out["held"] is held
 
 
 def test_the_casts_carry_a_named_scope():
-    jaxpr = jax.make_jaxpr(lambda x: cast_outputs(MIXED, cast_inputs(MIXED, (x,), {})[0]))(jnp.ones(2))
+    jaxpr = jax.make_jaxpr(lambda x: cast_outputs(MIXED, cast_inputs(MIXED, (x,), {})[0]))(
+        jnp.ones(2)
+    )
     casts = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
     assert len(casts) == 2
-    assert all(SCOPE_NAME in str(eqn.source_info.name_stack) for eqn in casts)
+    assert all(BOUNDARY in str(eqn.source_info.name_stack) for eqn in casts)

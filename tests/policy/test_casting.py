@@ -25,7 +25,11 @@ def test_only_floating_arrays_are_cast():
         "object": marker,
     }
     cast = cast_floating(tree, jnp.bfloat16)
-    assert {name for name in tree if name != "none" and cast[name] is not tree[name]} == {"jax", "numpy", "scalar"}
+    assert {name for name in tree if name != "none" and cast[name] is not tree[name]} == {
+        "jax",
+        "numpy",
+        "scalar",
+    }
     assert {cast[name].dtype for name in ("jax", "numpy", "scalar")} == {jnp.dtype(jnp.bfloat16)}
     assert isinstance(cast["numpy"], np.ndarray)
 
@@ -33,7 +37,9 @@ def test_only_floating_arrays_are_cast():
 def test_an_array_that_has_the_dtype_is_returned_as_it_is():
     x = jnp.ones(3, jnp.bfloat16)
     assert cast_array(x, jnp.bfloat16) is x
-    assert "convert_element_type" not in str(jax.make_jaxpr(lambda x: cast_array(x, jnp.bfloat16))(x))
+    assert "convert_element_type" not in str(
+        jax.make_jaxpr(lambda x: cast_array(x, jnp.bfloat16))(x)
+    )
 
 
 def test_a_weak_type_becomes_strong():
@@ -84,7 +90,9 @@ def test_the_names_of_jmp_cast_to_full_and_half():
 
 def test_float64_is_refused_when_used_without_x64_and_not_before():
     policy = get_policy("float64")
-    with pytest.raises(ValueError, match=r"asks for float64, but JAX runs with x64 disabled.*jax_enable_x64"):
+    with pytest.raises(
+        ValueError, match=r"asks for float64, but JAX runs with x64 disabled.*jax_enable_x64"
+    ):
         policy.cast_to_compute(jnp.ones(2))
     with jax.enable_x64(True):
         assert policy.cast_to_compute(jnp.ones(2, jnp.float32)).dtype == jnp.float64

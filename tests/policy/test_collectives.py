@@ -1,4 +1,6 @@
-"""`collectives_of`: what a program exchanges. The eight devices of `test_eight_devices.py` compare it with XLA."""
+"""`collectives_of`: what a program exchanges. The eight devices of `test_eight_devices.py` compare
+it with XLA.
+"""
 
 from typing import Any
 
@@ -10,7 +12,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from policy import Collective, collectives_of
-from policy.collectives import _partitioned  # the text of XLA versions that aren't installed
+from policy.sharding.collectives import (
+    _partitioned,  # the text of XLA versions that aren't installed
+)
 
 
 class Mesh:
@@ -54,7 +58,14 @@ def test_a_permutation_is_over_the_axes_along_which_it_moves():
 
 
 @pytest.mark.parametrize(
-    ("hlo", "name"), [("f32", "float32"), ("s8", "int8"), ("u32", "uint32"), ("pred", "bool"), ("f8e4m3fn", "f8e4m3fn")]
+    ("hlo", "name"),
+    [
+        ("f32", "float32"),
+        ("s8", "int8"),
+        ("u32", "uint32"),
+        ("pred", "bool"),
+        ("f8e4m3fn", "f8e4m3fn"),
+    ],
 )
 def test_dtypes_go_by_their_jax_names(hlo, name):
     (found,) = parsed("replica_groups={{0,1}}", f"{hlo}[]")
@@ -69,7 +80,9 @@ def test_each_array_of_a_tuple_is_listed():
 
 def test_a_program_for_one_device_exchanges_nothing():
     assert collectives_of(lambda x: jnp.sum(x), jnp.ones(3)) == []
-    assert collectives_of(jax.jit(lambda x: jnp.sum(x)), jax.ShapeDtypeStruct((3,), jnp.float32)) == []
+    assert (
+        collectives_of(jax.jit(lambda x: jnp.sum(x)), jax.ShapeDtypeStruct((3,), jnp.float32)) == []
+    )
 
 
 def test_the_traced_program_is_read_through_loops_and_branches():
@@ -77,10 +90,14 @@ def test_the_traced_program_is_read_through_loops_and_branches():
 
     def loop(x):
         with jax.named_scope("outer"):
-            total, _ = lax.scan(lambda c, _: (lax.psum(c, ("data", "model")), None), jnp.sum(x), None, length=3)
+            total, _ = lax.scan(
+                lambda c, _: (lax.psum(c, ("data", "model")), None), jnp.sum(x), None, length=3
+            )
         return lax.cond(total > 0, lambda t: lax.pmax(t, "model"), lambda t: t, total)
 
-    mapped = jax.shard_map(loop, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False)
+    mapped = jax.shard_map(
+        loop, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False
+    )
     found = collectives_of(jax.jit(mapped), jax.ShapeDtypeStruct((8,), jnp.float16), stage="traced")
     assert [(c.operation, c.dtype, c.shape, c.axes) for c in found] == [
         ("all-reduce", "float16", (), ("data", "model")),
@@ -90,5 +107,7 @@ def test_the_traced_program_is_read_through_loops_and_branches():
 
 
 def test_a_stage_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="stage should be 'partitioned' or 'traced', but got 'compiled'"):
+    with pytest.raises(
+        ValueError, match="stage should be 'partitioned' or 'traced', but got 'compiled'"
+    ):
         collectives_of(np.sin, jnp.ones(2), stage="compiled")  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
 """`vary` and `all_reduce`: where gradients are summed over devices, and in which dtype.
 
-Devices are the elements of a `jax.vmap`, or an abstract mesh's, of which a program is traced and nothing is run.
-`test_eight_devices.py` runs the same on eight.
+Devices are the elements of a `jax.vmap`, or an abstract mesh's, of which a program is traced and
+nothing is run. `test_eight_devices.py` runs the same on eight.
 """
 
 import jax
@@ -12,7 +12,15 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from policy import ScaledGradients, all_reduce, apply_gradients, collectives_of, mixed_precision, value_and_grad, vary
+from policy import (
+    ScaledGradients,
+    all_reduce,
+    apply_gradients,
+    collectives_of,
+    mixed_precision,
+    value_and_grad,
+    vary,
+)
 from policy.trees import OVERWRITE_WITH_GRADIENT
 
 DEVICES = 8
@@ -29,28 +37,43 @@ def on_devices(function):
 def traced(function, *args, in_specs, out_specs=EVERYWHERE, check_vma=True):
     """The collectives of `function` under `jax.shard_map` over eight devices that needn't be there."""
     mesh = AbstractMesh((DEVICES,), ("i",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
     return collectives_of(mapped, *args, stage="traced")
 
 
 def loss_fn(params, x):
-    return jnp.sum(jnp.square((x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)).astype(jnp.float32)))
+    return jnp.sum(
+        jnp.square((x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)).astype(jnp.float32))
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_gradients_of_varying_params_cross_devices_once_in_the_dtype_that_is_asked(dtype, check_vma):
+def test_gradients_of_varying_params_cross_devices_once_in_the_dtype_that_is_asked(
+    dtype, check_vma
+):
     def step(params, x):
-        grads = value_and_grad(loss_fn, policy="mixed_bfloat16", grads="compute")(vary(params, "i"), x)[1]
+        grads = value_and_grad(loss_fn, policy="mixed_bfloat16", grads="compute")(
+            vary(params, "i"), x
+        )[1]
         assert grads.tree["w"].dtype == jnp.bfloat16
         return all_reduce(grads, "i", dtype).tree
 
     (only,) = traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT), check_vma=check_vma)
-    assert (only.operation, only.dtype, only.shape, only.axes) == ("all-reduce", dtype, (4, 2), ("i",))
+    assert (only.operation, only.dtype, only.shape, only.axes) == (
+        "all-reduce",
+        dtype,
+        (4, 2),
+        ("i",),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_params_that_vary_inside_the_loss_have_their_gradients_summed_by_backward_in_that_dtype(dtype):
+def test_params_that_vary_inside_the_loss_have_their_gradients_summed_by_backward_in_that_dtype(
+    dtype,
+):
     def step(params, x):
         return jax.grad(lambda p: loss_fn(vary(p, "i", dtype), x))(params)
 
@@ -59,10 +82,14 @@ def test_params_that_vary_inside_the_loss_have_their_gradients_summed_by_backwar
 
 
 def test_without_it_the_cast_in_the_layer_decides():
-    (only,) = traced(lambda p, x: jax.grad(loss_fn)(p, x), PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
+    (only,) = traced(
+        lambda p, x: jax.grad(loss_fn)(p, x), PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT)
+    )
     assert only.dtype == "bfloat16"
     early = lambda p, x: jax.grad(lambda p: loss_fn(jax.tree.map(lambda w: w + x[0, 0], p), x))(p)  # noqa: E731
-    assert "float32" in [c.dtype for c in traced(early, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))]
+    assert "float32" in [
+        c.dtype for c in traced(early, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
+    ]
 
 
 def test_backward_through_vary_is_the_sum_over_the_devices():
@@ -135,7 +162,9 @@ def test_the_mean_is_right_to_an_ulp_a_device_of_the_dtype_it_is_summed_in(dtype
 def test_scaled_gradients_keep_their_scale_and_come_back_in_the_dtype_of_the_sum():
     grads = jnp.asarray([[1.0], [2.0]], jnp.bfloat16)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        mean = on_devices(lambda g, dtype=dtype: all_reduce(ScaledGradients([g], 1024.0), "i", dtype))(grads)
+        mean = on_devices(
+            lambda g, dtype=dtype: all_reduce(ScaledGradients([g], 1024.0), "i", dtype)
+        )(grads)
         assert mean.tree[0].dtype == dtype
         np.testing.assert_array_equal(mean.tree[0].astype(jnp.float32), 1.5)
         np.testing.assert_array_equal(jax.vmap(lambda m: m.scale)(mean), 1024)
@@ -143,12 +172,16 @@ def test_scaled_gradients_keep_their_scale_and_come_back_in_the_dtype_of_the_sum
 
 def test_a_sum_mapped_over_scaled_gradients_raises():
     with pytest.raises(TypeError):
-        on_devices(lambda g: jax.tree.map(lambda x: lax.psum(x, "i"), ScaledGradients(g, 2.0)))(jnp.ones((2, 3)))
+        on_devices(lambda g: jax.tree.map(lambda x: lax.psum(x, "i"), ScaledGradients(g, 2.0)))(
+            jnp.ones((2, 3))
+        )
 
 
 def test_several_axes_are_reduced_at_once():
     values = jnp.arange(6.0).reshape(2, 3)
-    twice = jax.vmap(jax.vmap(lambda g: all_reduce(g, ("a", "b"), "float32"), axis_name="b"), axis_name="a")
+    twice = jax.vmap(
+        jax.vmap(lambda g: all_reduce(g, ("a", "b"), "float32"), axis_name="b"), axis_name="a"
+    )
     np.testing.assert_array_equal(twice(values), 2.5)
 
 
@@ -158,44 +191,59 @@ def test_overwritten_values_become_the_largest_of_the_devices():
     mean = on_devices(lambda g: all_reduce(ScaledGradients(g, 2.0), "i", "bfloat16"))(tree)
     np.testing.assert_array_equal(mean.tree[OVERWRITE_WITH_GRADIENT]["scale"], 7.0)
     assert mean.tree[OVERWRITE_WITH_GRADIENT]["scale"].dtype == jnp.float32
-    backward = on_devices(jax.grad(lambda t, x: jnp.sum(vary(t, "i", "bfloat16")[OVERWRITE_WITH_GRADIENT] * x)))
+    backward = on_devices(
+        jax.grad(lambda t, x: jnp.sum(vary(t, "i", "bfloat16")[OVERWRITE_WITH_GRADIENT] * x))
+    )
     grads = backward({OVERWRITE_WITH_GRADIENT: jnp.ones((3, 1))}, values)
     np.testing.assert_array_equal(grads[OVERWRITE_WITH_GRADIENT], 7.0)
 
 
 def test_integers_among_gradients_pass():
-    tree = on_devices(lambda x: all_reduce({"n": jnp.int32(3), "g": x}, "i", "float32"))(jnp.ones(2))
+    tree = on_devices(lambda x: all_reduce({"n": jnp.int32(3), "g": x}, "i", "float32"))(
+        jnp.ones(2)
+    )
     np.testing.assert_array_equal(tree["n"], 3)
 
 
 def test_float64_gradients_stay_float64():
     with jax.enable_x64(True):
-        mean = on_devices(lambda g: all_reduce(g, "i", "float64"))(jnp.asarray([1.0, 2.0], jnp.float64))
+        mean = on_devices(lambda g: all_reduce(g, "i", "float64"))(
+            jnp.asarray([1.0, 2.0], jnp.float64)
+        )
         assert mean.dtype == jnp.float64
     with pytest.raises(ValueError, match="asks for float64, but JAX runs with x64 disabled"):
         on_devices(lambda g: all_reduce(g, "i", "float64"))(jnp.ones(2))
 
 
-@pytest.mark.parametrize("call", [lambda: vary(jnp.ones(2), "i"), lambda: all_reduce(jnp.ones(2), "i", "float32")])
+@pytest.mark.parametrize(
+    "call", [lambda: vary(jnp.ones(2), "i"), lambda: all_reduce(jnp.ones(2), "i", "float32")]
+)
 def test_an_axis_that_is_not_mapped_is_refused(call):
-    with pytest.raises(ValueError, match=r"axis 'i' is not mapped here: call it inside jax\.shard_map or jax\.vmap"):
+    with pytest.raises(
+        ValueError, match=r"axis 'i' is not mapped here: call it inside jax\.shard_map or jax\.vmap"
+    ):
         call()
     tx = mixed_precision(optax.sgd(0.1), "float32", axis_name="i")
-    with pytest.raises(ValueError, match=r"axis 'i' is not mapped here.* with sharded arrays name none"):
+    with pytest.raises(
+        ValueError, match=r"axis 'i' is not mapped here.* with sharded arrays name none"
+    ):
         apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])
 def test_a_dtype_that_gradients_cannot_be_summed_in_is_refused(dtype):
     for function in (all_reduce, vary):
-        with pytest.raises(ValueError, match="summed in a floating dtype of 16 bits or more, but got"):
+        with pytest.raises(
+            ValueError, match="summed in a floating dtype of 16 bits or more, but got"
+        ):
             on_devices(lambda g, f=function: f(g, "i", dtype))(jnp.ones(2))
 
 
 def test_gradients_that_backward_has_summed_already_are_refused():
     step = lambda p, x: all_reduce(jax.grad(loss_fn)(p, x), "i", "float32")  # noqa: E731
     with pytest.raises(
-        ValueError, match=r"but w are the same all over 'i': backward summed them .* vary\(params, axis\)"
+        ValueError,
+        match=r"but w are the same all over 'i': backward summed them .* vary\(params, axis\)",
     ):
         traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
 
@@ -207,12 +255,16 @@ def test_a_step_refuses_gradients_that_differ_between_devices_where_the_params_d
         grads = jax.grad(loss_fn)(vary(params, "i"), x)
         return apply_gradients(tx, params, tx.init(params), grads)[0]
 
-    with pytest.raises(ValueError, match=r"their params don't: w over 'i'\. Reduce them first, all_reduce\("):
+    with pytest.raises(
+        ValueError, match=r"their params don't: w over 'i'\. Reduce them first, all_reduce\("
+    ):
         traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
 
 
 @pytest.mark.parametrize("named", [None, "i"])
-def test_the_step_counts_what_types_say_is_the_same_everywhere_once_also_where_the_axis_is_named(named):
+def test_the_step_counts_what_types_say_is_the_same_everywhere_once_also_where_the_axis_is_named(
+    named,
+):
     tx = mixed_precision(optax.sgd(0.1), "float32", clip_global_norm=1.0, axis_name=named)
 
     def step(params, x, sharded):

@@ -4,8 +4,8 @@ import numpy as np
 import optax
 import pytest
 
-from policy.gradients import ScaledGradients, grad, value_and_grad
-from policy.loss_scale import DynamicLossScale, StaticLossScale
+from policy.grads.loss_scale import DynamicLossScale, StaticLossScale
+from policy.grads.value_and_grad import ScaledGradients, grad, value_and_grad
 from policy.scope import current_policy, use_policy
 
 RNG = np.random.default_rng(0)
@@ -25,7 +25,9 @@ def test_a_plain_tree_is_unscaled_float32_and_equals_jax():
     np.testing.assert_array_equal(gradients, expected)  # a power of two costs no rounding
 
 
-@pytest.mark.parametrize("scale", [None, 8, 8.0, jnp.float32(8), StaticLossScale(8), DynamicLossScale(8.0)])
+@pytest.mark.parametrize(
+    "scale", [None, 8, 8.0, jnp.float32(8), StaticLossScale(8), DynamicLossScale(8.0)]
+)
 def test_every_kind_of_scale_gives_the_same_gradients(scale):
     scaled = value_and_grad(loss_of, loss_scale=scale, grads="compute")(W)[1]
     factor = 1 if scale is None else 8
@@ -62,7 +64,9 @@ def test_the_policy_is_in_force_inside_the_loss_only():
 
 
 def test_the_loss_is_cast_to_float32_before_it_is_scaled():
-    value, gradient = value_and_grad(lambda w: w.astype(jnp.float16).sum(), loss_scale=2.0**15)(jnp.full(4, 10.0))
+    value, gradient = value_and_grad(lambda w: w.astype(jnp.float16).sum(), loss_scale=2.0**15)(
+        jnp.full(4, 10.0)
+    )
     assert value.dtype == jnp.float32
     assert value == 40.0  # 40 * 2^15 is beyond float16
     np.testing.assert_array_equal(gradient, np.ones(4))
@@ -74,12 +78,18 @@ def test_small_float16_gradients_survive_through_the_scale():
 
     w = jnp.ones(3)
     assert not jax.grad(loss)(w).any()
-    np.testing.assert_array_equal(grad(loss, loss_scale=2.0**14)(w), np.full(3, 2.0**-28, np.float32))
+    np.testing.assert_array_equal(
+        grad(loss, loss_scale=2.0**14)(w), np.full(3, 2.0**-28, np.float32)
+    )
 
 
 def test_aux_is_left_alone_whatever_it_holds():
     def loss(w):
-        return w.astype(jnp.float32).sum(), {"half": w.astype(jnp.float16) * jnp.float16(2), "name": "text", "n": 3}
+        return w.astype(jnp.float32).sum(), {
+            "half": w.astype(jnp.float16) * jnp.float16(2),
+            "name": "text",
+            "n": 3,
+        }
 
     for w in (W, W.astype(jnp.bfloat16)):
         (_, aux), gradient = value_and_grad(loss, has_aux=True, loss_scale=2.0**15)(w)
@@ -97,11 +107,15 @@ def test_argnums_and_keywords_work_as_in_jax():
         return (a * b).sum() * c
 
     a, b = jnp.array([1.0, 2.0]), {"x": jnp.array([3.0, 4.0])}
-    value, (gb, ga) = value_and_grad(lambda a, b, c: loss(a, b["x"], c=c), argnums=(1, 0))(a, b, c=2.0)
+    value, (gb, ga) = value_and_grad(lambda a, b, c: loss(a, b["x"], c=c), argnums=(1, 0))(
+        a, b, c=2.0
+    )
     assert value == 22
     np.testing.assert_array_equal(gb["x"], [2, 4])
     np.testing.assert_array_equal(ga, [6, 8])
-    np.testing.assert_array_equal(grad(lambda a, b: loss(a, b["x"], c=1.0), argnums=-2)(a, b), [3, 4])
+    np.testing.assert_array_equal(
+        grad(lambda a, b: loss(a, b["x"], c=1.0), argnums=-2)(a, b), [3, 4]
+    )
     half = jnp.bfloat16
     _, (gb, ga) = value_and_grad(lambda a, b: loss(a, b["x"], c=half(2)), argnums=(1, 0))(
         a.astype(half), {"x": b["x"].astype(half)}
@@ -116,9 +130,14 @@ def test_the_overwritten_collection_is_not_scaled_cast_or_rounded():
         return w.sum()
 
     # fp8's rule: the "gradient" of the state is its new value, whatever the cotangent
-    with_state.defvjp(lambda w, s: (w.sum(), (w, s)), lambda r, ct: (jnp.broadcast_to(ct, r[0].shape), r[1] + 0.3))
+    with_state.defvjp(
+        lambda w, s: (w.sum(), (w, s)), lambda r, ct: (jnp.broadcast_to(ct, r[0].shape), r[1] + 0.3)
+    )
     for dtype in (jnp.float32, jnp.bfloat16):
-        params = {"params": {"w": W.astype(dtype)}, "_overwrite_with_gradient": {"s": jnp.ones(2, jnp.float32)}}
+        params = {
+            "params": {"w": W.astype(dtype)},
+            "_overwrite_with_gradient": {"s": jnp.ones(2, jnp.float32)},
+        }
 
         def loss(p):
             return with_state(p["params"]["w"], p["_overwrite_with_gradient"]["s"])
@@ -126,11 +145,16 @@ def test_the_overwritten_collection_is_not_scaled_cast_or_rounded():
         plain = grad(loss, loss_scale=2.0**8)(params)
         scaled = grad(loss, loss_scale=2.0**8, grads="compute", policy="mixed_bfloat16")(params)
         for tree, factor in ((plain, 1), (scaled.tree, 2**8)):
-            np.testing.assert_array_equal(tree["_overwrite_with_gradient"]["s"], np.full(2, 1.3, np.float32))
-            np.testing.assert_array_equal(tree["params"]["w"].astype(jnp.float32), np.full(5, factor))
+            np.testing.assert_array_equal(
+                tree["_overwrite_with_gradient"]["s"], np.full(2, 1.3, np.float32)
+            )
+            np.testing.assert_array_equal(
+                tree["params"]["w"].astype(jnp.float32), np.full(5, factor)
+            )
 
 
-# Each is a way to use one weight many times; the contributions are unequal and need more than 8 bits to add up.
+# Each is a way to use one weight many times; the contributions are unequal and need more than 8
+# bits to add up.
 USES = 256
 XS = jnp.asarray(RNG.normal(size=(USES, 4)), jnp.bfloat16)
 
@@ -140,12 +164,16 @@ def unrolled(w):  # fewer uses: each is compiled by itself
 
 
 def scanned(w):
-    return jax.lax.scan(lambda c, x: (c + jnp.dot(x, w).astype(jnp.float32), None), jnp.float32(0), XS)[0]
+    return jax.lax.scan(
+        lambda c, x: (c + jnp.dot(x, w).astype(jnp.float32), None), jnp.float32(0), XS
+    )[0]
 
 
 def layers(w):  # scanned over, and used twice in each turn
     stacked = jnp.broadcast_to(w, (USES, 4))
-    return jax.lax.scan(lambda c, xw: (c + jnp.dot(*xw).astype(jnp.float32), None), jnp.float32(0), (XS, stacked))[0]
+    return jax.lax.scan(
+        lambda c, xw: (c + jnp.dot(*xw).astype(jnp.float32), None), jnp.float32(0), (XS, stacked)
+    )[0]
 
 
 def embedded(w):
@@ -210,7 +238,10 @@ def test_what_cannot_be_entered_still_gives_jaxs_gradient():
         return jax.lax.fori_loop(0, 3, lambda _, c: c * w, w)
 
     w = jnp.asarray([1.5, 0.5], jnp.bfloat16)
-    for function in (lambda w: double(w).astype(jnp.float32).sum(), lambda w: loop(w).astype(jnp.float32).sum()):
+    for function in (
+        lambda w: double(w).astype(jnp.float32).sum(),
+        lambda w: loop(w).astype(jnp.float32).sum(),
+    ):
         np.testing.assert_array_equal(grad(function)(w), jax.grad(function)(w).astype(jnp.float32))
 
 
@@ -221,10 +252,14 @@ def test_it_works_inside_jit_vmap_and_scan():
     np.testing.assert_array_equal(direct.tree, jitted.tree)
     _, mapped = jax.vmap(function)(jnp.stack([W, W]))
     assert mapped.scale.shape == (2,)
-    np.testing.assert_allclose(mapped.tree[0].astype(jnp.float32), direct.tree.astype(jnp.float32), rtol=2**-7)
+    np.testing.assert_allclose(
+        mapped.tree[0].astype(jnp.float32), direct.tree.astype(jnp.float32), rtol=2**-7
+    )
     _, carried = jax.lax.scan(lambda c, w: (c, function(w)[1]), 0, jnp.stack([W, W]))
     np.testing.assert_array_equal(carried.scale, [8.0, 8.0])
-    half = jax.vmap(grad(lambda w: jnp.square(w.astype(jnp.float32)).sum()))(jnp.ones((2, 3), jnp.bfloat16))
+    half = jax.vmap(grad(lambda w: jnp.square(w.astype(jnp.float32)).sum()))(
+        jnp.ones((2, 3), jnp.bfloat16)
+    )
     np.testing.assert_array_equal(half, np.full((2, 3), 2.0))
 
 
@@ -244,7 +279,12 @@ def test_a_jitted_call_outside_of_jit_is_compiled_once():
 def test_every_other_optimizer_rejects_scaled_gradients():
     params = {"w": W}
     scaled = grad(lambda p: loss_of(p["w"]), loss_scale=8.0, grads="compute")(params)
-    for tx in (optax.sgd(0.1), optax.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.identity()):
+    for tx in (
+        optax.sgd(0.1),
+        optax.adam(0.1),
+        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+        optax.identity(),
+    ):
         with pytest.raises((TypeError, ValueError)):
             updates, _ = tx.update(scaled, tx.init(params), params)
             optax.apply_updates(params, updates)
@@ -252,15 +292,25 @@ def test_every_other_optimizer_rejects_scaled_gradients():
 
 def test_arithmetic_mapped_over_scaled_gradients_raises():
     scaled = ScaledGradients({"w": W}, 8.0)
-    for function in (lambda x: x * 2, lambda x: x / 8, lambda x: jnp.clip(x, -1, 1), lambda x: x.astype(jnp.float32)):
-        with pytest.raises((TypeError, NotImplementedError), match=r"ScaledGradients|abstract method astype"):
+    for function in (
+        lambda x: x * 2,
+        lambda x: x / 8,
+        lambda x: jnp.clip(x, -1, 1),
+        lambda x: x.astype(jnp.float32),
+    ):
+        with pytest.raises(
+            (TypeError, NotImplementedError), match=r"ScaledGradients|abstract method astype"
+        ):
             jax.tree.map(function, scaled)
     with pytest.raises(TypeError):
         jax.tree.map(jnp.add, scaled, scaled)
     with pytest.raises(TypeError):
         jax.vmap(lambda _: jax.lax.psum(scaled, "i"), axis_name="i")(jnp.ones(2))
     for draw in (jax.random.split, jax.random.bits, lambda key: jax.random.fold_in(key, 1)):
-        with pytest.raises(TypeError, match="The scale of ScaledGradients is no PRNG key: only mixed_precision reads"):
+        with pytest.raises(
+            TypeError,
+            match="The scale of ScaledGradients is no PRNG key: only mixed_precision reads",
+        ):
             draw(jax.tree.leaves(scaled)[-1])
 
 
@@ -283,7 +333,10 @@ def test_bad_calls_are_refused_by_name():
         value_and_grad(loss_of, loss_scale=jnp.ones(2))
     with pytest.raises(ValueError, match=r"scale should be a scalar, but got shape \(2,\)"):
         ScaledGradients(W, jnp.ones(2))
-    with pytest.raises(TypeError, match=r"loss_fn should return a floating scalar, but got float32\[5\]: return the"):
+    with pytest.raises(
+        TypeError,
+        match=r"loss_fn should return a floating scalar, but got float32\[5\]: return the",
+    ):
         grad(lambda w: w)(W)
     with pytest.raises(TypeError, match=r"should return a floating scalar, but got int32\[\]"):
         grad(lambda w: jnp.int32(1))(W)
@@ -291,9 +344,13 @@ def test_bad_calls_are_refused_by_name():
         grad(lambda w: w.sum().astype(jnp.complex64))(W)
     with pytest.raises(TypeError, match="should return a floating scalar, but got dict"):
         grad(lambda w: {"loss": w.sum()})(W)
-    with pytest.raises(TypeError, match=r"With has_aux=True loss_fn should return a pair \(loss, aux\), but got"):
+    with pytest.raises(
+        TypeError, match=r"With has_aux=True loss_fn should return a pair \(loss, aux\), but got"
+    ):
         grad(lambda w: w.sum(), has_aux=True)(W)
-    with pytest.raises(TypeError, match="argnums=1 differentiates by positional argument 1, but the call has 1"):
+    with pytest.raises(
+        TypeError, match="argnums=1 differentiates by positional argument 1, but the call has 1"
+    ):
         grad(loss_of, argnums=1)(W)
 
 
@@ -301,4 +358,7 @@ def test_what_has_no_gradient_is_refused_by_path():
     tree = {"w": W, "n": {"count": jnp.int32(1)}, "key": jax.random.key(0), "text": "a"}
     with pytest.raises(TypeError) as error:
         grad(lambda p: p["w"].sum())(tree)
-    assert "Argument 0 holds what has no gradient: key (key<fry>), n/count (int32), text (str)." in str(error.value)
+    assert (
+        "Argument 0 holds what has no gradient: key (key<fry>), n/count (int32), text (str)."
+        in str(error.value)
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.loss_scale import (
+from policy.grads.loss_scale import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
@@ -80,11 +80,17 @@ def test_the_scale_grows_on_the_period_th_finite_step_and_falls_at_once():
 
 def test_the_scale_never_falls_below_its_minimum_nor_to_zero():
     assert scales_after(DynamicLossScale(4.0, min_loss_scale=2.0), [False] * 3) == [2, 2, 2]
-    assert scales_after(DynamicLossScale(2.0**-120, min_loss_scale=0.0), [False] * 10)[-1] == 2.0**-126
+    assert (
+        scales_after(DynamicLossScale(2.0**-120, min_loss_scale=0.0), [False] * 10)[-1] == 2.0**-126
+    )
 
 
 def test_growth_beyond_the_maximum_or_float32_is_left_out():
-    assert scales_after(DynamicLossScale(8.0, period=1, max_loss_scale=16.0), [True] * 3) == [16, 16, 16]
+    assert scales_after(DynamicLossScale(8.0, period=1, max_loss_scale=16.0), [True] * 3) == [
+        16,
+        16,
+        16,
+    ]
     assert scales_after(DynamicLossScale(2.0**127, period=1), [True] * 2) == [2.0**127] * 2
 
 
@@ -97,17 +103,26 @@ def test_hysteresis_spends_its_patience_and_a_growth_interval_fills_it_up():
 
 
 def test_no_field_is_lost_in_jit_or_a_tree_round_trip():
-    start = DynamicLossScale(256.0, period=7, factor=4, min_loss_scale=128.0, max_loss_scale=2.0**20, hysteresis=1)
+    start = DynamicLossScale(
+        256.0, period=7, factor=4, min_loss_scale=128.0, max_loss_scale=2.0**20, hysteresis=1
+    )
     assert [leaf.dtype for leaf in jax.tree.leaves(start)] == [jnp.float32, jnp.int32]
     for made in (jax.tree.map(lambda x: x, start), jax.jit(lambda s: s)(start)):
-        assert (made.period, made.factor, made.min_loss_scale, made.max_loss_scale) == (7, 4, 128.0, 2.0**20)
+        assert (made.period, made.factor, made.min_loss_scale, made.max_loss_scale) == (
+            7,
+            4,
+            128.0,
+            2.0**20,
+        )
     assert jax.jit(lambda s: s.adjust(NOT))(start).loss_scale == 128.0  # jmp: 64, then 1
 
 
 def test_leaves_keep_their_types_in_a_scan():
     start = DynamicLossScale(2.0**10, period=2, hysteresis=3)
     end, history = jax.lax.scan(
-        lambda s, finite: (s.adjust(finite), s.loss_scale), start, jnp.array([True, True, False, True])
+        lambda s, finite: (s.adjust(finite), s.loss_scale),
+        start,
+        jnp.array([True, True, False, True]),
     )
     assert [leaf.dtype for leaf in jax.tree.leaves(end)] == [jnp.float32, jnp.int32, jnp.int32]
     assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(end))
@@ -115,7 +130,10 @@ def test_leaves_keep_their_types_in_a_scan():
 
 
 def test_leaf_paths_have_names():
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(DynamicLossScale())]
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(DynamicLossScale())
+    ]
     assert paths == [".loss_scale", ".counter"]
 
 
@@ -138,27 +156,43 @@ def test_a_scale_that_is_not_positive_is_refused_where_it_is_used(scale):
 
 
 def test_bad_settings_are_refused_by_name():
-    with pytest.raises(ValueError, match="period should be a whole number of at least 1, but got 0"):
+    with pytest.raises(
+        ValueError, match="period should be a whole number of at least 1, but got 0"
+    ):
         DynamicLossScale(period=0)
-    with pytest.raises(ValueError, match=r"hysteresis should be a whole number of at least 1, but got 1\.5"):
+    with pytest.raises(
+        ValueError, match=r"hysteresis should be a whole number of at least 1, but got 1\.5"
+    ):
         DynamicLossScale(hysteresis=1.5)  # pyright: ignore[reportArgumentType]
     for name in ("period", "hysteresis"):
-        with pytest.raises(ValueError, match=f"{name} should be at most 2147483647, as its counter"):
+        with pytest.raises(
+            ValueError, match=f"{name} should be at most 2147483647, as its counter"
+        ):
             DynamicLossScale(**{name: 2**31})
-    with pytest.raises(ValueError, match="period should be a whole number of at least 1, but got inf"):
+    with pytest.raises(
+        ValueError, match="period should be a whole number of at least 1, but got inf"
+    ):
         DynamicLossScale(period=np.inf)  # pyright: ignore[reportArgumentType]
     text = r"loss_scale should lie between min_loss_scale=1048576\.0 and max_loss_scale=.*, but got 32768"
     with pytest.raises(ValueError, match=text):
         DynamicLossScale(2**15 * 1.0, min_loss_scale=2.0**20)
-    with pytest.raises(ValueError, match=r"loss_scale should lie between .* and max_loss_scale=8\.0, but got 16"):
+    with pytest.raises(
+        ValueError, match=r"loss_scale should lie between .* and max_loss_scale=8\.0, but got 16"
+    ):
         DynamicLossScale(16.0, max_loss_scale=8.0)
     with pytest.raises(ValueError, match="factor should be finite and above 1, but got 1"):
         DynamicLossScale(factor=1)
-    with pytest.raises(ValueError, match=r"min_loss_scale should lie between 0 and max_loss_scale, but got .*=4.0"):
+    with pytest.raises(
+        ValueError, match=r"min_loss_scale should lie between 0 and max_loss_scale, but got .*=4.0"
+    ):
         DynamicLossScale(min_loss_scale=8.0, max_loss_scale=4.0)
-    with pytest.raises(TypeError, match=r"min_loss_scale should be a concrete number, but got the traced ~?float32"):
+    with pytest.raises(
+        TypeError, match=r"min_loss_scale should be a concrete number, but got the traced ~?float32"
+    ):
         jax.jit(lambda x: DynamicLossScale(min_loss_scale=x))(1.0)
-    with pytest.raises(ValueError, match=r"grads_finite should be a boolean scalar, but got shape \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"grads_finite should be a boolean scalar, but got shape \(1,\)"
+    ):
         DynamicLossScale().adjust(jnp.ones(1))
 
 
@@ -177,22 +211,35 @@ def test_get_loss_scale_reads_every_way_of_saying_it():
     assert get_loss_scale(8) == get_loss_scale(jnp.float32(8)) == StaticLossScale(8)
     kept = DynamicLossScale()
     assert get_loss_scale(kept) is kept
-    with pytest.raises(ValueError, match="loss_scale should be None, 'dynamic', a number or a loss scale, but got 'd'"):
+    with pytest.raises(
+        ValueError,
+        match="loss_scale should be None, 'dynamic', a number or a loss scale, but got 'd'",
+    ):
         get_loss_scale("d")
-    with pytest.raises(TypeError, match="loss_scale should be None, 'dynamic', a concrete number or a loss scale, but"):
+    with pytest.raises(
+        TypeError,
+        match="loss_scale should be None, 'dynamic', a concrete number or a loss scale, but",
+    ):
         get_loss_scale(object())  # pyright: ignore[reportArgumentType]
 
     class Foreign:
         adjust = loss_scale = None
 
-    with pytest.raises(TypeError, match=r"should be one of policy's loss scales, but got .*Foreign: make the class"):
+    with pytest.raises(
+        TypeError, match=r"should be one of policy's loss scales, but got .*Foreign: make the class"
+    ):
         get_loss_scale(Foreign())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_all_finite_sees_every_leaf(bad, dtype):
-    tree = {"a": jnp.ones((2, 3), dtype), "b": jnp.ones(4, dtype), "n": jnp.arange(3), "k": jax.random.key(0)}
+    tree = {
+        "a": jnp.ones((2, 3), dtype),
+        "b": jnp.ones(4, dtype),
+        "n": jnp.arange(3),
+        "k": jax.random.key(0),
+    }
     assert all_finite(tree)
     for name in "ab":
         assert not all_finite({**tree, name: tree[name].at[-1].set(bad)})
@@ -228,7 +275,11 @@ def test_unscaling_by_the_reciprocal_is_exact_for_every_power_of_two():
     for exponent in range(-126, 128):
         scale = np.float32(2.0**exponent)
         np.testing.assert_array_equal(unscale(x * scale, scale), x)
-    for scale in (3.0, 1000.0, 1.7e38):  # the reciprocal and the products are rounded: 2 ulps of 2^-23 at most
+    for scale in (
+        3.0,
+        1000.0,
+        1.7e38,
+    ):  # the reciprocal and the products are rounded: 2 ulps of 2^-23 at most
         np.testing.assert_allclose(unscale(x * np.float32(scale), scale), x, rtol=2.0**-22)
 
 
@@ -283,10 +334,13 @@ def replaced(scale):
     return jax.tree.unflatten(jax.tree.structure(DynamicLossScale()), [scale, jnp.int32(0)])
 
 
-@pytest.mark.parametrize(("scale", "healed"), [(0.0, 1.0), (-8.0, 1.0), (np.nan, 1.0), (np.inf, 2.0**20)])
+@pytest.mark.parametrize(
+    ("scale", "healed"), [(0.0, 1.0), (-8.0, 1.0), (np.nan, 1.0), (np.inf, 2.0**20)]
+)
 def test_a_scale_that_was_overwritten_comes_back(scale, healed):
     limited = jax.tree.unflatten(
-        jax.tree.structure(DynamicLossScale(max_loss_scale=2.0**20)), [jnp.float32(scale), jnp.int32(0)]
+        jax.tree.structure(DynamicLossScale(max_loss_scale=2.0**20)),
+        [jnp.float32(scale), jnp.int32(0)],
     )
     assert limited.adjust(False).loss_scale == healed
 
@@ -294,10 +348,16 @@ def test_a_scale_that_was_overwritten_comes_back(scale, healed):
 def test_jmps_own_tests_pass():
     pytest.importorskip("absl.testing.absltest")
     found = importlib.util.find_spec("jmp")
-    path = None if found is None else pathlib.Path(str(found.origin)).parent / "_src" / "loss_scale_test.py"
+    path = (
+        None
+        if found is None
+        else pathlib.Path(str(found.origin)).parent / "_src" / "loss_scale_test.py"
+    )
     if path is None or not path.exists():
         pytest.skip("jmp is not installed")
-    text = path.read_text().replace("from jmp._src import loss_scale as jmp", "from policy import loss_scale as jmp")
+    text = path.read_text().replace(
+        "from jmp._src import loss_scale as jmp", "from policy import loss_scale as jmp"
+    )
     module = types.ModuleType("jmp_loss_scale_test")
     exec(compile(text, str(path), "exec"), module.__dict__)
     outcome = unittest.TestResult()

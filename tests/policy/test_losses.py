@@ -14,7 +14,9 @@ LABELS = np.array([0, 5, 7, 31])
 
 
 def _logits(dtype, offset=0.0):
-    return jnp.asarray(3 * np.random.default_rng(0).normal(size=(4, 32)) + offset, jnp.float32).astype(dtype)
+    return jnp.asarray(
+        3 * np.random.default_rng(0).normal(size=(4, 32)) + offset, jnp.float32
+    ).astype(dtype)
 
 
 def _cross_entropy(logits, targets, z_loss=0.0):
@@ -30,7 +32,9 @@ def test_cross_entropy_is_float64_s_to_float32_precision(dtype, z_loss, smoothin
     targets = (1 - smoothing) * np.eye(32)[LABELS] + smoothing / 32
     truth = _cross_entropy(np.asarray(logits, np.float64), targets, z_loss)
     options = {"label_smoothing": smoothing, "z_loss": z_loss}
-    sparse = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), **options)
+    sparse = losses.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.asarray(LABELS), **options
+    )
     dense = losses.softmax_cross_entropy(logits, jax.nn.one_hot(LABELS, 32, dtype=dtype), **options)
     for loss in (sparse, dense):
         assert loss.dtype == jnp.float32
@@ -38,7 +42,9 @@ def test_cross_entropy_is_float64_s_to_float32_precision(dtype, z_loss, smoothin
 
 
 def test_a_thousand_equal_logits_cost_their_logarithm():
-    loss = losses.softmax_cross_entropy_with_integer_labels(jnp.zeros((1, 1000), jnp.bfloat16), jnp.zeros(1, int))
+    loss = losses.softmax_cross_entropy_with_integer_labels(
+        jnp.zeros((1, 1000), jnp.bfloat16), jnp.zeros(1, int)
+    )
     np.testing.assert_allclose(loss, np.log(1000), rtol=1e-6)  # optax in bfloat16: 6.875
 
 
@@ -47,28 +53,36 @@ def test_logits_around_a_thousand_cost_what_they_cost_around_zero(smoothing):
     logits = _logits(jnp.bfloat16, offset=1000.0)
     targets = (1 - smoothing) * np.eye(32)[LABELS] + smoothing / 32
     truth = _cross_entropy(np.asarray(logits, np.float64), targets)
-    loss = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), label_smoothing=smoothing)
+    loss = losses.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.asarray(LABELS), label_smoothing=smoothing
+    )
     assert abs(truth).min() > 0.1
-    np.testing.assert_allclose(loss, truth, rtol=1e-6)  # lse - logit, both near 1000, is off by 2e-5
+    np.testing.assert_allclose(
+        loss, truth, rtol=1e-6
+    )  # lse - logit, both near 1000, is off by 2e-5
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gradient_is_softmax_minus_target_rounded_once(dtype, offset):
     logits = _logits(dtype, offset)
-    gradient = jax.grad(lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.asarray(LABELS)).sum())(
-        logits
-    )
+    gradient = jax.grad(
+        lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.asarray(LABELS)).sum()
+    )(logits)
     truth = scipy.special.softmax(np.asarray(logits, np.float64), -1) - np.eye(32)[LABELS]
     assert gradient.dtype == dtype
-    np.testing.assert_allclose(np.asarray(gradient, np.float64), truth, rtol=float(jnp.finfo(dtype).eps), atol=1e-7)
+    np.testing.assert_allclose(
+        np.asarray(gradient, np.float64), truth, rtol=float(jnp.finfo(dtype).eps), atol=1e-7
+    )
 
 
 def test_backward_keeps_the_half_logits_and_no_wider_copy():
     logits = jax.ShapeDtypeStruct((4, 1000), jnp.bfloat16)
 
     def saved(logits):
-        return jax.vjp(lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(4, int)), logits)[1]
+        return jax.vjp(
+            lambda x: losses.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(4, int)), logits
+        )[1]
 
     kept = [leaf for leaf in jax.tree.leaves(jax.eval_shape(saved, logits)) if leaf.size >= 4000]
     assert [leaf.dtype for leaf in kept] == [jnp.bfloat16]
@@ -98,14 +112,18 @@ def test_extreme_logits_cost_their_distance(dtype, extreme):
     loss = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.array([1]))
     np.testing.assert_allclose(loss, 2 * float(logits[0, 0]), rtol=1e-6)
     np.testing.assert_allclose(
-        losses.sigmoid_binary_cross_entropy(logits, jnp.array([[0, 1]], dtype)), [[float(logits[0, 0])] * 2], rtol=1e-6
+        losses.sigmoid_binary_cross_entropy(logits, jnp.array([[0, 1]], dtype)),
+        [[float(logits[0, 0])] * 2],
+        rtol=1e-6,
     )
 
 
 def test_other_axes_and_masked_classes():
     logits = _logits(jnp.bfloat16)
     rows = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS))
-    columns = losses.softmax_cross_entropy_with_integer_labels(logits.T, jnp.asarray(LABELS), axis=0)
+    columns = losses.softmax_cross_entropy_with_integer_labels(
+        logits.T, jnp.asarray(LABELS), axis=0
+    )
     np.testing.assert_allclose(rows, columns, rtol=1e-6)
     where = (jnp.arange(32) < 8)[None]
     first = losses.softmax_cross_entropy_with_integer_labels(
@@ -117,7 +135,10 @@ def test_other_axes_and_masked_classes():
     np.testing.assert_allclose(masked, first, rtol=1e-6)
     targets = jax.nn.one_hot(LABELS[:3], 32)
     dense = losses.softmax_cross_entropy(
-        logits[:3].astype(jnp.float32), targets, where=jnp.broadcast_to(where, (3, 32)), label_smoothing=0.2
+        logits[:3].astype(jnp.float32),
+        targets,
+        where=jnp.broadcast_to(where, (3, 32)),
+        label_smoothing=0.2,
     )
     np.testing.assert_allclose(dense, first, rtol=1e-5)
 
@@ -134,11 +155,15 @@ def test_a_label_is_the_flat_index_into_a_tuple_of_axes():
     for axis in ((1, 2), (-2, -1), (2, 1)):
         ours = losses.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), axis)
         np.testing.assert_allclose(
-            ours, optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), axis), rtol=1e-6
+            ours,
+            optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), axis),
+            rtol=1e-6,
         )
 
 
-@pytest.mark.parametrize("labels", [np.array([5], np.uint8), np.array([5], np.int8), np.array([-379])])
+@pytest.mark.parametrize(
+    "labels", [np.array([5], np.uint8), np.array([5], np.int8), np.array([-379])]
+)
 def test_labels_narrower_than_the_vocabulary_and_counted_from_its_end_have_one_target(labels):
     gradient = jax.grad(lambda x: losses.softmax_cross_entropy_with_integer_labels(x, labels).sum())
     assert np.flatnonzero(gradient(jnp.zeros((1, 384)))[0] < 0).tolist() == [5]
@@ -147,7 +172,10 @@ def test_labels_narrower_than_the_vocabulary_and_counted_from_its_end_have_one_t
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_mask_of_examples_leaves_them_out_of_the_loss_and_its_gradient(smoothing, z_loss):
-    logits, where = _logits(jnp.float32)[:, :4], jnp.array([True, False, True, True])  # as many examples as classes
+    logits, where = (
+        _logits(jnp.float32)[:, :4],
+        jnp.array([True, False, True, True]),
+    )  # as many examples as classes
     labels = jnp.array([0, 1, 2, 3])
 
     def sparse(logits, where=None):
@@ -161,9 +189,15 @@ def test_a_mask_of_examples_leaves_them_out_of_the_loss_and_its_gradient(smoothi
         )
 
     for loss in (sparse, dense):
-        np.testing.assert_allclose(loss(logits, where), jnp.where(where, loss(logits), 0), rtol=1e-6)
-        masked, whole = (jax.grad(lambda x, w=w, loss=loss: loss(x, w).sum())(logits) for w in (where, None))
-        np.testing.assert_allclose(masked, jnp.where(where[:, None], whole, 0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            loss(logits, where), jnp.where(where, loss(logits), 0), rtol=1e-6
+        )
+        masked, whole = (
+            jax.grad(lambda x, w=w, loss=loss: loss(x, w).sum())(logits) for w in (where, None)
+        )
+        np.testing.assert_allclose(
+            masked, jnp.where(where[:, None], whole, 0), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_target_of_zero_adds_nothing_where_the_logit_is_minus_infinity():
@@ -175,27 +209,42 @@ def test_a_target_of_zero_adds_nothing_where_the_logit_is_minus_infinity():
     for loss, inputs, truth in (
         (lambda x: losses.softmax_cross_entropy(x, targets), logits, -(p * logs).sum()),
         (lambda x: losses.kl_divergence(x, targets), wide, (p * (np.log(p) - logs)).sum()),
-        (lambda x: losses.kl_divergence_with_log_targets(x, log_targets), wide, (p * (np.log(p) - logs)).sum()),
+        (
+            lambda x: losses.kl_divergence_with_log_targets(x, log_targets),
+            wide,
+            (p * (np.log(p) - logs)).sum(),
+        ),
     ):
         np.testing.assert_allclose(loss(inputs), [truth], rtol=1e-6, atol=1e-6)
-        assert np.isfinite(jax.grad(lambda x, loss=loss: loss(x).sum())(inputs).astype(jnp.float32)).all()
+        assert np.isfinite(
+            jax.grad(lambda x, loss=loss: loss(x).sum())(inputs).astype(jnp.float32)
+        ).all()
 
 
 def test_backward_of_a_divergence_keeps_the_targets_alone():
     x, y = _logits(jnp.bfloat16), _logits(jnp.bfloat16, offset=0.5)
     for name in ("kl_divergence", "kl_divergence_with_log_targets"):
         _, vjp = jax.vjp(lambda x, name=name: getattr(losses, name)(x, y), x)
-        assert [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size == x.size] == [jnp.bfloat16]
+        assert [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size == x.size] == [
+            jnp.bfloat16
+        ]
 
 
 def test_the_gradients_of_divergences_are_optax_s():
     x, y = _logits(jnp.float32), _logits(jnp.float32, offset=0.5)
-    for name, given in (("kl_divergence", (x, jax.nn.softmax(y))), ("kl_divergence_with_log_targets", (x, y))):
+    for name, given in (
+        ("kl_divergence", (x, jax.nn.softmax(y))),
+        ("kl_divergence_with_log_targets", (x, y)),
+    ):
         ours, theirs = (
-            jax.grad(lambda *given, module=module, name=name: getattr(module, name)(*given).sum(), (0, 1))(*given)
+            jax.grad(
+                lambda *given, module=module, name=name: getattr(module, name)(*given).sum(), (0, 1)
+            )(*given)
             for module in (losses, optax.losses)
         )
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs
+        )
 
 
 def test_divergences_and_cosines_take_a_mask():
@@ -208,7 +257,9 @@ def test_divergences_and_cosines_take_a_mask():
         ("cosine_similarity", (x, y)),
         ("cosine_distance", (x, y)),
     ):
-        ours, theirs = (getattr(module, name)(*given, axis=-1, where=where) for module in (losses, optax.losses))
+        ours, theirs = (
+            getattr(module, name)(*given, axis=-1, where=where) for module in (losses, optax.losses)
+        )
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
@@ -241,7 +292,10 @@ def test_ctc_of_half_logits_is_float32_s():
     wide = losses.ctc_loss(logits.astype(jnp.float32), paddings, labels, jnp.zeros((1, 2)))
     np.testing.assert_allclose(ours, wide, rtol=1e-6)
     assert (
-        jax.grad(lambda x: losses.ctc_loss(x, paddings, labels, jnp.zeros((1, 2))).sum())(logits).dtype == jnp.bfloat16
+        jax.grad(lambda x: losses.ctc_loss(x, paddings, labels, jnp.zeros((1, 2))).sum())(
+            logits
+        ).dtype
+        == jnp.bfloat16
     )
 
 

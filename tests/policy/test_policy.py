@@ -47,7 +47,9 @@ def test_equal_policies_hash_equal_whatever_they_were_made_from(name):
 )
 def test_text_forms_mean_what_jmp_makes_of_them(text, fields):
     policy = get_policy(text)
-    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == tuple(map(jnp.dtype, fields))
+    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == tuple(
+        map(jnp.dtype, fields)
+    )
     assert policy.cast_inputs
 
 
@@ -59,8 +61,12 @@ def test_half_is_what_the_backend_prefers():
 def _all_policies():
     names = ("float32", "bfloat16", "float16", "float64")
     for params, compute, output in itertools.product(names, repeat=3):
-        for reduction, cast_inputs in itertools.product((None, "float32", "float64"), (True, False)):
-            yield Policy(params, compute, output, reduction_dtype=reduction, cast_inputs=cast_inputs)
+        for reduction, cast_inputs in itertools.product(
+            (None, "float32", "float64"), (True, False)
+        ):
+            yield Policy(
+                params, compute, output, reduction_dtype=reduction, cast_inputs=cast_inputs
+            )
 
 
 def test_str_and_get_policy_round_trip():
@@ -78,9 +84,15 @@ def test_policies_survive_pickle_and_copy():
 
 def test_str_names_reduction_and_inputs_only_where_they_are_not_the_default():
     assert str(get_policy("mixed_bfloat16")) == "params=float32,compute=bfloat16,output=float32"
-    assert str(Policy("f32", "bf16", "f32", reduction_dtype="f32")) == "params=float32,compute=bfloat16,output=float32"
+    assert (
+        str(Policy("f32", "bf16", "f32", reduction_dtype="f32"))
+        == "params=float32,compute=bfloat16,output=float32"
+    )
     policy = Policy("f32", "bf16", "f32", reduction_dtype="f64", cast_inputs=False)
-    assert str(policy) == "params=float32,compute=bfloat16,output=float32,reduction=float64,inputs=keep"
+    assert (
+        str(policy)
+        == "params=float32,compute=bfloat16,output=float32,reduction=float64,inputs=keep"
+    )
 
 
 def test_reductions_run_in_the_wider_of_float32_and_compute_dtype():
@@ -91,11 +103,16 @@ def test_reductions_run_in_the_wider_of_float32_and_compute_dtype():
 
 
 def test_replace_lets_a_default_reduction_dtype_follow_compute_dtype():
-    assert get_policy("float32").replace(compute_dtype="float64").reduction_dtype == jnp.dtype("float64")
+    assert get_policy("float32").replace(compute_dtype="float64").reduction_dtype == jnp.dtype(
+        "float64"
+    )
     chosen = Policy("f32", "bf16", "f32", reduction_dtype="float64")
     assert chosen.replace(compute_dtype="f32").reduction_dtype == jnp.dtype("float64")
     assert get_policy("bf16").with_output_dtype(jnp.float32) == Policy("bf16", "bf16", "f32")
-    with pytest.raises(TypeError, match=r"Policy.replace: no field compute; the fields are param_dtype, compute_dtype"):
+    with pytest.raises(
+        TypeError,
+        match=r"Policy.replace: no field compute; the fields are param_dtype, compute_dtype",
+    ):
         chosen.replace(compute="f32")
 
 
@@ -149,9 +166,15 @@ def test_every_field_is_checked():
             "p=f32,d=bf16",
             r"Unknown key 'd' in 'p=f32,d=bf16': it should be params, compute, output, reduction or inputs",
         ),
-        ("p=f32,params=bf16", r"Key 'params' in 'p=f32,params=bf16' says param_dtype a second time."),
+        (
+            "p=f32,params=bf16",
+            r"Key 'params' in 'p=f32,params=bf16' says param_dtype a second time.",
+        ),
         ("p=f32,", r"Unknown key '' in 'p=f32,'"),
-        ("inputs=no", r"Unknown value 'no' for inputs in 'inputs=no': it should be 'keep' or 'cast'."),
+        (
+            "inputs=no",
+            r"Unknown value 'no' for inputs in 'inputs=no': it should be 'keep' or 'cast'.",
+        ),
     ],
 )
 def test_a_text_that_means_nothing_is_refused(text, message):
@@ -161,10 +184,14 @@ def test_a_text_that_means_nothing_is_refused(text, message):
 
 @pytest.mark.parametrize("value", [None, jnp.bfloat16, 16, ("f32", "bf16", "f32")])
 def test_what_is_neither_policy_nor_text_is_refused(value):
-    with pytest.raises(TypeError, match=r"A policy should be a Policy or its text form such as 'mixed_bfloat16'"):
+    with pytest.raises(
+        TypeError, match=r"A policy should be a Policy or its text form such as 'mixed_bfloat16'"
+    ):
         get_policy(value)
 
 
-@pytest.mark.parametrize("text", ["p=f32,c=bf16,o=f32", "p=f16,c=f64,o=bf16,r=f32", "p=f32,c=f16,o=f16,inputs=keep"])
+@pytest.mark.parametrize(
+    "text", ["p=f32,c=bf16,o=f32", "p=f16,c=f64,o=bf16,r=f32", "p=f32,c=f16,o=f16,inputs=keep"]
+)
 def test_the_short_text_form_round_trips(text):
     assert get_policy(text).short == text

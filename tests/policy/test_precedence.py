@@ -7,13 +7,15 @@ import pytest
 
 from policy import DtypePolicyWarning, Policy, get_policy
 from policy.precedence import warn_once, with_explicit_dtypes
-from policy.sources import Source
+from policy.provenance import Source
 
 MIXED = get_policy("mixed_bfloat16")
 
 
 def _form(base: Policy | None = MIXED, own=False, **dtypes):
-    return with_explicit_dtypes(base, source=Source("scope", own=own), what="Dense", where="head", **dtypes)
+    return with_explicit_dtypes(
+        base, source=Source("scope", own=own), what="Dense", where="head", **dtypes
+    )
 
 
 def test_without_arguments_the_policy_holds_as_it_is():
@@ -29,7 +31,8 @@ def test_an_argument_that_agrees_changes_and_says_nothing():
 
 def test_an_explicit_dtype_replaces_compute_and_the_output_of_a_layer_that_inherits():
     with pytest.warns(
-        DtypePolicyWarning, match=r"Dense at 'head' obeys its own dtype=float16 against the policy in force"
+        DtypePolicyWarning,
+        match=r"Dense at 'head' obeys its own dtype=float16 against the policy in force",
     ):
         assert _form(dtype=jnp.float16).policy == Policy("f32", "f16", "f16")
     with pytest.warns(DtypePolicyWarning, match="Delete the argument to let the policy decide"):
@@ -60,7 +63,8 @@ def test_a_complex_dtype_stays_the_layer_s_own():
 )
 def test_a_dtype_that_a_layer_cannot_honour_is_refused(argument, dtype):
     with pytest.raises(
-        ValueError, match=rf"Dense at 'head' cannot honour {argument}={jnp.dtype(dtype).name} under a policy"
+        ValueError,
+        match=rf"Dense at 'head' cannot honour {argument}={jnp.dtype(dtype).name} under a policy",
     ):
         _form(**{argument: dtype})
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from policy import PolicyRules, get_policy
-from policy.paths import folded
+from policy._jaxpr.paths import folded
 
 BF16, F32 = get_policy("bf16"), get_policy("f32")
 
@@ -59,7 +59,9 @@ def test_rules_are_values():
     assert repr(PolicyRules({"a": "bf16"}, strict=False)) == (
         "PolicyRules([('a', 'params=bfloat16,compute=bfloat16,output=bfloat16')], strict=False)"
     )
-    with pytest.raises(AttributeError, match="PolicyRules are immutable; make new ones instead of setting strict"):
+    with pytest.raises(
+        AttributeError, match="PolicyRules are immutable; make new ones instead of setting strict"
+    ):
         rules.strict = False
 
 
@@ -67,20 +69,26 @@ def test_texts_of_rules_divide_at_the_first_equals_sign():
     rules = PolicyRules.from_texts(["block_.*=p=f32,c=bf16,o=f32", "head=f32"], strict=False)
     assert rules == PolicyRules([("block_.*", "mixed_bfloat16"), ("head", "f32")], strict=False)
     assert not PolicyRules.from_texts([])
-    with pytest.raises(ValueError, match=re.escape("Rule 'head' should be PATH=TEXT, such as head=f32.")):
+    with pytest.raises(
+        ValueError, match=re.escape("Rule 'head' should be PATH=TEXT, such as head=f32.")
+    ):
         PolicyRules.from_texts(["body=f32", "head"])
-    with pytest.raises(TypeError, match=re.escape("a list of PATH=TEXT, but got the one text 'head=f32'")):
+    with pytest.raises(
+        TypeError, match=re.escape("a list of PATH=TEXT, but got the one text 'head=f32'")
+    ):
         PolicyRules.from_texts("head=f32")
 
 
 def test_rules_that_match_nothing_are_refused_all_at_once_with_the_paths():
     rules = PolicyRules({"encoder/.*nrom": "f32", "head": "f32", "tail": "f32"})
     with pytest.raises(
-        ValueError, match=r"Rules 'encoder/\.\*nrom', 'tail' matched no module. Modules seen: encoder/norm, head\."
+        ValueError,
+        match=r"Rules 'encoder/\.\*nrom', 'tail' matched no module. Modules seen: encoder/norm, head\.",
     ):
         rules.check(["", "encoder/norm", "head"])
     with pytest.raises(
-        ValueError, match=r"Rule 'a' matched no module. Modules seen: only the root, whose path is empty\."
+        ValueError,
+        match=r"Rule 'a' matched no module. Modules seen: only the root, whose path is empty\.",
     ):
         PolicyRules({"a": "f32"}).check([""])
     PolicyRules(rules, strict=False).check(["head"])
@@ -90,15 +98,28 @@ def test_rules_that_match_nothing_are_refused_all_at_once_with_the_paths():
 def test_an_error_about_many_modules_lists_numbered_ones_as_one():
     layers = [f"layers/{i}{below}" for i in range(30) for below in ("", "/norm", "/mlp")]
     with pytest.raises(
-        ValueError, match=r"Modules seen: embed, layers, layers/0\.\.29, layers/0\.\.29/mlp, layers/0\.\.29/norm\.$"
+        ValueError,
+        match=r"Modules seen: embed, layers, layers/0\.\.29, layers/0\.\.29/mlp, layers/0\.\.29/norm\.$",
     ):
         PolicyRules({"layers/30/norm": "f32"}).check(["", "embed", "layers", *layers])
 
 
 def test_paths_are_folded_where_numbers_alone_tell_them_apart():
     blocks = [f"stage_{i}/block_{j}" for i in range(3) for j in range(4)]
-    assert folded(["stem_0", *blocks, "stem_1", "head"]) == ["stem_0", "stem_1", "stage_0..2/block_0..3", "head"]
-    assert folded(["a/0", "a/1", "a/3", "b_00", "b_01", "b_02"]) == ["a/0", "a/1", "a/3", "b_00", "b_01", "b_02"]
+    assert folded(["stem_0", *blocks, "stem_1", "head"]) == [
+        "stem_0",
+        "stem_1",
+        "stage_0..2/block_0..3",
+        "head",
+    ]
+    assert folded(["a/0", "a/1", "a/3", "b_00", "b_01", "b_02"]) == [
+        "a/0",
+        "a/1",
+        "a/3",
+        "b_00",
+        "b_01",
+        "b_02",
+    ]
     assert folded([]) == []
 
 
@@ -115,13 +136,33 @@ def test_class_rules_are_checked_where_classes_are_known():
     ("rules", "error", "message"),
     [
         ({"a(": "f32"}, ValueError, r"Rule 'a\(' is not a regular expression: missing \)"),
-        ({3: "f32"}, TypeError, r"A rule's pattern should be a path pattern or a layer class, but got 3."),
+        (
+            {3: "f32"},
+            TypeError,
+            r"A rule's pattern should be a path pattern or a layer class, but got 3.",
+        ),
         ({"a": "f33"}, ValueError, r"Rule 'a': Unknown dtype 'f33'"),
-        ({Layer: jnp.float32}, TypeError, r"Rule Layer: A policy should be a Policy or its text form"),
-        ([("a", "f32"), ("a", "bf16")], ValueError, r"Rule 'a' stands twice; only the first could ever match."),
+        (
+            {Layer: jnp.float32},
+            TypeError,
+            r"Rule Layer: A policy should be a Policy or its text form",
+        ),
+        (
+            [("a", "f32"), ("a", "bf16")],
+            ValueError,
+            r"Rule 'a' stands twice; only the first could ever match.",
+        ),
         ([3], TypeError, r"A policy rule should be a \(pattern, policy\) pair, but got 3."),
-        ([("a",)], TypeError, r"A policy rule should be a \(pattern, policy\) pair, but got \('a',\)."),
-        ("a=f32", TypeError, r"Policy rules should be a dict or a list of \(pattern, policy\) pairs, but got 'a=f32'."),
+        (
+            [("a",)],
+            TypeError,
+            r"A policy rule should be a \(pattern, policy\) pair, but got \('a',\).",
+        ),
+        (
+            "a=f32",
+            TypeError,
+            r"Policy rules should be a dict or a list of \(pattern, policy\) pairs, but got 'a=f32'.",
+        ),
         (3, TypeError, r"Policy rules should be a dict or a list"),
     ],
 )

@@ -118,7 +118,11 @@ def test_a_policy_change_between_calls_retraces_and_going_back_reuses(transform)
 
 def test_equal_policies_share_a_program():
     function, traces = _traced(jax.jit)
-    for policy in (Policy("f32", "bf16", "f32"), "mixed_bfloat16", Policy(jnp.float32, jnp.bfloat16, jnp.float32)):
+    for policy in (
+        Policy("f32", "bf16", "f32"),
+        "mixed_bfloat16",
+        Policy(jnp.float32, jnp.bfloat16, jnp.float32),
+    ):
         with use_policy(policy):
             function(jnp.ones(2))
     assert len(traces) == 1

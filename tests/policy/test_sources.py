@@ -3,15 +3,17 @@
 import threading
 
 from policy import use_policy
+from policy.provenance import Source, source_in_force
 from policy.scope import current_scope, enter
-from policy.sources import Source, source_in_force
 
 
 def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
     assert str(source_in_force()) == "global"
     with use_policy("bf16"):
         assert str(source_in_force()) == "scope"
-        with enter(current_scope(), Source("rule", "'a'")):  # an equal scope: the note changes all the same
+        with enter(
+            current_scope(), Source("rule", "'a'")
+        ):  # an equal scope: the note changes all the same
             assert str(source_in_force()) == "rule: 'a'"
             with enter(current_scope()):
                 assert str(source_in_force()) == "rule: 'a'"

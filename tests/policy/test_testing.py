@@ -1,4 +1,6 @@
-"""The assertions for users' test suites: each finds its planted fault, names it, and refuses to assert nothing."""
+"""The assertions for users' test suites: each finds its planted fault, names it, and refuses to
+assert nothing.
+"""
 
 import re
 
@@ -33,7 +35,9 @@ def full(*shape):
 
 
 def pooled_sum(x):
-    return jax.lax.reduce_window(x, np.zeros((), x.dtype), jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID")
+    return jax.lax.reduce_window(
+        x, np.zeros((), x.dtype), jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID"
+    )
 
 
 class Pooled(flax_nn.Module):
@@ -60,7 +64,8 @@ def said(error):
     return str(error.value)
 
 
-# --- reductions -----------------------------------------------------------------------------------------------------
+# --- reductions
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_sum_in_half_is_named_with_its_path_dtype_and_line(pooled):
@@ -70,7 +75,9 @@ def test_a_sum_in_half_is_named_with_its_path_dtype_and_line(pooled):
 
 
 def test_the_sums_of_a_gradient_are_named_as_backward(pooled):
-    with pytest.raises(AssertionError, match=r"reduce_sum at 'up' in bfloat16, backward: test_testing.py:\d+"):
+    with pytest.raises(
+        AssertionError, match=r"reduce_sum at 'up' in bfloat16, backward: test_testing.py:\d+"
+    ):
         assert_reductions_in(*pooled, dtype=F32, backward=True, allow=("pool",))
 
 
@@ -90,10 +97,14 @@ def test_sums_inside_of_loops_branches_and_checkpoints_are_found():
         (branched, half(4)),
         (lambda x: jnp.cumsum(x), half(4, dtype=F16)),
         (lambda x: jnp.zeros(4, x.dtype).at[jnp.array([0, 0])].add(x), half(2)),
-        (jax.jit(lambda x: jax.vmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(x)), half(2, dtype=F16)),
+        (
+            jax.jit(lambda x: jax.vmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(x)),
+            half(2, dtype=F16),
+        ),
     ):
         with pytest.raises(
-            AssertionError, match=r"1 operation should be summed in float32:\n  .* outside of any module"
+            AssertionError,
+            match=r"1 operation should be summed in float32:\n  .* outside of any module",
         ):
             assert_reductions_in(fn, (x,), F32)
 
@@ -105,32 +116,41 @@ def test_sums_of_one_number_and_of_integers_and_maxima_are_no_sums():
         jnp.cumsum(x)  # which nothing depends on: XLA leaves it out
         return one, unique, x.max(), jnp.argmax(x), jnp.cumsum(jnp.arange(4))
 
-    with pytest.raises(AssertionError, match="The program has no sum of floating numbers: nothing would be asserted"):
+    with pytest.raises(
+        AssertionError,
+        match="The program has no sum of floating numbers: nothing would be asserted",
+    ):
         assert_reductions_in(fn, (half(1, 4),), "f32")
 
 
 def test_sums_in_one_of_several_dtypes_are_right():
     fn = lambda x: (jnp.sum(x), jnp.cumsum(x.astype(F16)))  # noqa: E731
     assert_reductions_in(fn, (full(4),), (F16, "float32"))
-    with pytest.raises(AssertionError, match=r"should be summed in bfloat16 or float32:\n  cumsum .* in float16"):
+    with pytest.raises(
+        AssertionError, match=r"should be summed in bfloat16 or float32:\n  cumsum .* in float16"
+    ):
         assert_reductions_in(fn, (full(4),), ("bf16", "f32"))
 
 
-# --- dots -----------------------------------------------------------------------------------------------------------
+# --- dots
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_dot_in_another_dtype_is_named_with_its_path_dtypes_and_line(pooled):
     with pytest.raises(AssertionError, match="1 operation should multiply bfloat16:") as error:
         assert_dots_in(*pooled, dtype="bf16")
     assert re.search(
-        r"  dot_general at 'head' in float32, float32: test_testing.py:\d+ \(Pooled.__call__\)", said(error)
+        r"  dot_general at 'head' in float32, float32: test_testing.py:\d+ \(Pooled.__call__\)",
+        said(error),
     )
     assert_dots_in(*pooled, dtype=(BF16, F32))
 
 
 def test_what_dots_declare_to_accumulate_in_is_asserted_on_demand(pooled):
     assert_dots_in(*pooled, dtype="bf16", accumulation="backend", allow=("head",))
-    with pytest.raises(AssertionError, match=r"should accumulate in float32:\n  dot_general at 'up' in backend"):
+    with pytest.raises(
+        AssertionError, match=r"should accumulate in float32:\n  dot_general at 'up' in backend"
+    ):
         assert_dots_in(*pooled, dtype="bf16", accumulation="f32", allow=("head",))
     accumulating = lambda x, w: jax.lax.dot(x, w, preferred_element_type=F32)  # noqa: E731
     assert_dots_in(accumulating, (half(2, 4), half(4, 3)), "bf16", accumulation=F32)
@@ -147,27 +167,37 @@ def test_eight_bit_dots_and_convolutions_are_dots_and_integer_ones_are_not():
     conv = lambda x, w: jax.lax.conv(x, w, (1,), "SAME")  # noqa: E731
     with pytest.raises(AssertionError, match=r"conv_general_dilated .* in float16, float16"):
         assert_dots_in(conv, (half(1, 2, 4, dtype=F16), half(3, 2, 1, dtype=F16)), "bf16")
-    with pytest.raises(AssertionError, match="no matmul or convolution of floating numbers: nothing would be asserted"):
+    with pytest.raises(
+        AssertionError,
+        match="no matmul or convolution of floating numbers: nothing would be asserted",
+    ):
         assert_dots_in(lambda x: x @ x, (half(2, 2, dtype=jnp.int8),), "bf16")
 
 
-# --- what all of them take ------------------------------------------------------------------------------------------
+# --- what all of them take
+# ------------------------------------------------------------------------------------------
 
 
-def test_allowing_everything_is_asserting_nothing_and_a_pattern_that_matches_nothing_is_refused(pooled):
+def test_allowing_everything_is_asserting_nothing_and_a_pattern_that_matches_nothing_is_refused(
+    pooled,
+):
     with pytest.raises(
-        AssertionError, match=r"but for what allow=\('Pooled:',\) leaves out: nothing would be asserted"
+        AssertionError,
+        match=r"but for what allow=\('Pooled:',\) leaves out: nothing would be asserted",
     ):
         assert_dots_in(*pooled, dtype="bf16", allow=("Pooled:",))
     with pytest.raises(ValueError, match=r"allow: 'haed' matches no path\. Paths: head, pool"):
         assert_dots_in(*pooled, dtype="bf16", allow=("haed",))
-    with pytest.raises(TypeError, match=r"allow should be a collection of path patterns, as \('head',\)"):
+    with pytest.raises(
+        TypeError, match=r"allow should be a collection of path patterns, as \('head',\)"
+    ):
         assert_dots_in(*pooled, dtype="bf16", allow="head")
 
 
 def test_arguments_that_are_no_tuple_and_no_dtype_are_refused():
     with pytest.raises(
-        TypeError, match="args should be a tuple of the function's arguments, but got a ShapeDtypeStruct"
+        TypeError,
+        match="args should be a tuple of the function's arguments, but got a ShapeDtypeStruct",
     ):
         assert_dots_in(lambda x: x @ x, half(2, 2), "bf16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="No dtype was given that would be right"):
@@ -187,7 +217,8 @@ def test_our_layers_and_nnx_modules_pass():
     assert_reductions_in(layer, (full(2, 4),), "f32", backward=True)
 
 
-# --- promotions -----------------------------------------------------------------------------------------------------
+# --- promotions
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,11 +234,15 @@ def test_half_that_meets_float32_is_named(implicit_promotion):
         with jax.named_scope("Net"):
             return jnp.dot(x * table, scale)
 
-    with pytest.raises(AssertionError, match="bfloat16 or float16 meets float32 where nobody cast it:") as error:
+    with pytest.raises(
+        AssertionError, match="bfloat16 or float16 meets float32 where nobody cast it:"
+    ) as error:
         assert_no_silent_promotion(fn, (half(4), full(4)))
     assert re.search(r"  mul at 'Net:' in bfloat16, float32: test_testing.py:\d+ \(", said(error))
     assert_no_silent_promotion(lambda x: x.astype(F32) * table, (half(4),))
-    with pytest.raises(AssertionError, match="The program has no half value: nothing would be asserted"):
+    with pytest.raises(
+        AssertionError, match="The program has no half value: nothing would be asserted"
+    ):
         assert_no_silent_promotion(lambda x: x * table, (full(4),))
 
 
@@ -223,7 +258,8 @@ def test_a_mixed_matmul_in_one_path_can_be_allowed(implicit_promotion):
     assert_no_silent_promotion(fn, args, allow=("mix",))
 
 
-# --- parameters -----------------------------------------------------------------------------------------------------
+# --- parameters
+# --------------------------------------------------------------------------------------------------
 
 
 def step(params, gradients):
@@ -232,10 +268,15 @@ def step(params, gradients):
 
 
 def test_parameters_that_change_their_dtype_in_a_step_are_named_with_what_made_them():
-    args = {"w": half(4), "b": half(4), "n": half(dtype=jnp.int32)}, {"w": full(4), "b": full(4), "n": full()}
+    args = (
+        {"w": half(4), "b": half(4), "n": half(dtype=jnp.int32)},
+        {"w": full(4), "b": full(4), "n": full()},
+    )
     with pytest.raises(AssertionError, match="1 of 3 parameters of step change:") as error:
         assert_params_keep_dtype(step, args)
-    assert re.search(r"\['w'\]: float32 instead of bfloat16, from sub, test_testing.py:\d+ \(", said(error))
+    assert re.search(
+        r"\['w'\]: float32 instead of bfloat16, from sub, test_testing.py:\d+ \(", said(error)
+    )
     assert_params_keep_dtype(jax.jit(lambda g, p: (p, g)), (full(), args[0]), params=1)
     assert_params_keep_dtype(lambda g, p: (p, g), args[::-1], params=0, returned=1)
 
@@ -246,7 +287,10 @@ def test_a_parameter_that_does_not_come_back_is_named():
 
 
 def test_the_operation_that_made_a_parameter_is_found_inside_of_a_jitted_step():
-    with pytest.raises(AssertionError, match=r"the parameter: float32 instead of float16, from convert_element_type, "):
+    with pytest.raises(
+        AssertionError,
+        match=r"the parameter: float32 instead of float16, from convert_element_type, ",
+    ):
         assert_params_keep_dtype(jax.jit(lambda p: p.astype(F32)), (half(2, dtype=F16),))
 
 
@@ -255,7 +299,10 @@ def test_what_an_init_returns_is_all_of_one_dtype():
     assert_params_keep_dtype(init, args, "f32")
     with pytest.raises(AssertionError, match=r"^4 of 4 parameters of init change:") as error:
         assert_params_keep_dtype(init, args, BF16)
-    assert re.search(r"\['up'\]\['kernel'\]: float32 instead of bfloat16, from mul, test_testing.py:\d+", said(error))
+    assert re.search(
+        r"\['up'\]\['kernel'\]: float32 instead of bfloat16, from mul, test_testing.py:\d+",
+        said(error),
+    )
     with pytest.raises(AssertionError, match="no floating parameter: nothing would be asserted"):
         assert_params_keep_dtype(lambda x: x, (half(2, dtype=jnp.int32),))
 
@@ -268,11 +315,14 @@ def test_parameters_of_nnx_modules_are_looked_at_where_they_are_changed():
         return x
 
     assert_params_keep_dtype(lambda layer, x: layer(x), (layer, half(1, 2)))
-    with pytest.raises(AssertionError, match=r"kernel.*: float32 instead of bfloat16, from convert_element_type"):
+    with pytest.raises(
+        AssertionError, match=r"kernel.*: float32 instead of bfloat16, from convert_element_type"
+    ):
         assert_params_keep_dtype(spoil, (layer, half(1, 2)))
 
 
-# --- programs -------------------------------------------------------------------------------------------------------
+# --- programs
+# --------------------------------------------------------------------------------------------------
 
 
 def program(x, w):
@@ -299,7 +349,10 @@ def test_constants_count_by_value():
     table = lambda: jnp.arange(4, dtype=F32) + 0.5  # noqa: E731
     first, second, third = table(), table(), table() + 1
     assert_same_program(lambda x: x + first, lambda x: x + second, (full(4),))
-    with pytest.raises(AssertionError, match="close over different constants: the values of number 0 are not the same"):
+    with pytest.raises(
+        AssertionError,
+        match="close over different constants: the values of number 0 are not the same",
+    ):
         assert_same_program(lambda x: x + first, lambda x: x + third, (full(4),))
 
 
@@ -311,16 +364,19 @@ def test_constants_count_by_value():
             r"Equation 0 is dot_general\(float32\[2,2\], float32\[2,2\]\) -> float32\[2,2\] and convert_element_type\(",
         ),
         (lambda x, w: program(w, x), "Equation 0 of dot_general takes other values as operand 0"),
-        (lambda x, w: jax.nn.relu(jax.lax.dot(x, w, precision="highest")), "Equation 0 of dot_general has precision="),
+        (
+            lambda x, w: jax.nn.relu(jax.lax.dot(x, w, precision="highest")),
+            "Equation 0 of dot_general has precision=",
+        ),
         (lambda x, w: (program(x, w), x), "They return 1 and 2 arrays"),
         (
             lambda x, w: jnp.exp(program(x, w)),
             r"The second program goes on after equation \d, with exp\(float32\[2,2\]\)",
         ),
         (
-            lambda x, w: jax.lax.scan(lambda c, row: (c + 1, row * jnp.asarray(3, row.dtype)), 0, jax.nn.relu(x @ w))[
-                1
-            ],
+            lambda x, w: jax.lax.scan(
+                lambda c, row: (c + 1, row * jnp.asarray(3, row.dtype)), 0, jax.nn.relu(x @ w)
+            )[1],
             r"Equation 1 of mul takes other values as operand 1: the number 2.0 and the number 3.0",
         ),
     ],
@@ -332,20 +388,29 @@ def test_the_first_difference_is_shown_with_its_place(other, message):
         assert_same_program(program, other, ARGS)
     if "Equation 0" in message:
         assert re.search(
-            r"at 'Net:'\. Source lines: test_testing.py:\d+ \(program\) and test_testing.py:\d+", said(error)
+            r"at 'Net:'\. Source lines: test_testing.py:\d+ \(program\) and test_testing.py:\d+",
+            said(error),
         )
 
 
 def test_other_arguments_outputs_and_dtypes_are_differences():
-    with pytest.raises(AssertionError, match=r"take different arguments: float32\[2\] and bfloat16\[2\]"):
+    with pytest.raises(
+        AssertionError, match=r"take different arguments: float32\[2\] and bfloat16\[2\]"
+    ):
         assert_same_program(jnp.exp, jnp.exp, (full(2),), g_args=(half(2),))
-    with pytest.raises(AssertionError, match=r"return different values as number 0: a float32\[2\] and a float32\[2\]"):
+    with pytest.raises(
+        AssertionError,
+        match=r"return different values as number 0: a float32\[2\] and a float32\[2\]",
+    ):
         assert_same_program(lambda a, b: a, lambda a, b: b, (full(2), full(2)))
-    with pytest.raises(AssertionError, match=r"new_dtype=dtype\(bfloat16\) and new_dtype=dtype\('float16'\)"):
+    with pytest.raises(
+        AssertionError, match=r"new_dtype=dtype\(bfloat16\) and new_dtype=dtype\('float16'\)"
+    ):
         assert_same_program(lambda x: x.astype(BF16), lambda x: x.astype(F16), (full(2),))
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
+# --- numbers
+# --------------------------------------------------------------------------------------------------
 
 DTYPES = [BF16, F16, F32, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
@@ -354,13 +419,22 @@ DTYPES = [BF16, F16, F32, jnp.float8_e4m3fn, jnp.float8_e5m2]
 def test_neighbours_are_one_ulp_apart_at_every_magnitude(dtype):
     info = jnp.finfo(dtype)
     tiny, largest = float(info.smallest_normal), float(info.max)
-    for size in (1.0, 1.5, tiny, tiny * float(info.eps), tiny * 0.5, 2.0 ** np.floor(np.log2(largest))):
+    for size in (
+        1.0,
+        1.5,
+        tiny,
+        tiny * float(info.eps),
+        tiny * 0.5,
+        2.0 ** np.floor(np.log2(largest)),
+    ):
         value = np.asarray(size, np.float64).astype(dtype)
         step = max(2.0 ** np.floor(np.log2(size)), tiny) * float(info.eps)
         for sign in (1.0, -1.0):
             there = np.asarray(sign * (size + step), np.float64)
             assert_close_in_ulps(np.asarray(sign * value).astype(dtype), there, 1.001)
-            with pytest.raises(AssertionError, match=rf"by more than 0.9 ulps of {np.dtype(dtype).name}; the worst"):
+            with pytest.raises(
+                AssertionError, match=rf"by more than 0.9 ulps of {np.dtype(dtype).name}; the worst"
+            ):
                 assert_close_in_ulps(np.asarray(sign * value).astype(dtype), there, 0.9)
 
 
@@ -368,13 +442,17 @@ def test_neighbours_are_one_ulp_apart_at_every_magnitude(dtype):
 def test_zero_infinity_and_nan_are_right_only_where_they_are(dtype):
     def is_right(actual, desired):
         try:
-            assert_close_in_ulps(np.asarray(actual, np.float64).astype(dtype), np.asarray(desired, np.float64), 2)
+            assert_close_in_ulps(
+                np.asarray(actual, np.float64).astype(dtype), np.asarray(desired, np.float64), 2
+            )
         except AssertionError:
             return False
         return True
 
     with np.errstate(all="ignore"):
-        overflowed = float(np.asarray(1e39).astype(dtype).astype(np.float64))  # inf, or NaN where there is none
+        overflowed = float(
+            np.asarray(1e39).astype(dtype).astype(np.float64)
+        )  # inf, or NaN where there is none
     smallest = float(jnp.finfo(dtype).smallest_normal) * float(jnp.finfo(dtype).eps)
     assert is_right(0.0, -0.0) and is_right(0.0, smallest) and is_right(smallest, 0.0)
     assert not is_right(0.0, 4 * smallest) and not is_right(4 * smallest, 0.0)
@@ -382,9 +460,15 @@ def test_zero_infinity_and_nan_are_right_only_where_they_are(dtype):
     assert is_right(overflowed, 1e39) and not is_right(1.0, 1e39) and not is_right(overflowed, 1.0)
     if np.isinf(overflowed):
         assert is_right(np.inf, np.inf) and is_right(-np.inf, -1e39)
-        assert not is_right(np.inf, -np.inf) and not is_right(-np.inf, 1e39) and not is_right(1.0, np.inf)
+        assert (
+            not is_right(np.inf, -np.inf)
+            and not is_right(-np.inf, 1e39)
+            and not is_right(1.0, np.inf)
+        )
         largest = float(jnp.finfo(dtype).max)
-        assert is_right(largest, largest * (1 + 1e-8)) and is_right(np.inf, largest)  # the number after the largest
+        assert is_right(largest, largest * (1 + 1e-8)) and is_right(
+            np.inf, largest
+        )  # the number after the largest
 
 
 def test_the_worst_number_of_each_wrong_array_is_named():
@@ -393,19 +477,24 @@ def test_the_worst_number_of_each_wrong_array_is_named():
     with pytest.raises(AssertionError) as error:
         assert_close_in_ulps(actual, desired, 4)
     assert said(error) == (
-        "['b'][0]: 1 of 3 numbers are off by more than 4 ulps of float16; the worst, at (2,), by 256: 1.0 where 1.25 "
+        "['b'][0]: 1 of 3 numbers are off by more than 4 ulps of float16; the worst, at (2,), by "
+        "256: 1.0 where 1.25 "
         "is right."
     )
     assert_close_in_ulps(actual, desired, 4, dtype=ml_dtypes.float8_e4m3fn)  # of coarser ulps
     assert_close_in_ulps(jnp.asarray(1e-8, F32), 2e-8, 1, floor=1.0)
-    with pytest.raises(AssertionError, match=r"\['n'\]: int32 numbers should be equal, but are not"):
+    with pytest.raises(
+        AssertionError, match=r"\['n'\]: int32 numbers should be equal, but are not"
+    ):
         assert_close_in_ulps({"n": jnp.arange(3)}, {"n": np.arange(1, 4)}, 4)
     with pytest.raises(AssertionError, match=r"^The array.imag: 1 of 1 numbers"):
         assert_close_in_ulps(jnp.asarray(1 + 2j, jnp.complex64), 1 + 2.1j, 4)
 
 
 def test_trees_and_shapes_that_do_not_match_and_empty_ones_are_refused():
-    with pytest.raises(ValueError, match=r"\['a'\] should be of shape \(3,\), but is of shape \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"\['a'\] should be of shape \(3,\), but is of shape \(1,\)"
+    ):
         assert_close_in_ulps({"a": jnp.ones(1)}, {"a": np.ones(3)}, 1)
     with pytest.raises(ValueError, match="The trees should be of one structure, but are"):
         assert_close_in_ulps({"a": jnp.ones(1)}, [np.ones(1)], 1)

@@ -1,8 +1,9 @@
-"""The shape of Flax's gemma example, small: RMSNorm with 1 + scale, rotary positions, grouped queries, soft caps,
-sliding windows, a gated feed-forward layer, tied embeddings and a cache that is handed through.
+"""The shape of Flax's gemma example, small: RMSNorm with 1 + scale, rotary positions, grouped
+queries, soft caps, sliding windows, a gated feed-forward layer, tied embeddings and a cache that is
+handed through.
 
-What a port changes is marked: `goes` on a line that it deletes, `# +` before one that it writes, and `stays` on one
-that still speaks of a dtype.
+What a port changes is marked: `goes` on a line that it deletes, `# +` before one that it writes,
+and `stays` on one that still speaks of a dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class RMSNorm(nnx.Module):
         weight_dtype: Any = jnp.float32,  # goes
     ):
         self.dtype = dtype  # goes
-        self.scale = nnx.Param(nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype))  # goes
+        self.scale = nnx.Param(
+            nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype)
+        )  # goes
         # + self.scale = nnx.Param(nnx.initializers.zeros_init()(rngs.params(), (dim,)))
 
     def __call__(self, x):

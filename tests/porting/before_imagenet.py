@@ -1,6 +1,8 @@
-"""The shape of Flax's imagenet example, small: a ResNet and its train step with a dynamic loss scale.
+"""The shape of Flax's imagenet example, small: a ResNet and its train step with a dynamic loss
+scale.
 
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it writes.
+What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
+writes.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class ResNet(nn.Module):
         for i, block_size in enumerate(self.stage_sizes):
             for j in range(block_size):
                 strides = (2, 2) if i > 0 and j == 0 else (1, 1)
-                x = ResNetBlock(self.num_filters * 2**i, strides=strides, conv=conv, norm=norm, act=self.act)(x)
+                x = ResNetBlock(
+                    self.num_filters * 2**i, strides=strides, conv=conv, norm=norm, act=self.act
+                )(x)
         x = jnp.mean(x, axis=(1, 2))
         x = nn.Dense(CLASSES, dtype=self.dtype)(x)  # goes
         # + x = nn.Dense(CLASSES)(x)
@@ -93,7 +97,9 @@ def initialized(key, image_size, model):
 
 
 def cross_entropy_loss(logits, labels):
-    return jnp.mean(optax.softmax_cross_entropy(logits=logits, labels=jax.nn.one_hot(labels, CLASSES)))
+    return jnp.mean(
+        optax.softmax_cross_entropy(logits=logits, labels=jax.nn.one_hot(labels, CLASSES))
+    )
 
 
 class TrainState(train_state.TrainState):
@@ -143,6 +149,6 @@ def train_step(state, images, labels):
             params=jax.tree.map(select, new_state.params, state.params),  # goes
             dynamic_scale=dynamic_scale,  # goes
         )  # goes
-    # + finite = finite_of(new_state.opt_state)
-    # + new_state = new_state.replace(batch_stats=select_tree(finite, new_state.batch_stats, state.batch_stats))
+    # + finite = finite_of(new_state.opt_state) + new_state =
+    # new_state.replace(batch_stats=select_tree(finite, new_state.batch_stats, state.batch_stats))
     return new_state, loss

@@ -1,6 +1,8 @@
-"""The shape of Flax's lm1b example, small: a decoder of one token after the other, with a cache for sampling.
+"""The shape of Flax's lm1b example, small: a decoder of one token after the other, with a cache for
+sampling.
 
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it writes.
+What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
+writes.
 """
 
 from __future__ import annotations
@@ -119,7 +121,12 @@ class TransformerLM(nn.Module):
             )
         y = inputs.astype("int32")
         y = y if config.decode else shift_right(y)
-        y = nn.Embed(config.vocab_size, config.emb_dim, embedding_init=nn.initializers.normal(1.0), name="embed")(y)
+        y = nn.Embed(
+            config.vocab_size,
+            config.emb_dim,
+            embedding_init=nn.initializers.normal(1.0),
+            name="embed",
+        )(y)
         y = AddPositionEmbs(config, name="posembed")(y)
         y = nn.Dropout(config.dropout_rate)(y, deterministic=config.deterministic)
         y = y.astype(config.dtype)  # goes

@@ -1,6 +1,8 @@
-"""The shape of Flax's wmt example, small: an encoder and a decoder that share their embedding, and its cached decoding.
+"""The shape of Flax's wmt example, small: an encoder and a decoder that share their embedding, and
+its cached decoding.
 
-What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it writes.
+What a port changes is marked: `goes` on a line that it deletes, and `# +` before one that it
+writes.
 """
 
 from __future__ import annotations
@@ -162,7 +164,9 @@ class Transformer(nn.Module):
 
     def setup(self):
         config = self.config
-        self.embed = nn.Embed(config.vocab_size, config.emb_dim, embedding_init=nn.initializers.normal(1.0))
+        self.embed = nn.Embed(
+            config.vocab_size, config.emb_dim, embedding_init=nn.initializers.normal(1.0)
+        )
         self.encoder = Encoder(config, self.embed)
         self.decoder = Decoder(config, self.embed)
 

@@ -34,7 +34,8 @@ def after(name: str) -> types.ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of either kind. Variables are one tree of the collections of linen, or of the parameters of nnx.
+    """A model of either kind. Variables are one tree of the collections of linen, or of the
+    parameters of nnx.
 
     Attributes:
       init: no arguments -> variables; nothing is to be compiled, where it is only asked for shapes.
@@ -65,7 +66,9 @@ def _linen(name: str, model: Any, policy: Any, rules: Any = None) -> Model:
             return model.init(jax.random.key(0), *(jnp.asarray(batch(name)[n]) for n in names))
 
     def logits(variables: Any, inputs: Any) -> Any:
-        promotion = "standard" if policy is None else "strict"  # Flax's norms and attention mix half with float32
+        promotion = (
+            "standard" if policy is None else "strict"
+        )  # Flax's norms and attention mix half with float32
         with use_policy(policy, rules), jax.numpy_dtype_promotion(promotion):
             if name != "imagenet":
                 return model.apply(variables, *(inputs[n] for n in names))
@@ -96,7 +99,8 @@ def causal(model: Any, tokens: Any, cache: Any = None) -> Any:
     mask = there[:, None, :] & jnp.tril(jnp.ones((length, length), bool))[None]
     mask = mask | jnp.eye(length, dtype=bool)[None]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    # Upstream's rotary angles divide integers by float32, and its scales are vectors beside (n, T, D).
+    # Upstream's rotary angles divide integers by float32, and its scales are vectors beside (n, T,
+    # D).
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return model(jnp.asarray(tokens), positions, cache, mask)
 
@@ -122,7 +126,9 @@ def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
 
         def make() -> Any:
             with use_policy(policy):
-                return module.Transformer(module.TransformerConfig(num_layers=1), rngs=flax_nnx.Rngs(0))
+                return module.Transformer(
+                    module.TransformerConfig(num_layers=1), rngs=flax_nnx.Rngs(0)
+                )
 
         return _nnx(make)
     model = module.TransformerLM if name == "lm1b" else module.Transformer
@@ -130,7 +136,9 @@ def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
 
 
 def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
-    """Random numbers for a tree of variables: matrices keep the size of what they multiply, scales are about 1."""
+    """Random numbers for a tree of variables: matrices keep the size of what they multiply, scales
+    are about 1.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: Any) -> Any:
@@ -148,7 +156,9 @@ def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
 
 
 def loss_of(model: Model) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """(variables, batch) -> the mean cross-entropy as the examples compute it, in the logits' dtype, and the logits."""
+    """(variables, batch) -> the mean cross-entropy as the examples compute it, in the logits'
+    dtype, and the logits.
+    """
 
     def loss(variables: Any, inputs: Any) -> tuple[Any, Any]:
         logits = model.logits(variables, inputs)
@@ -165,5 +175,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 def relative_error(actual: Any, desired: Any) -> float:
     """The root of the mean square of what is off, over all leaves, by that of what is right."""
     pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True))
-    off = sum(np.square(np.asarray(a, np.float64) - np.asarray(b, np.float64)).sum() for a, b in pairs)
+    off = sum(
+        np.square(np.asarray(a, np.float64) - np.asarray(b, np.float64)).sum() for a, b in pairs
+    )
     return float(np.sqrt(off / sum(np.square(np.asarray(b, np.float64)).sum() for _, b in pairs)))

@@ -1,8 +1,9 @@
-"""Applies the recipe of docs/porting.md to a model in the style of one of Flax's examples, line by line.
+"""Applies the recipe of docs/porting.md to a model in the style of one of Flax's examples, line by
+line.
 
-The models `before_NAME.py` are Flax's own, their dtypes threaded by hand as upstream threads them. What a port does is
-marked in them: a line that ends in ``# goes`` is deleted, one that begins with ``# +`` is written; and the import line
-changes.
+The models `before_NAME.py` are Flax's own, their dtypes threaded by hand as upstream threads them.
+What a port does is marked in them: a line that ends in ``# goes`` is deleted, one that begins with
+``# +`` is written; and the import line changes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def before(name: str) -> str:
 
 
 def without_marks(text: str) -> str:
-    """The text as its author would have it: the lines to write are not there yet, the marks of the others neither."""
+    """The text as its author would have it: the lines to write are not there yet, the marks of the
+    others neither.
+    """
     kept = [line for line in text.splitlines() if not WRITTEN.match(line)]
     return "\n".join(STAYS.sub("", GOES.sub("", line)) for line in kept) + "\n"
 
@@ -63,11 +66,15 @@ def lines_that_stay(text: str) -> list[str]:
 def lines_left_over(text: str) -> list[str]:
     """Lines of the ported text that speak of dtypes and do not say that they stay."""
     code = re.sub(r'^(""".*?""")$', "", ported(text), count=1, flags=re.DOTALL | re.MULTILINE)
-    return [line.strip() for line in code.splitlines() if DTYPES.search(line) and not STAYS.search(line)]
+    return [
+        line.strip() for line in code.splitlines() if DTYPES.search(line) and not STAYS.search(line)
+    ]
 
 
 def load(text: str, name: str) -> types.ModuleType:
-    """Runs a text as a module. It is entered in `sys.modules`, where dataclasses look their annotations up."""
+    """Runs a text as a module. It is entered in `sys.modules`, where dataclasses look their
+    annotations up.
+    """
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(text, f"{name}.py", "exec"), module.__dict__)

@@ -1,4 +1,6 @@
-"""The four ported models beside those whose dtypes Flax's examples thread by hand, on the same random weights."""
+"""The four ported models beside those whose dtypes Flax's examples thread by hand, on the same
+random weights.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from tests.porting import models, recipe
 
 TREES = 4
 HALVES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-# Upstream looks a token up, and adds its position, in float32, and rounds once; wmt multiplies the table by its last
-# hidden values in float32 too. Under a policy that is three roundings, and half; two rules give float32 back.
+# Upstream looks a token up, and adds its position, in float32, and rounds once; wmt multiplies the
+# table by its last hidden values in float32 too. Under a policy that is three roundings, and half;
+# two rules give float32 back.
 AS_UPSTREAM = {"embed": "float32", ".*posembed": "p=f32,c=f32,o={half}"}
 # What is differentiated too: compiling a gradient takes long.
 DIFFERENTIATED = {"float32": ("imagenet", "lm1b", "gemma"), "bfloat16": ("gemma",), "float16": ()}
@@ -47,12 +50,20 @@ def results(name: str, made_by: str, dtype: str) -> list[Result]:
     if made_by == "hand":
         model = models.by_hand(name, jnp.dtype(dtype))
     else:
-        rules = {path: text.format(half=dtype) for path, text in AS_UPSTREAM.items()} if made_by == "rules" else None
+        rules = (
+            {path: text.format(half=dtype) for path, text in AS_UPSTREAM.items()}
+            if made_by == "rules"
+            else None
+        )
         model = models.by_policy(name, HALVES.get(dtype, dtype), rules)
     loss = models.loss_of(model)
     differentiates = name in DIFFERENTIATED[dtype] and made_by != "rules"
-    trees = [(models.random_tree(shapes(name), seed), models.batch(name, seed)) for seed in range(TREES)]
-    program = models.compiled(jax.value_and_grad(loss, has_aux=True) if differentiates else loss, *trees[0])
+    trees = [
+        (models.random_tree(shapes(name), seed), models.batch(name, seed)) for seed in range(TREES)
+    ]
+    program = models.compiled(
+        jax.value_and_grad(loss, has_aux=True) if differentiates else loss, *trees[0]
+    )
     found = [jax.tree.map(np.asarray, program(*tree)) for tree in trees]
     if not differentiates:
         return [Result(loss, logits) for loss, logits in found]
@@ -60,17 +71,29 @@ def results(name: str, made_by: str, dtype: str) -> list[Result]:
 
 
 def error(name: str, made_by: str, dtype: str, what: str = "logits") -> float:
-    """The relative error of the logits, or of the losses, of all trees, beside the ported model's in float32."""
+    """The relative error of the logits, or of the losses, of all trees, beside the ported model's
+    in float32.
+    """
     got, right = (
-        [getattr(x, what) for x in results(name, *kind)] for kind in ((made_by, dtype), ("policy", "float32"))
+        [getattr(x, what) for x in results(name, *kind)]
+        for kind in ((made_by, dtype), ("policy", "float32"))
     )
     return models.relative_error(got, right)
 
 
 def gradients_error(name: str, made_by: str, dtype: str) -> float:
-    """The median over the trees: near 0 a rounding turns a relu off, and then one tree is off by far more."""
+    """The median over the trees: near 0 a rounding turns a relu off, and then one tree is off by
+    far more.
+    """
     got, right = (results(name, *kind) for kind in ((made_by, dtype), ("policy", "float32")))
-    return float(np.median([models.relative_error(a.gradients, b.gradients) for a, b in zip(got, right, strict=True)]))
+    return float(
+        np.median(
+            [
+                models.relative_error(a.gradients, b.gradients)
+                for a, b in zip(got, right, strict=True)
+            ]
+        )
+    )
 
 
 @pytest.mark.parametrize("name", recipe.NAMES)
@@ -84,7 +107,9 @@ def test_a_parameter_made_by_hand_is_stored_in_param_dtype():
     def params(apply: bool) -> Any:
         with policy.use_policy("bfloat16"):
             model = module.Transformer(module.TransformerConfig(num_layers=1), rngs=nnx.Rngs(0))
-        return nnx.to_pure_dict(nnx.state(nnx.apply_policy(model, "bfloat16") if apply else model, nnx.Param))
+        return nnx.to_pure_dict(
+            nnx.state(nnx.apply_policy(model, "bfloat16") if apply else model, nnx.Param)
+        )
 
     built = jax.eval_shape(lambda: params(apply=False))
     assert built["final_norm"]["scale"].dtype == jnp.bfloat16
@@ -101,9 +126,13 @@ def test_without_a_policy_a_port_is_the_program_that_it_was(name):
 
 @pytest.mark.parametrize("name", recipe.NAMES)
 def test_in_float32_a_port_agrees_with_the_model_that_it_was(name):
-    for ours, theirs in zip(*(results(name, by, "float32") for by in ("policy", "hand")), strict=True):
+    for ours, theirs in zip(
+        *(results(name, by, "float32") for by in ("policy", "hand")), strict=True
+    ):
         assert ours.logits.dtype == np.float32
-        np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=1e-6 * np.abs(theirs.logits).max())
+        np.testing.assert_allclose(
+            ours.logits, theirs.logits, rtol=0, atol=1e-6 * np.abs(theirs.logits).max()
+        )
         np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-6)
     if name in DIFFERENTIATED["float32"]:
         assert gradients_error(name, "hand", "float32") < 2e-6
@@ -126,7 +155,9 @@ def test_two_rules_keep_the_float32_that_upstream_keeps(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIATED["bfloat16"])
 def test_gradients_in_half_are_better_than_those_of_the_model_that_it_was(name):
-    assert gradients_error(name, "policy", "bfloat16") < 0.85 * gradients_error(name, "hand", "bfloat16")
+    assert gradients_error(name, "policy", "bfloat16") < 0.85 * gradients_error(
+        name, "hand", "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("name", recipe.NAMES)
@@ -161,8 +192,14 @@ def pair(name: str) -> tuple[models.Model, models.Model]:
 
 def test_the_page_s_table_says_what_is_measured():
     page = (ROOT / "docs/porting.md").read_text()
-    rows = re.findall(r"^\| (\w+) \| (bfloat16|float16) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\w+) \| (bfloat16|float16) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE
+    )
     assert [row[:2] for row in rows] == [(name, dtype) for name in recipe.NAMES for dtype in HALVES]
     for name, dtype, *said in rows:
-        measured = [error(name, by, dtype) for by in ("hand", "policy")]  # other releases of XLA round elsewhere: 15%
-        np.testing.assert_allclose(np.array(measured) / float(jnp.finfo(dtype).eps), np.array(said, float), rtol=0.15)
+        measured = [
+            error(name, by, dtype) for by in ("hand", "policy")
+        ]  # other releases of XLA round elsewhere: 15%
+        np.testing.assert_allclose(
+            np.array(measured) / float(jnp.finfo(dtype).eps), np.array(said, float), rtol=0.15
+        )

@@ -10,7 +10,9 @@ from tests.eight_devices import ROOT
 from tests.porting import recipe
 
 PAGE = (ROOT / "docs/porting.md").read_text()
-SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)[1:])] * 2, strict=True))
+SECTIONS = dict(
+    zip(*[iter(re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)[1:])] * 2, strict=True)
+)
 
 
 @pytest.mark.parametrize("name", recipe.NAMES)
@@ -67,13 +69,19 @@ def test_the_page_shows_every_line_that_stays(name):
 
 
 def test_the_page_counts_the_lines_that_it_lists():
-    rows = re.findall(r"^\| (\w+) \| `\w+\.py` \| ([\d, -]+) \| (\d+) \|$", SECTIONS["The lines that go"], re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\w+) \| `\w+\.py` \| ([\d, -]+) \| (\d+) \|$",
+        SECTIONS["The lines that go"],
+        re.MULTILINE,
+    )
     totals = dict.fromkeys(recipe.NAMES, 0)
     for name, ranges, count in rows:
         ends = [list(map(int, part.split("-"))) for part in ranges.split(", ")]
         assert sum(end[-1] - end[0] + 1 for end in ends) == int(count)
         totals[name] += int(count)
-    said = re.findall(r"(\d+) (?:lines )?of (\w+)", SECTIONS["The lines that go"].split("That is")[1])
+    said = re.findall(
+        r"(\d+) (?:lines )?of (\w+)", SECTIONS["The lines that go"].split("That is")[1]
+    )
     assert {name: int(count) for count, name in said} == totals
 
 

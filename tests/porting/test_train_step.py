@@ -22,7 +22,9 @@ def tree() -> Any:
 
 @pytest.fixture(scope="module")
 def stepped(tree):
-    """By who made the model: its state before a step, after a good one, and after one whose gradients overflow."""
+    """By who made the model: its state before a step, after a good one, and after one whose
+    gradients overflow.
+    """
     images, labels = models.batch("imagenet").values()
     found = {}
     for by, module, half in (
@@ -32,18 +34,30 @@ def stepped(tree):
         dtypes = {"dtype": jnp.float16} if by == "hand" else {"dtype_policy": half}
         model = module.ResNet(models.STAGES, **dtypes)
         with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-            patch.setattr(module, "initialized", lambda *args: (tree["params"], tree["batch_stats"]))
+            patch.setattr(
+                module, "initialized", lambda *args: (tree["params"], tree["batch_stats"])
+            )
             state = module.create_train_state(jax.random.key(0), model, 16, half)
             step = models.compiled(module.train_step, state, images, labels)
-        found[by] = state, *step(state, images, labels), step(state, np.full_like(images, np.inf), labels)[0]
+        found[by] = (
+            state,
+            *step(state, images, labels),
+            step(state, np.full_like(images, np.inf), labels)[0],
+        )
     return found
 
 
 def test_a_step_goes_where_it_went(stepped, tree):
     (_, ours, loss, _), (_, theirs, their_loss, _) = stepped["policy"], stepped["hand"]
-    assert loss.dtype == jnp.float32 and their_loss.dtype == jnp.float32  # theirs: of float16 numbers
-    np.testing.assert_allclose(loss, their_loss, rtol=2e-3)  # two ulps of float16: theirs rounds its logits
-    moved, they_moved = (jax.tree.map(jnp.subtract, after.params, tree["params"]) for after in (ours, theirs))
+    assert (
+        loss.dtype == jnp.float32 and their_loss.dtype == jnp.float32
+    )  # theirs: of float16 numbers
+    np.testing.assert_allclose(
+        loss, their_loss, rtol=2e-3
+    )  # two ulps of float16: theirs rounds its logits
+    moved, they_moved = (
+        jax.tree.map(jnp.subtract, after.params, tree["params"]) for after in (ours, theirs)
+    )
     assert models.relative_error(moved, they_moved) < 0.05
     assert models.relative_error(ours.batch_stats, theirs.batch_stats) < 1e-3
 
@@ -66,4 +80,6 @@ def test_by_hand_the_batch_statistics_of_a_skipped_step_are_lost(stepped):
 def test_the_model_is_made_under_the_policy_that_it_is_given():
     model = models.after("imagenet").create_model(POLICY)
     assert model.dtype_policy == policy.get_policy(POLICY)
-    assert models.before("imagenet").create_model(True).dtype == jnp.float16  # what it takes on a CPU and a GPU
+    assert (
+        models.before("imagenet").create_model(True).dtype == jnp.float16
+    )  # what it takes on a CPU and a GPU

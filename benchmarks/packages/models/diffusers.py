@@ -15,7 +15,13 @@ from benchmarks.packages.cases import Case
 def cases() -> Iterator[Case]:
     """Tiny models of diffusers' Flax classes."""
     yield Case("diffusers: UNet2DCondition", _unet, _noised, _denoise, has_option=True)
-    yield Case("diffusers: AutoencoderKL", _autoencoder, _image, lambda model, x: model(x).sample, has_option=True)
+    yield Case(
+        "diffusers: AutoencoderKL",
+        _autoencoder,
+        _image,
+        lambda model, x: model(x).sample,
+        has_option=True,
+    )
 
 
 def _unet(dtype: Any) -> Any:

@@ -1,4 +1,6 @@
-"""flaxmodels: StyleGAN2's generator and discriminator, which hold their parameters themselves, and a ResNet."""
+"""flaxmodels: StyleGAN2's generator and discriminator, which hold their parameters themselves, and
+a ResNet.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ def cases() -> Iterator[Case]:
     """Tiny models of flaxmodels."""
     yield Case("flaxmodels: StyleGAN2 generator", _generator, _latents, _generate, has_option=True)
     yield Case("flaxmodels: StyleGAN2 discriminator", _discriminator, _images, has_option=True)
-    yield Case("flaxmodels: ResNet18", _resnet, _images, lambda model, x: model(x, train=False), has_option=True)
+    yield Case(
+        "flaxmodels: ResNet18",
+        _resnet,
+        _images,
+        lambda model, x: model(x, train=False),
+        has_option=True,
+    )
 
 
 def _dtype(dtype: Any) -> str:
@@ -31,7 +39,13 @@ def _stylegan2(dtype: Any) -> dict[str, Any]:
 
 def _generator(dtype: Any) -> Any:
     package: Any = importlib.import_module("flaxmodels")
-    sizes = {"z_dim": 16, "w_dim": 16, "mapping_layer_features": 16, "num_ws": 6, "num_mapping_layers": 2}
+    sizes = {
+        "z_dim": 16,
+        "w_dim": 16,
+        "mapping_layer_features": 16,
+        "num_ws": 6,
+        "num_mapping_layers": 2,
+    }
     return package.stylegan2.Generator(**_stylegan2(dtype), **sizes)
 
 
@@ -50,7 +64,9 @@ def _discriminator(dtype: Any) -> Any:
 
 def _resnet(dtype: Any) -> Any:
     package: Any = importlib.import_module("flaxmodels")
-    return package.ResNet18(output="logits", pretrained=None, num_classes=10, normalize=False, dtype=_dtype(dtype))
+    return package.ResNet18(
+        output="logits", pretrained=None, num_classes=10, normalize=False, dtype=_dtype(dtype)
+    )
 
 
 def _images(generator: np.random.Generator) -> tuple[Any, ...]:

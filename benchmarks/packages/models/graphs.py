@@ -75,4 +75,9 @@ def _equivariant(dtype: Any) -> Any:
 def _atoms(generator: np.random.Generator) -> tuple[Any, ...]:
     first, second = np.nonzero(~np.eye(5, dtype=bool))
     positions = jnp.asarray(generator.normal(size=(5, 3)), jnp.float32)
-    return generator.integers(1, 9, 5, dtype=np.int32), positions, first.astype(np.int32), second.astype(np.int32)
+    return (
+        generator.integers(1, 9, 5, dtype=np.int32),
+        positions,
+        first.astype(np.int32),
+        second.astype(np.int32),
+    )

@@ -1,4 +1,6 @@
-"""State-space scans: mamba2-jax, recurrentgemma's Griffin, memorax's memories. dantinox's decoder, with caches."""
+"""State-space scans: mamba2-jax, recurrentgemma's Griffin, memorax's memories. dantinox's decoder,
+with caches.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ def cases() -> Iterator[Case]:
     """Tiny models of mamba2-jax, recurrentgemma, dantinox and memorax."""
     yield Case("mamba2-jax: Mamba-2", _mamba, _tokens, lambda model, ids: model(ids)["logits"])
     yield Case("recurrentgemma: Griffin", _griffin, _tokens, _griffin_logits, has_option=True)
-    yield Case("dantinox: decoder with caches", _maker({"kv_heads": 2, "attention": "gqa"}), _tokens, _with_caches)
+    yield Case(
+        "dantinox: decoder with caches",
+        _maker({"kv_heads": 2, "attention": "gqa"}),
+        _tokens,
+        _with_caches,
+    )
     yield Case("dantinox: mixture of experts", _maker({"ffn": "moe"}), _tokens, _logits)
     for name in ("S5", "LRU", "mLSTM"):
         yield Case(f"memorax: {name} policy", _policy(name), _episode, has_option=True)
@@ -44,7 +51,13 @@ def _tokens(generator: np.random.Generator) -> tuple[Any, ...]:
 
 def _mamba(dtype: Any) -> Any:
     package: Any = importlib.import_module("mamba2_jax")
-    sizes = {"hidden_size": 32, "state_size": 8, "head_dim": 8, "chunk_size": 8, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "state_size": 8,
+        "head_dim": 8,
+        "chunk_size": 8,
+        "num_hidden_layers": 2,
+    }
     return package.Mamba2ForCausalLM(package.Mamba2Config(vocab_size=40, **sizes), rngs=nnx.Rngs(0))
 
 
@@ -75,7 +88,9 @@ def _griffin_logits(model: Any, ids: Any) -> Any:
 def _maker(options: dict[str, Any]) -> Callable[[Any], Any]:
     def make(dtype: Any) -> Any:
         core: Any = importlib.import_module("dantinox.core.config")
-        config = core.ModelConfig(dim=32, n_heads=4, num_blocks=2, vocab_size=40, max_context=32, **options)
+        config = core.ModelConfig(
+            dim=32, n_heads=4, num_blocks=2, vocab_size=40, max_context=32, **options
+        )
         return importlib.import_module("dantinox.core.model").Transformer(config, rngs=nnx.Rngs(0))
 
     return make
@@ -89,7 +104,9 @@ def _with_caches(model: Any, ids: Any) -> Any:
     """Reads all tokens but the last four at once, and those one by one."""
     caches, logits, done = tuple((None, None) for _ in range(model.num_blocks)), [], 0
     for length in (T - 4, 1, 1, 1, 1):
-        out = model(ids[:, done : done + length], caches=caches, cache_index=done, deterministic=True)
+        out = model(
+            ids[:, done : done + length], caches=caches, cache_index=done, deterministic=True
+        )
         caches, done = out.kv_caches, done + length
         logits.append(out.logits)
     return jnp.concatenate(logits, axis=1)
@@ -102,11 +119,17 @@ def _policy(name: str) -> Callable[[Any], Any]:
         with stubbed(*_NOT_USED):
             networks: Any = importlib.import_module("memorax.networks")
             memories: Any = importlib.import_module("memorax.networks.sequence_models")
-        sizes = {"S5": {"state_size": 8}, "LRU": {"hidden_dim": 16}, "mLSTM": {"hidden_dim": 16, "num_heads": 2}}
+        sizes = {
+            "S5": {"state_size": 8},
+            "LRU": {"hidden_dim": 16},
+            "mLSTM": {"hidden_dim": 16, "num_heads": 2},
+        }
         options = {} if dtype is None else {"dtype": dtype}
         cell = getattr(memories, f"{name}Cell")(features=16, **sizes[name], **options)
         return networks.Network(
-            feature_extractor=networks.FeatureExtractor(observation_extractor=nn.Dense(16, **options)),
+            feature_extractor=networks.FeatureExtractor(
+                observation_extractor=nn.Dense(16, **options)
+            ),
             torso=memories.Memoroid(cell=cell),
             head=networks.heads.DiscreteQNetwork(action_dim=4),
         )

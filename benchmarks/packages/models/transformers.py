@@ -18,7 +18,13 @@ def cases() -> Iterator[Case]:
     """Tiny models of transformers' Flax classes."""
     for name, head, config, inputs, call in (
         ("T5 encoder-decoder", "T5ForConditionalGeneration", _T5, _pairs, _encode_decode),
-        ("BART, token by token with caches", "BartForConditionalGeneration", _BART, _prefixes, _with_caches),
+        (
+            "BART, token by token with caches",
+            "BartForConditionalGeneration",
+            _BART,
+            _prefixes,
+            _with_caches,
+        ),
         ("GPT-2", "GPT2LMHeadModel", _GPT2, _tokens, _decode),
         ("BERT", "BertForMaskedLM", _BERT, _tokens, _bert),
         ("Whisper", "WhisperForConditionalGeneration", _WHISPER, _speech, _whisper),
@@ -28,13 +34,31 @@ def cases() -> Iterator[Case]:
 
 
 _SMALL = {"vocab_size": 40, "d_model": 32}
-_T5 = ("T5Config", {**_SMALL, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0})
-_SIZES = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+_T5 = (
+    "T5Config",
+    {**_SMALL, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+)
+_SIZES = {
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
 _BART = (
     "BartConfig",
-    {**_SMALL, **_SIZES, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32, "dropout": 0.0},
+    {
+        **_SMALL,
+        **_SIZES,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": 32,
+        "dropout": 0.0,
+    },
 )
-_GPT2 = ("GPT2Config", {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32})
+_GPT2 = (
+    "GPT2Config",
+    {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+)
 _BERT = (
     "BertConfig",
     {
@@ -63,11 +87,21 @@ _WHISPER = (
         "dropout": 0.0,
     },
 )
-_CLIP_PART = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_CLIP_PART = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 _CLIP = (
     "CLIPConfig",
     {
-        "text_config": {**_CLIP_PART, "vocab_size": 40, "max_position_embeddings": 32, "eos_token_id": 39},
+        "text_config": {
+            **_CLIP_PART,
+            "vocab_size": 40,
+            "max_position_embeddings": 32,
+            "eos_token_id": 39,
+        },
         "vision_config": {**_CLIP_PART, "image_size": 16, "patch_size": 4},
         "projection_dim": 16,
     },
@@ -78,7 +112,9 @@ def _maker(head: str, config: tuple[str, dict[str, Any]]) -> Callable[[Any], Any
     def make(dtype: Any) -> Any:
         transformers: Any = importlib.import_module("transformers")
         built = getattr(transformers, config[0])(**config[1])
-        model = getattr(transformers, f"Flax{head}")(built, dtype=dtype or jnp.float32, _do_init=False)
+        model = getattr(transformers, f"Flax{head}")(
+            built, dtype=dtype or jnp.float32, _do_init=False
+        )
         return model.module
 
     return make

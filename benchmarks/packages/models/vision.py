@@ -34,7 +34,14 @@ def _jaxnn() -> Any:
 
 def _vit(dtype: Any) -> Any:
     return _jaxnn().VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=10, dtype=dtype, rngs=nnx.Rngs(0)
+        img_size=32,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=4,
+        num_classes=10,
+        dtype=dtype,
+        rngs=nnx.Rngs(0),
     )
 
 
@@ -46,7 +53,9 @@ def _checked(model: Any, x: Any) -> Any:
 
 def _resnet(dtype: Any) -> Any:
     models = _jaxnn()
-    return models.ResNet(models.BasicBlock, (1, 1, 1, 1), num_classes=10, dtype=dtype, rngs=nnx.Rngs(0))
+    return models.ResNet(
+        models.BasicBlock, (1, 1, 1, 1), num_classes=10, dtype=dtype, rngs=nnx.Rngs(0)
+    )
 
 
 def _unet(dtype: Any) -> Any:

@@ -65,8 +65,13 @@ def test_half_is_within_one_ulp(name, dtype):
 def test_backward_keeps_what_came_in_and_a_rows_statistics(name):
     x = normal((4, 64), jnp.bfloat16)
     _, backward = jax.vjp(lambda x: call(getattr(nn, name), name, x), x)
-    kept = [leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > len(x)]
-    assert all(leaf.dtype == jnp.bfloat16 for leaf in kept) and sum(leaf.size for leaf in kept) <= x.size
+    kept = [
+        leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > len(x)
+    ]
+    assert (
+        all(leaf.dtype == jnp.bfloat16 for leaf in kept)
+        and sum(leaf.size for leaf in kept) <= x.size
+    )
     assert backward(jnp.ones_like(call(getattr(nn, name), name, x)))[0].dtype == jnp.bfloat16
 
 
@@ -94,7 +99,9 @@ def test_standardize_takes_statistics_of_another_dtype():
     mean, variance = jnp.zeros((3, 1)), jnp.ones((3, 1))
     y = nn.standardize(x, mean=mean, variance=variance)
     assert y.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(y, (np.asarray(x, np.float32) / np.sqrt(np.float32(1 + 1e-5))).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        y, (np.asarray(x, np.float32) / np.sqrt(np.float32(1 + 1e-5))).astype(jnp.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -108,9 +115,9 @@ def test_the_old_name_of_standardize_is_ours_too():
     assert nn.normalize is nn.standardize is nnx.standardize
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # PReLU
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def total(y: Any) -> jax.Array:
@@ -120,7 +127,9 @@ def total(y: Any) -> jax.Array:
 def test_prelu_in_float32_is_upstreams_bit_for_bit():
     x = normal((4, 7))
     ours, variables = nn.PReLU(negative_slope_init=0.3).init_with_output(jax.random.key(0), x)
-    upstream, expected = flax_nn.PReLU(negative_slope_init=0.3).init_with_output(jax.random.key(0), x)
+    upstream, expected = flax_nn.PReLU(negative_slope_init=0.3).init_with_output(
+        jax.random.key(0), x
+    )
     np.testing.assert_array_equal(ours, upstream)
     assert jax.tree.map(float, variables) == jax.tree.map(float, expected)
 
@@ -149,7 +158,9 @@ def test_prelu_keeps_its_slope_in_param_dtype(policy):
         gradient = jax.grad(lambda v: total(nn.PReLU().apply(v, half)))(variables)
     assert y.dtype == policy.compute_dtype and slope.dtype == policy.param_dtype
     assert jax.tree.leaves(gradient)[0].dtype == policy.param_dtype
-    exact = np.where(np.asarray(half, np.float64) >= 0, 1, float(slope)) * np.asarray(half, np.float64)
+    exact = np.where(np.asarray(half, np.float64) >= 0, 1, float(slope)) * np.asarray(
+        half, np.float64
+    )
     assert_close_in_ulps(y, exact, 0.5)
 
 

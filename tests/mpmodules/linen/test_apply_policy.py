@@ -192,12 +192,15 @@ def test_gradients_are_float32_and_close():
     def gradient(model):
         return jax.jit(jax.grad(lambda v: jnp.square(model.apply(v, x)).mean()))(variables)
 
-    for ours, theirs in zip(*(jax.tree.leaves(gradient(m)) for m in (apply_policy(model, MIXED), model)), strict=True):
+    for ours, theirs in zip(
+        *(jax.tree.leaves(gradient(m)) for m in (apply_policy(model, MIXED), model)), strict=True
+    ):
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, theirs, atol=0.05 * float(jnp.abs(theirs).max()) + 1e-3)
 
 
-# --- the instance ---------------------------------------------------------------------------------------------------
+# --- the instance
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_result_is_an_instance_of_the_models_class_with_its_name_and_fields():
@@ -208,15 +211,26 @@ def test_the_result_is_an_instance_of_the_models_class_with_its_name_and_fields(
 
 
 def test_equal_arguments_give_equal_models_of_one_class():
-    a, b = (apply_policy(Compact(), text, {"Dense_0": "f32"}) for text in (MIXED, "p=f32,c=bf16,o=f32"))
+    a, b = (
+        apply_policy(Compact(), text, {"Dense_0": "f32"}) for text in (MIXED, "p=f32,c=bf16,o=f32")
+    )
     assert a == b and hash(a) == hash(b) and type(a) is type(b)
-    assert a != apply_policy(Compact(), "bf16", {"Dense_0": "f32"}) and a != apply_policy(Compact(), MIXED)
+    assert a != apply_policy(Compact(), "bf16", {"Dense_0": "f32"}) and a != apply_policy(
+        Compact(), MIXED
+    )
     assert apply_policy(Compact(), MIXED) != Compact()
 
 
 def test_pickle_copy_and_clone_keep_the_policy():
-    ported = apply_policy(HandThreaded(jnp.float16), MIXED, PolicyRules({"Dense_0": "f32"}), keep_explicit=True)
-    for copied in (pickle.loads(pickle.dumps(ported)), copy.copy(ported), copy.deepcopy(ported), ported.clone()):
+    ported = apply_policy(
+        HandThreaded(jnp.float16), MIXED, PolicyRules({"Dense_0": "f32"}), keep_explicit=True
+    )
+    for copied in (
+        pickle.loads(pickle.dumps(ported)),
+        copy.copy(ported),
+        copy.deepcopy(ported),
+        ported.clone(),
+    ):
         assert copied == ported and type(copied) is type(ported)
 
 
@@ -244,7 +258,11 @@ def test_layers_given_as_fields_are_not_touched():
     assert model.layers[0] is dense
 
 
-FIRST = {"by name": "first", "as a function": Setup.first, "as a lambda": lambda module, x: module.first(x)}
+FIRST = {
+    "by name": "first",
+    "as a function": Setup.first,
+    "as a lambda": lambda module, x: module.first(x),
+}
 
 
 @pytest.mark.parametrize("method", FIRST.values(), ids=FIRST)
@@ -252,7 +270,10 @@ def test_another_method_is_a_boundary_too(method):
     ported = apply_policy(Setup(), MIXED)
     variables = jax.eval_shape(ported.init, KEY, X)
     ops = operations(lambda v, x: ported.apply(v, x, method=method), variables, X)
-    assert jax.eval_shape(lambda v, x: ported.apply(v, x, method=method), variables, X).dtype == jnp.float32
+    assert (
+        jax.eval_shape(lambda v, x: ported.apply(v, x, method=method), variables, X).dtype
+        == jnp.float32
+    )
     assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
 
 
@@ -261,7 +282,9 @@ def test_bind_works_and_a_submodule_taken_out_is_not_covered():
     variables = ported.init(KEY, X)
     bound = ported.bind(variables)
     assert bound(X).dtype == jnp.float32
-    assert {op.inputs[0] for op in named(operations(lambda x: bound.first(x), X), "dot_general")} == {"bfloat16"}
+    assert {
+        op.inputs[0] for op in named(operations(lambda x: bound.first(x), X), "dot_general")
+    } == {"bfloat16"}
     (dot, *_) = named(operations(lambda x: ported.bind(variables).blocks[0](x), X), "dot_general")
     assert dot.inputs == ("float32", "float32")
 
@@ -295,9 +318,16 @@ def test_tabulate_capture_and_interceptors_see_what_they_saw():
 def test_jit_caches_key_on_the_policy():
     model = Jitted()
     variables = model.init(KEY, X)
-    for policy, expected in ((MIXED, "bfloat16"), (F16, "float16"), ("f32", "float32"), (MIXED, "bfloat16")):
+    for policy, expected in (
+        (MIXED, "bfloat16"),
+        (F16, "float16"),
+        ("f32", "float32"),
+        (MIXED, "bfloat16"),
+    ):
         ported = apply_policy(model, policy)
-        assert {op.inputs[0] for op in named(operations(ported.apply, variables, X), "dot_general")} == {expected}
+        assert {
+            op.inputs[0] for op in named(operations(ported.apply, variables, X), "dot_general")
+        } == {expected}
 
 
 def test_a_ported_model_ignores_the_scope_around_it_and_leaves_none_behind():
@@ -321,7 +351,8 @@ def test_a_ported_model_may_stand_inside_a_model_of_ours():
     assert [op.inputs[0] for op in dots] == ["float16", "float16", "bfloat16"]
 
 
-# --- explicit dtypes ------------------------------------------------------------------------------------------------
+# --- explicit dtypes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_explicit_dtypes_of_flax_layers_are_overridden_unless_kept():
@@ -329,13 +360,17 @@ def test_explicit_dtypes_of_flax_layers_are_overridden_unless_kept():
     overridden = apply_policy(model, "bf16")
     variables = overridden.init(KEY, X)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"bfloat16"}
-    assert {op.inputs[0] for op in named(operations(overridden.apply, variables, X), "dot_general")} == {"bfloat16"}
+    assert {
+        op.inputs[0] for op in named(operations(overridden.apply, variables, X), "dot_general")
+    } == {"bfloat16"}
     kept = apply_policy(model, "bf16", keep_explicit=True)
     with pytest.warns(DtypePolicyWarning, match=r"Dense at 'Dense_0' obeys its own dtype=float32"):
         ops = operations(kept.apply, variables, X)
     assert {op.inputs[0] for op in named(ops, "dot_general")} == {"float32"}
     # an explicit param_dtype can't be told from the default, and never holds
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(overridden.init, KEY, X))} == {"bfloat16"}
+    assert {
+        leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(overridden.init, KEY, X))
+    } == {"bfloat16"}
 
 
 def test_our_own_layers_inside_keep_their_own_policies():
@@ -345,7 +380,8 @@ def test_our_own_layers_inside_keep_their_own_policies():
     assert [op.inputs[0] for op in dots] == ["float16", "bfloat16"]
 
 
-# --- rules ----------------------------------------------------------------------------------------------------------
+# --- rules
+# --------------------------------------------------------------------------------------------------
 
 
 def kernels(variables: Any) -> dict[str, str]:
@@ -358,28 +394,45 @@ def kernels(variables: Any) -> dict[str, str]:
 def test_rules_by_path_and_by_class_reach_flaxs_layers_and_modules():
     rules = [("blocks_1", "p=f16,c=f16,o=bf16"), (nn.BatchNorm, "p=f32,c=bf16,o=bf16")]
     found = kernels(jax.eval_shape(lambda: apply_policy(Setup(), "bf16", rules).init(KEY, X)))
-    assert found["blocks_0/Dense_0/kernel"] == "bfloat16" and found["blocks_1/Dense_0/kernel"] == "float16"
+    assert (
+        found["blocks_0/Dense_0/kernel"] == "bfloat16"
+        and found["blocks_1/Dense_0/kernel"] == "float16"
+    )
     assert found["blocks_1/LayerNorm_0/scale"] == "float16" and found["norm/scale"] == "float32"
 
 
 def test_a_rule_reaches_a_layer_inside_flaxs_attention():
-    ported = apply_policy(Attention(), MIXED, {"MultiHeadDotProductAttention_0/query": "p=f16,c=f32,o=bf16"})
+    ported = apply_policy(
+        Attention(), MIXED, {"MultiHeadDotProductAttention_0/query": "p=f16,c=f32,o=bf16"}
+    )
     found = kernels(jax.eval_shape(lambda: ported.init(KEY, X)))
     assert found["MultiHeadDotProductAttention_0/query/kernel"] == "float16"
     assert found["MultiHeadDotProductAttention_0/key/kernel"] == "float32"
 
 
 def test_a_rule_reaches_inside_scanned_rematerialised_and_jitted_modules():
-    for model, path in ((Scanned(), "ScanBody_0/Dense_0"), (Rematerialised(), "CheckpointCompact_0/Dense_0")):
-        paths = [p for p in kernels(jax.eval_shape(lambda m=model: m.init(KEY, X))) if p.endswith("Dense_0/kernel")]
+    for model, path in (
+        (Scanned(), "ScanBody_0/Dense_0"),
+        (Rematerialised(), "CheckpointCompact_0/Dense_0"),
+    ):
+        paths = [
+            p
+            for p in kernels(jax.eval_shape(lambda m=model: m.init(KEY, X)))
+            if p.endswith("Dense_0/kernel")
+        ]
         assert paths == [f"{path}/kernel"]
         ported = apply_policy(model, MIXED, {path: "p=f16,c=f16,o=bf16"})
-        assert kernels(jax.eval_shape(lambda m=ported: m.init(KEY, X)))[f"{path}/kernel"] == "float16"
+        assert (
+            kernels(jax.eval_shape(lambda m=ported: m.init(KEY, X)))[f"{path}/kernel"] == "float16"
+        )
 
 
 def test_a_rule_that_matches_nothing_is_an_error_that_lists_the_paths():
     ported = apply_policy(Setup(), MIXED, [("blocks_2", "f32"), (nn.Embed, "f32")])
-    text = r"Rules 'blocks_2', Embed matched no module\. Modules seen: blocks_0, blocks_0/Dense_0, .*, conv, norm\."
+    text = (
+        r"Rules 'blocks_2', Embed matched no module\. Modules seen: blocks_0, blocks_0/Dense_0, "
+        r".*, conv, norm\."
+    )
     with pytest.raises(ValueError, match=text):
         jax.eval_shape(ported.init, KEY, X)
     variables = jax.eval_shape(Setup().init, KEY, X)
@@ -389,7 +442,8 @@ def test_a_rule_that_matches_nothing_is_an_error_that_lists_the_paths():
     jax.eval_shape(apply_policy(Setup(), MIXED, lenient).init, KEY, X)
 
 
-# --- what users do --------------------------------------------------------------------------------------------------
+# --- what users do
+# --------------------------------------------------------------------------------------------------
 
 
 def test_batch_statistics_and_dropout_work():
@@ -427,7 +481,10 @@ def test_a_function_that_flax_offers_sums_in_float32_unless_own_code_is_kept():
 def test_inside_jax_transformations():
     ported = apply_policy(Compact(), MIXED)
     variables = ported.init(KEY, X)
-    assert jax.vmap(functools.partial(apply, ported), in_axes=(None, 0))(variables, X).dtype == jnp.float32
+    assert (
+        jax.vmap(functools.partial(apply, ported), in_axes=(None, 0))(variables, X).dtype
+        == jnp.float32
+    )
     assert jax.jit(functools.partial(apply, ported))(variables, X).dtype == jnp.float32
     step = jax.checkpoint(lambda v: apply(ported, v, X).sum())
     assert {leaf.dtype.name for leaf in jax.tree.leaves(jax.grad(step)(variables))} == {"float32"}

@@ -1,4 +1,6 @@
-"""The gradients of biases, and of the scales and biases of norms: summed in float32, returned in param_dtype."""
+"""The gradients of biases, and of the scales and biases of norms: summed in float32, returned in
+param_dtype.
+"""
 
 from typing import Any
 
@@ -45,15 +47,23 @@ def test_a_bias_gradient_is_summed_in_float32(name, policy):
     x = jax.random.normal(KEY, shape)
     exact: Any = make(flax_nn).init_with_output(KEY, x)
     weights = 1 + jax.random.uniform(KEY, exact[0].shape)
-    rounded = weights.astype(policy.compute_dtype).astype(jnp.float32)  # the cotangent that arrives is half
+    rounded = weights.astype(policy.compute_dtype).astype(
+        jnp.float32
+    )  # the cotangent that arrives is half
     expected = gradient(make(flax_nn), exact[1], x, rounded)["bias"]
     variables = jax.tree.map(lambda leaf: leaf.astype(policy.param_dtype), exact[1])
     with use_policy(policy):
         bias = gradient(layer, variables, x, weights)["bias"]
-        sums = [op for op in operations(lambda v: gradient(layer, v, x, weights), variables) if op.name == "reduce_sum"]
+        sums = [
+            op
+            for op in operations(lambda v: gradient(layer, v, x, weights), variables)
+            if op.name == "reduce_sum"
+        ]
     assert bias.dtype == policy.param_dtype
     eps = float(jnp.finfo(policy.param_dtype).eps)
-    np.testing.assert_allclose(np.asarray(bias, np.float32), expected, rtol=2 * eps if eps > 1e-6 else 1e-5)
+    np.testing.assert_allclose(
+        np.asarray(bias, np.float32), expected, rtol=2 * eps if eps > 1e-6 else 1e-5
+    )
     assert {op.inputs[0] for op in sums} == {"float32"}
 
 
@@ -63,7 +73,9 @@ def test_upstreams_bias_gradient_is_rounded_to_half():
     figure = float(gradient(flax_nn.Dense(1, dtype=jnp.bfloat16), variables, x, weights)["bias"][0])
     if figure == 4097:
         pytest.skip("this Flax sums it in float32")
-    assert float(gradient(nn.Dense(1, dtype=jnp.bfloat16), variables, x, weights)["bias"][0]) == 4097
+    assert (
+        float(gradient(nn.Dense(1, dtype=jnp.bfloat16), variables, x, weights)["bias"][0]) == 4097
+    )
 
 
 def test_a_bias_gradient_beyond_float16_is_finite():
@@ -79,7 +91,10 @@ def test_the_forward_program_is_upstreams(name):
     x = jnp.zeros(shape, jnp.bfloat16)
     ours, theirs = (make(wing, dtype=jnp.bfloat16) for wing in (nn, flax_nn))
     variables: Any = jax.eval_shape(theirs.init, KEY, x)
-    program, expected = (jax.jit(lambda v, x, m=m: m.apply(v, x)).lower(variables, x).as_text() for m in (ours, theirs))
+    program, expected = (
+        jax.jit(lambda v, x, m=m: m.apply(v, x)).lower(variables, x).as_text()
+        for m in (ours, theirs)
+    )
     assert program == expected
 
 
@@ -87,8 +102,14 @@ def test_backward_keeps_nothing_for_a_bias():
     x = jnp.zeros((8, 4), jnp.bfloat16)
     variables: Any = flax_nn.Dense(6).init(KEY, jnp.zeros((8, 4)))
     for layers in (nn, flax_nn):
-        _, backward = jax.vjp(lambda v, x, layers=layers: layers.Dense(6, dtype=jnp.bfloat16).apply(v, x), variables, x)
-        kept = sorted((str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(backward) if leaf.size > 1)
+        _, backward = jax.vjp(
+            lambda v, x, layers=layers: layers.Dense(6, dtype=jnp.bfloat16).apply(v, x),
+            variables,
+            x,
+        )
+        kept = sorted(
+            (str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(backward) if leaf.size > 1
+        )
         assert kept == [("bfloat16", (4, 6)), ("bfloat16", (8, 4))]
 
 
@@ -104,7 +125,10 @@ def test_forward_mode_and_vmap_agree_with_upstream():
 
 @pytest.mark.parametrize("name", NORMS)
 def test_the_gradients_of_a_norms_scale_and_bias_are_summed_in_float32(name):
-    extra: dict[str, Any] = {"GroupNorm": {"num_groups": 2}, "BatchNorm": {"use_running_average": True}}.get(name, {})
+    extra: dict[str, Any] = {
+        "GroupNorm": {"num_groups": 2},
+        "BatchNorm": {"use_running_average": True},
+    }.get(name, {})
     layer = getattr(nn, name)(**extra)
     x = jax.random.normal(KEY, (64, 8, 4)).astype(jnp.bfloat16)
     with use_policy("mixed_bfloat16"):
@@ -130,4 +154,6 @@ def test_the_gradient_of_a_half_table_is_summed_in_float32_and_rounded_once(dtyp
 
     found = jax.grad(loss)(variables)["params"]["embedding"]
     assert found.dtype == dtype and float(found[0, 0]) == float(jnp.asarray(1025, dtype))
-    assert {op.inputs[0] for op in operations(jax.grad(loss), variables) if op.name == "scatter-add"} == {"float32"}
+    assert {
+        op.inputs[0] for op in operations(jax.grad(loss), variables) if op.name == "scatter-add"
+    } == {"float32"}

@@ -1,4 +1,6 @@
-"""Where a module's inputs are cast to compute_dtype and its outputs to output_dtype, and where they are not."""
+"""Where a module's inputs are cast to compute_dtype and its outputs to output_dtype, and where they
+are not.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def shapes(model: Any, *args: Any, **kwargs: Any) -> Any:
     return jax.eval_shape(lambda: model.init_with_output(KEY, *args, **kwargs)[0])
 
 
-# --- one boundary for the whole model -------------------------------------------------------------------------------
+# --- one boundary for the whole model
+# -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -94,7 +97,8 @@ def test_a_float32_submodule_runs_in_float32_and_hands_on_its_output_dtype():
     seen: list[Any] = []
     out = shapes(Net(note=seen.append, inner_policy="f32", dtype_policy=MIXED), X)
     assert out.dtype == jnp.float32
-    # the third block stands in the model's own policy, so that float32 reaches it and its first layer narrows
+    # the third block stands in the model's own policy, so that float32 reaches it and its first
+    # layer narrows
     assert seen == [
         ("in", "bfloat16"), ("out", "bfloat16"),
         ("in", "float32"), ("out", "float32"),
@@ -121,7 +125,11 @@ def test_current_policy_in_a_module_is_the_one_that_it_obeys():
             return x
 
     shapes(nn.Sequential([Asks(), Asks(dtype_policy="f16"), Asks()], dtype_policy=MIXED), X)
-    assert [str(policy) for policy in seen] == [str(MIXED), "params=float16,compute=float16,output=float16", str(MIXED)]
+    assert [str(policy) for policy in seen] == [
+        str(MIXED),
+        "params=float16,compute=float16,output=float16",
+        str(MIXED),
+    ]
     assert current_policy() is None
 
 
@@ -136,7 +144,8 @@ def test_a_module_stays_under_its_policy_whatever_its_body_raises():
     assert shapes(noting([], dtype_policy=MIXED), X).dtype == jnp.float32
 
 
-# --- styles ---------------------------------------------------------------------------------------------------------
+# --- styles
+# --------------------------------------------------------------------------------------------------
 
 
 def setup_style():
@@ -199,7 +208,9 @@ def scanned():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            body = nn.scan(ScanBody, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+            body = nn.scan(
+                ScanBody, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )()
             return body(x, None)[0]
 
     return Model
@@ -218,7 +229,9 @@ def vmapped():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.vmap(Block, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True})()(x)
+            return nn.vmap(
+                Block, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True}
+            )()(x)
 
     return Model
 
@@ -234,7 +247,16 @@ def jitted():
 
 STYLES = {
     make.__name__: make
-    for make in (setup_style, shared, nested, passed_as_field, scanned, rematerialised, vmapped, jitted)
+    for make in (
+        setup_style,
+        shared,
+        nested,
+        passed_as_field,
+        scanned,
+        rematerialised,
+        vmapped,
+        jitted,
+    )
 }
 
 
@@ -247,7 +269,9 @@ def test_every_style_has_one_boundary_and_matmuls_in_compute_dtype(style):
     assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
     assert all(op.within == () for op in boundary_casts(ops))
     dots = named(ops, "dot_general")
-    assert dots and all(op.inputs == ("bfloat16", "bfloat16") and op.outputs == ("bfloat16",) for op in dots)
+    assert dots and all(
+        op.inputs == ("bfloat16", "bfloat16") and op.outputs == ("bfloat16",) for op in dots
+    )
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -259,14 +283,20 @@ def test_every_style_keeps_upstreams_tree_and_values(style):
         np.testing.assert_array_equal(a, b)
 
 
-# --- the boundary of a lifted class stands outside of the transform -------------------------------------------------
+# --- the boundary of a lifted class stands outside of the transform
+# -------------------------------------------------
 
 
 def test_a_scanned_class_with_a_policy_carries_compute_dtype_and_casts_outside():
-    model = nn.scan(ScanBody, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(dtype_policy=MIXED)
+    model = nn.scan(ScanBody, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(
+        dtype_policy=MIXED
+    )
     variables = model.init(KEY, X, None)
     ops = operations(lambda v, x: model.apply(v, x, None)[0], variables, X)
-    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [(("bfloat16",), ()), (("float32",), ())]
+    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [
+        (("bfloat16",), ()),
+        (("float32",), ()),
+    ]
     (scan,) = named(ops, "scan")
     assert scan.outputs[0] == "bfloat16"
 
@@ -275,25 +305,35 @@ def test_a_rematerialised_class_with_a_policy_saves_compute_dtype():
     model = nn.remat(Block)(dtype_policy=MIXED)
     variables = model.init(KEY, X)
     ops = operations(model.apply, variables, X)
-    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [(("bfloat16",), ()), (("float32",), ())]
+    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [
+        (("bfloat16",), ()),
+        (("float32",), ()),
+    ]
     (remat,) = [op for op in ops if "remat" in op.name or op.name == "checkpoint"]
     assert remat.outputs == ("bfloat16",)
     assert "bfloat16" in remat.inputs
 
 
 def test_a_vmapped_class_with_a_policy_casts_once_for_the_batch():
-    model = nn.vmap(Block, in_axes=0, variable_axes={"params": None}, split_rngs={"params": False})(dtype_policy=MIXED)
+    model = nn.vmap(Block, in_axes=0, variable_axes={"params": None}, split_rngs={"params": False})(
+        dtype_policy=MIXED
+    )
     variables = model.init(KEY, X)
     casts = boundary_casts(operations(model.apply, variables, X))
     assert [op.outputs for op in casts] == [("bfloat16",), ("float32",)]
 
 
 def test_a_class_lifted_twice_has_one_boundary_outside_of_both():
-    cls = nn.scan(nn.remat(ScanBody), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    cls = nn.scan(
+        nn.remat(ScanBody), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+    )
     model = cls(dtype_policy=MIXED)
     variables = model.init(KEY, X, None)
     ops = operations(lambda v, x: model.apply(v, x, None)[0], variables, X)
-    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [(("bfloat16",), ()), (("float32",), ())]
+    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [
+        (("bfloat16",), ()),
+        (("float32",), ()),
+    ]
 
 
 @pytest.mark.parametrize("lift", ["remat", "jit", "vmap"])
@@ -301,7 +341,9 @@ def test_a_lifted_layer_with_a_policy_of_its_own_is_a_boundary_outside(lift):
     transforms = {
         "remat": nn.remat,
         "jit": nn.jit,
-        "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": None}, split_rngs={"params": False}),
+        "vmap": lambda cls: nn.vmap(
+            cls, variable_axes={"params": None}, split_rngs={"params": False}
+        ),
     }
     model = transforms[lift](nn.Dense)(3, dtype_policy=MIXED)
     variables = model.init(KEY, X)
@@ -312,7 +354,8 @@ def test_a_lifted_layer_with_a_policy_of_its_own_is_a_boundary_outside(lift):
     assert dot.inputs == ("bfloat16", "bfloat16")
 
 
-# --- methods --------------------------------------------------------------------------------------------------------
+# --- methods
+# --------------------------------------------------------------------------------------------------
 
 
 class AutoEncoder(nn.Module):
@@ -352,7 +395,10 @@ def auto_encoder():
 
 def test_methods_that_call_each_other_cross_once():
     model, variables = auto_encoder()
-    assert [op.outputs for op in boundary_casts(operations(model.apply, variables, X))] == [("bfloat16",), ("float32",)]
+    assert [op.outputs for op in boundary_casts(operations(model.apply, variables, X))] == [
+        ("bfloat16",),
+        ("float32",),
+    ]
 
 
 METHODS = {
@@ -455,7 +501,8 @@ def test_a_getter_property_is_left_alone():
     assert shapes(Model(dtype_policy=MIXED), X).shape == (2, 3)
 
 
-# --- inputs that are left alone -------------------------------------------------------------------------------------
+# --- inputs that are left alone
+# -------------------------------------------------------------------------------------
 
 
 class Diffusion(nn.Module):
@@ -497,7 +544,9 @@ def test_a_subclass_inherits_the_names_of_kept_inputs():
 
 def test_a_policy_that_keeps_inputs_casts_none_and_layers_still_compute_in_compute_dtype():
     seen: list[str] = []
-    model = nn.Sequential([noting(seen), nn.Dense(3), noting(seen)], dtype_policy="p=f32,c=bf16,o=f32,inputs=keep")
+    model = nn.Sequential(
+        [noting(seen), nn.Dense(3), noting(seen)], dtype_policy="p=f32,c=bf16,o=f32,inputs=keep"
+    )
     assert shapes(model, X).dtype == jnp.float32
     assert seen == ["float32", "bfloat16"]
 
@@ -516,7 +565,14 @@ def test_integers_booleans_keys_and_other_things_pass_through():
             assert flag is None and text == "text"
             return batch
 
-    batch = {"x": X, "tokens": tokens, "mask": mask, "key": key, "z": X.astype(jnp.complex64), "float": 1.5}
+    batch = {
+        "x": X,
+        "tokens": tokens,
+        "mask": mask,
+        "key": key,
+        "z": X.astype(jnp.complex64),
+        "float": 1.5,
+    }
     out = Model(dtype_policy=MIXED).init_with_output(KEY, batch, None, "text")[0]
     assert out["x"].dtype == jnp.float32
     assert (out["tokens"].dtype, out["z"].dtype) == (tokens.dtype, jnp.complex64)
@@ -533,7 +589,8 @@ def test_nan_and_infinity_pass_through_a_boundary():
     np.testing.assert_array_equal(out, [np.nan, np.inf, -np.inf, 0])
 
 
-# --- references survive ---------------------------------------------------------------------------------------------
+# --- references survive
+# --------------------------------------------------------------------------------------------------
 
 
 def test_references_passed_as_arguments_keep_their_identity():
@@ -582,17 +639,23 @@ def test_a_bound_submodule_passed_as_an_argument_keeps_its_variables():
     model = Model(dtype_policy=MIXED)
     variables = model.init(KEY, X)
     assert list(variables["params"]) == ["shared"]
-    assert all(op.outputs == ("bfloat16",) for op in named(operations(model.apply, variables, X), "dot_general"))
+    assert all(
+        op.outputs == ("bfloat16",)
+        for op in named(operations(model.apply, variables, X), "dot_general")
+    )
 
 
 def test_batch_statistics_are_updated_inside_a_boundary():
-    model = nn.Sequential([nn.BatchNorm(use_running_average=False, momentum=0.5)], dtype_policy=MIXED)
+    model = nn.Sequential(
+        [nn.BatchNorm(use_running_average=False, momentum=0.5)], dtype_policy=MIXED
+    )
     variables = model.init(KEY, X)
     _, updated = model.apply(variables, 3 * X, mutable=["batch_stats"])
     np.testing.assert_array_equal(updated["batch_stats"]["layers_0"]["mean"], 1.5)
 
 
-# --- a bare layer ---------------------------------------------------------------------------------------------------
+# --- a bare layer
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_bare_layer_under_a_scope_returns_compute_dtype_and_casts_nothing_back():
@@ -620,14 +683,26 @@ def accumulator_layers() -> dict[str, tuple[Any, Any, str]]:
         "Conv": (nn.Conv(3, (3, 3), dtype_policy=MIXED), image, "__call__"),
         "Embed.attend": (nn.Embed(5, 4, dtype_policy=MIXED), X, "attend"),
         "Einsum": (nn.Einsum((4, 3), "a b, b c -> c a", dtype_policy=MIXED), X, "__call__"),
-        "ConvTranspose": (nn.ConvTranspose(3, (3, 3), strides=(2, 2), dtype_policy=MIXED), image, "__call__"),
+        "ConvTranspose": (
+            nn.ConvTranspose(3, (3, 3), strides=(2, 2), dtype_policy=MIXED),
+            image,
+            "__call__",
+        ),
         "ConvTranspose of one image": (
             nn.ConvTranspose(3, (3, 2), padding="CIRCULAR", mask=MASK, dtype_policy=MIXED),
             image[0],
             "__call__",
         ),
-        "Einsum ported": (nn.apply_policy(flax_nn.Einsum((4, 3), "ab,bc->ac"), MIXED), X, "__call__"),
-        "ConvTranspose ported": (nn.apply_policy(flax_nn.ConvTranspose(3, (3, 3)), MIXED), image, "__call__"),
+        "Einsum ported": (
+            nn.apply_policy(flax_nn.Einsum((4, 3), "ab,bc->ac"), MIXED),
+            X,
+            "__call__",
+        ),
+        "ConvTranspose ported": (
+            nn.apply_policy(flax_nn.ConvTranspose(3, (3, 3)), MIXED),
+            image,
+            "__call__",
+        ),
     }
 
 
@@ -669,7 +744,9 @@ def in_float32(layer: Any) -> Any:
     return layer.clone(dtype_policy="f32")
 
 
-@pytest.mark.parametrize("name", ["Einsum", "ConvTranspose", "ConvTranspose of one image", "Einsum ported"])
+@pytest.mark.parametrize(
+    "name", ["Einsum", "ConvTranspose", "ConvTranspose of one image", "Einsum ported"]
+)
 def test_the_gradients_through_an_accumulator_are_those_of_float32(name):
     layer, x, _ = accumulator_layers()[name]
     x = jax.random.normal(jax.random.key(3), x.shape)
@@ -677,11 +754,19 @@ def test_the_gradients_through_an_accumulator_are_those_of_float32(name):
     weights = jax.random.normal(KEY, jax.eval_shape(layer.apply, variables, x).shape)
 
     def gradients(layer: Any) -> Any:
-        return jax.jit(jax.grad(lambda v, x: jnp.sum(layer.apply(v, inputs=x) * weights), argnums=(0, 1)))(variables, x)
+        return jax.jit(
+            jax.grad(lambda v, x: jnp.sum(layer.apply(v, inputs=x) * weights), argnums=(0, 1))
+        )(variables, x)
 
-    for a, b in zip(jax.tree.leaves(gradients(layer)), jax.tree.leaves(gradients(in_float32(layer))), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(gradients(layer)),
+        jax.tree.leaves(gradients(in_float32(layer))),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=2**-7 * float(jnp.abs(b).max()))
-    frozen = named(operations(jax.grad(lambda v: layer.apply(v, x).sum()), variables), "dot_general")
+    frozen = named(
+        operations(jax.grad(lambda v: layer.apply(v, x).sum()), variables), "dot_general"
+    )
     assert len(frozen) in (0, 2)  # forward and the kernel's: none for inputs that need no gradient
 
 
@@ -690,7 +775,9 @@ def test_a_forward_mode_derivative_of_an_accumulator_works():
     variables = layer.init(KEY, X)
     out, tangent = jax.jvp(lambda x: layer.apply(variables, x), (X,), (X,))
     assert (out.dtype, tangent.dtype) == (jnp.float32, jnp.float32)
-    np.testing.assert_allclose(out, tangent, rtol=2**-7)  # linear; the tangent is rounded to bfloat16
+    np.testing.assert_allclose(
+        out, tangent, rtol=2**-7
+    )  # linear; the tangent is rounded to bfloat16
 
 
 def test_a_dot_general_of_the_users_own_is_obeyed_and_its_result_widened():
@@ -707,7 +794,9 @@ def test_a_dot_general_of_the_users_own_is_obeyed_and_its_result_widened():
 @pytest.mark.parametrize("half", ["bf16", "f16"])
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"])
 def test_a_norm_that_is_a_boundary_takes_its_statistics_before_any_rounding(name, half):
-    options = {"GroupNorm": {"num_groups": 1}, "BatchNorm": {"use_running_average": False}}.get(name, {})
+    options = {"GroupNorm": {"num_groups": 1}, "BatchNorm": {"use_running_average": False}}.get(
+        name, {}
+    )
     layer = getattr(nn, name)(**options, dtype_policy=f"p=f32,c={half},o=f32")
     offset = 0 if name == "RMSNorm" else 1000
     x = offset + jax.random.normal(jax.random.key(1), (256, 32))
@@ -719,12 +808,17 @@ def test_a_norm_that_is_a_boundary_takes_its_statistics_before_any_rounding(name
     else:
         axis = 0 if name == "BatchNorm" else -1
         epsilon = 1e-5 if name == "BatchNorm" else 1e-6
-        exact = (exact - exact.mean(axis, keepdims=True)) / np.sqrt(exact.var(axis, keepdims=True) + epsilon)
+        exact = (exact - exact.mean(axis, keepdims=True)) / np.sqrt(
+            exact.var(axis, keepdims=True) + epsilon
+        )
     assert out.dtype == jnp.float32
-    np.testing.assert_allclose(out, exact, atol=3e-4)  # a rounding of the input to bfloat16 would be off by 4
+    np.testing.assert_allclose(
+        out, exact, atol=3e-4
+    )  # a rounding of the input to bfloat16 would be off by 4
 
 
-# --- what the scope does not reach ----------------------------------------------------------------------------------
+# --- what the scope does not reach
+# ----------------------------------------------------------------------------------
 
 
 def test_a_function_inside_sees_compute_dtype_and_is_not_wrapped():

@@ -1,4 +1,6 @@
-"""Decoding token by token through the cache, under policies: the full forward, and a cache in compute_dtype."""
+"""Decoding token by token through the cache, under policies: the full forward, and a cache in
+compute_dtype.
+"""
 
 from typing import Any
 
@@ -32,7 +34,9 @@ def decoded(layer, params, cache):
 
     @jax.jit
     def step(cache, token):
-        y, updates = Block(layer, decode=True).apply({"params": params, "cache": cache}, token, mutable=["cache"])
+        y, updates = Block(layer, decode=True).apply(
+            {"params": params, "cache": cache}, token, mutable=["cache"]
+        )
         return updates["cache"], y
 
     outputs = []
@@ -48,16 +52,24 @@ def decoded(layer, params, cache):
 def test_a_decode_loop_is_the_full_forward(layer, policy):
     with use_policy(policy):
         variables: Any = Block(layer, decode=True).init(KEY, X)
-        full: Any = Block(layer).apply({"params": variables["params"]}, X, nn.make_causal_mask(X[..., 0]))
+        full: Any = Block(layer).apply(
+            {"params": variables["params"]}, X, nn.make_causal_mask(X[..., 0])
+        )
         y, cache = decoded(layer, variables["params"], variables["cache"])
     resolved = get_policy(policy or "float32")
     assert y.dtype == full.dtype == resolved.output_dtype
-    before, after = (jax.tree.map(lambda leaf: leaf.dtype.name, tree) for tree in (variables["cache"], cache))
+    before, after = (
+        jax.tree.map(lambda leaf: leaf.dtype.name, tree) for tree in (variables["cache"], cache)
+    )
     assert before == after
-    floating = {leaf.dtype for leaf in jax.tree.leaves(cache) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    floating = {
+        leaf.dtype for leaf in jax.tree.leaves(cache) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
     assert floating == {resolved.compute_dtype}
     tolerance = 8 * float(jnp.finfo(resolved.compute_dtype).eps)
-    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(full, np.float32), atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(full, np.float32), atol=tolerance
+    )
 
 
 def test_the_loop_scans():

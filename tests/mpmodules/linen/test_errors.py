@@ -33,10 +33,27 @@ TAKES_A_POLICY = {
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ("bf17", ValueError, "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half, bfloat16, bf16, "),
-        ("x=f32", ValueError, "dtype_policy='x=f32'): Unknown key 'x' in 'x=f32': it should be params, compute, "),
-        ("p=int8", ValueError, "dtype_policy='p=int8'): Unknown dtype 'int8': it should be one of half, "),
-        (jnp.bfloat16, TypeError, "A policy should be a Policy or its text form such as 'mixed_bfloat16' or "),
+        (
+            "bf17",
+            ValueError,
+            "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half, bfloat16, "
+            "bf16, ",
+        ),
+        (
+            "x=f32",
+            ValueError,
+            "dtype_policy='x=f32'): Unknown key 'x' in 'x=f32': it should be params, compute, ",
+        ),
+        (
+            "p=int8",
+            ValueError,
+            "dtype_policy='p=int8'): Unknown dtype 'int8': it should be one of half, ",
+        ),
+        (
+            jnp.bfloat16,
+            TypeError,
+            "A policy should be a Policy or its text form such as 'mixed_bfloat16' or ",
+        ),
         (3, TypeError, "dtype_policy=3): A policy should be a Policy or its text form"),
     ],
 )
@@ -62,12 +79,16 @@ def test_a_bad_rule_is_refused_where_it_is_given(pattern, error, text):
         use_policy(None, rules={"head": "f31"})
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn, jnp.bool_], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.float8_e4m3fn, jnp.bool_], ids=lambda d: jnp.dtype(d).name
+)
 def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
     name = jnp.dtype(dtype).name
     text = (
-        f"Dense at 'Dense_0' cannot honour dtype={name} under a policy: it should be a floating dtype of at least 16 "
-        "bits, such as bfloat16. 8-bit floats are for matmul operands: give the layer an 8-bit dot_general instead."
+        f"Dense at 'Dense_0' cannot honour dtype={name} under a policy: it should be a floating "
+        "dtype of at least 16 "
+        "bits, such as bfloat16. 8-bit floats are for matmul operands: give the layer an 8-bit "
+        "dot_general instead."
     )
 
     class Model(nn.Module):
@@ -84,23 +105,30 @@ def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
 
 def test_float64_without_x64_is_refused_when_used_and_not_when_made():
     model = Net(dtype_policy="f64")
-    with pytest.raises(ValueError, match=r"A policy asks for float64, but JAX runs with x64 disabled"):
+    with pytest.raises(
+        ValueError, match=r"A policy asks for float64, but JAX runs with x64 disabled"
+    ):
         model.init(KEY, X)
     with pytest.raises(ValueError, match="A policy asks for float64"):
         nn.apply_policy(flax_nn.Dense(3), "f64")
 
 
 def test_apply_policy_says_what_it_takes():
-    with pytest.raises(TypeError, match=r"apply_policy takes a linen module here, but got 3 of type int\."):
+    with pytest.raises(
+        TypeError, match=r"apply_policy takes a linen module here, but got 3 of type int\."
+    ):
         nn.apply_policy(3, "bf16")  # type: ignore[type-var]
     bound = flax_nn.Dense(3).bind({"params": {}})
-    with pytest.raises(ValueError, match="takes an unbound model; apply the policy before bind, init or apply"):
+    with pytest.raises(
+        ValueError, match="takes an unbound model; apply the policy before bind, init or apply"
+    ):
         nn.apply_policy(bound, "bf16")
     with pytest.raises(ValueError, match="Unknown dtype 'bf17'"):
         nn.apply_policy(flax_nn.Dense(3), "bf17")
 
 
-# --- a function-form scan whose body is a boundary with another output dtype ----------------------------------------
+# --- a function-form scan whose body is a boundary with another output dtype
+# ----------------------------------------
 
 
 class Stack(nn.Module):
@@ -134,10 +162,14 @@ def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
 def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
     model = Stack(policy="p=f32,c=f16,o=f16")
     text = (
-        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16 by argument "
-        "dtype_policy). A layer inside of a model keeps float32 to itself under the policy 'f32_inside', and hands on "
-        "what the code around it computes in. Where one is the body of a scan, give it the policy that its caller "
-        "obeys, lift its class (nn.scan(Block)) instead of a function, or cast the carry to its output_dtype before "
+        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16 by "
+        "argument "
+        "dtype_policy). A layer inside of a model keeps float32 to itself under the policy "
+        "'f32_inside', and hands on "
+        "what the code around it computes in. Where one is the body of a scan, give it the policy "
+        "that its caller "
+        "obeys, lift its class (nn.scan(Block)) instead of a function, or cast the carry to its "
+        "output_dtype before "
         "the scan."
     )
     with pytest.raises(TypeError, match="carry") as e:

@@ -19,7 +19,7 @@ from flax import errors
 
 import mpmodules
 from mpmodules import linen as our_nn
-from mpmodules.linen._module import LAYER_OF
+from mpmodules.linen._registry import LAYER_OF
 from policy import Policy, current_policy, use_policy
 from tests.programs import apply
 
@@ -61,7 +61,8 @@ def attention_model(nn: Any) -> Any:
     return Model()
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
+# --- names
+# --------------------------------------------------------------------------------------------------
 
 
 def test_dir_covers_flaxs():
@@ -69,7 +70,11 @@ def test_dir_covers_flaxs():
 
 
 def test_what_is_not_flaxs_own_is_a_layer_or_a_function_that_takes_what_flaxs_takes():
-    changed = [n for n in dir(flax_nn) if not n.startswith("_") and getattr(our_nn, n) is not getattr(flax_nn, n)]
+    changed = [
+        n
+        for n in dir(flax_nn)
+        if not n.startswith("_") and getattr(our_nn, n) is not getattr(flax_nn, n)
+    ]
     assert {"Dense", "LayerNorm", "Module", "dot_product_attention"} <= set(changed)
     for name in changed:
         ours, theirs = getattr(our_nn, name), getattr(flax_nn, name)
@@ -83,7 +88,11 @@ def test_what_is_not_flaxs_own_is_a_layer_or_a_function_that_takes_what_flaxs_ta
 
 
 def test_submodules_of_flax_linen_stay_reachable():
-    assert our_nn.linear is flax_nn.linear and our_nn.module is flax_nn.module and our_nn.attention is flax_nn.attention
+    assert (
+        our_nn.linear is flax_nn.linear
+        and our_nn.module is flax_nn.module
+        and our_nn.attention is flax_nn.attention
+    )
     with pytest.raises(AttributeError, match="has no attribute 'nothing_of_the_kind'"):
         getattr(our_nn, "nothing_of_the_kind")  # noqa: B009
 
@@ -93,7 +102,9 @@ def test_the_policy_names_come_along():
     assert all(hasattr(mpmodules, name) for name in names)
 
 
-@pytest.mark.parametrize("name", ["Dense", "Conv", "Embed", "LayerNorm", "MultiHeadDotProductAttention", "Sequential"])
+@pytest.mark.parametrize(
+    "name", ["Dense", "Conv", "Embed", "LayerNorm", "MultiHeadDotProductAttention", "Sequential"]
+)
 def test_a_layer_is_flaxs_layer_and_our_module(name):
     cls = getattr(our_nn, name)
     assert issubclass(cls, getattr(flax_nn, name)) and issubclass(cls, our_nn.Module)
@@ -104,7 +115,15 @@ def test_positional_fields_are_flaxs():
     assert our_nn.Dense(3, False).use_bias is False
     assert our_nn.Conv(3, (2, 2), 2).strides == 2
     assert Net(7).width == 7
-    for name in ("Dense", "Conv", "Embed", "LayerNorm", "BatchNorm", "MultiHeadDotProductAttention", "Dropout"):
+    for name in (
+        "Dense",
+        "Conv",
+        "Embed",
+        "LayerNorm",
+        "BatchNorm",
+        "MultiHeadDotProductAttention",
+        "Dropout",
+    ):
         ours, theirs = (
             [f.name for f in dataclasses.fields(getattr(nn, name)) if f.init and not f.kw_only]
             for nn in (our_nn, flax_nn)
@@ -158,13 +177,19 @@ def test_help_describes_flaxs_arguments_and_ours():
     ):
         assert text.count(line) == 1
     for theirs, ours in LAYER_OF.items():
-        for name in re.findall(r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE):
-            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), f"{ours.__name__}: {name}"
+        for name in re.findall(
+            r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE
+        ):
+            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), (
+                f"{ours.__name__}: {name}"
+            )
         assert (ours.__doc__ or "").count("  dtype_policy: ") == 1, ours.__name__
 
 
 def test_a_docstring_keeps_the_sections_that_follow_the_arguments():
-    assert re.search(r"  dtype_policy: (.|\n)*\n\nRaises:\n  ValueError: ", our_nn.Sequential.__doc__ or "")
+    assert re.search(
+        r"  dtype_policy: (.|\n)*\n\nRaises:\n  ValueError: ", our_nn.Sequential.__doc__ or ""
+    )
 
 
 def test_classes_of_users_keep_their_docstrings():
@@ -174,7 +199,8 @@ def test_classes_of_users_keep_their_docstrings():
     assert Documented.__doc__ == "Says this."
 
 
-# --- copies ---------------------------------------------------------------------------------------------------------
+# --- copies
+# --------------------------------------------------------------------------------------------------
 
 
 def test_clone_copy_and_pickle_keep_the_policy():
@@ -221,7 +247,9 @@ def test_fields_are_as_declared_after_a_call_and_after_an_error():
 
 
 def test_repr_and_tabulate_show_what_flax_shows():
-    tables = [cls().tabulate(KEY, X, console_kwargs={"width": 200, "no_color": True}) for cls in PAIR]
+    tables = [
+        cls().tabulate(KEY, X, console_kwargs={"width": 200, "no_color": True}) for cls in PAIR
+    ]
     assert tables[0] == tables[1]
     assert "dtype_policy" in repr(our_nn.Dense(3))
 
@@ -234,7 +262,8 @@ def test_unbind_and_bind_keep_the_policy():
     assert jax.tree.structure(again) == jax.tree.structure(variables)
 
 
-# --- Flax's method machinery is entered once ------------------------------------------------------------------------
+# --- Flax's method machinery is entered once
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
@@ -250,10 +279,14 @@ def test_captured_intermediates_are_upstreams(policy):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("lift", [lambda cls: cls, our_nn.remat, our_nn.jit], ids=["plain", "remat", "jit"])
+@pytest.mark.parametrize(
+    "lift", [lambda cls: cls, our_nn.remat, our_nn.jit], ids=["plain", "remat", "jit"]
+)
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm"])
 def test_a_captured_output_is_what_the_call_returned(norm, lift):
-    options = {"GroupNorm": {"num_groups": 2}, "BatchNorm": {"use_running_average": False}}.get(norm, {})
+    options = {"GroupNorm": {"num_groups": 2}, "BatchNorm": {"use_running_average": False}}.get(
+        norm, {}
+    )
 
     class Block(our_nn.Module):
         @our_nn.compact
@@ -275,7 +308,9 @@ def test_a_captured_output_is_what_the_call_returned(norm, lift):
     for (inner,) in (block["__call__"], block["norm"]["__call__"]):
         assert inner.dtype == jnp.bfloat16
         np.testing.assert_array_equal(inner.astype(jnp.float32), y)
-    gradient = jax.grad(lambda v: model.apply(v, x, capture_intermediates=True, mutable=mutable)[0].sum())
+    gradient = jax.grad(
+        lambda v: model.apply(v, x, capture_intermediates=True, mutable=mutable)[0].sum()
+    )
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradient(variables)))
 
 
@@ -291,7 +326,12 @@ def test_tabulate_and_interceptors_show_what_goes_in_and_comes_out_of_each_call(
         variables = model.init(KEY, X)
         model.apply(variables, X)
     half = ("bfloat16", "bfloat16")
-    assert seen == {"": ("float32", "float32"), "Dense_0": half, "LayerNorm_0": half, "Dense_1": half}
+    assert seen == {
+        "": ("float32", "float32"),
+        "Dense_0": half,
+        "LayerNorm_0": half,
+        "Dense_1": half,
+    }
     table = model.tabulate(KEY, X, policy_columns=False)
     rows = {line.split("│")[1].strip(): line for line in table.splitlines() if "│" in line}
     assert "bfloat16" in rows["LayerNorm_0"] and "bfloat16" not in rows[""]

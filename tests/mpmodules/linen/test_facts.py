@@ -1,4 +1,5 @@
-"""Upstream's measured defects in half precision, and what ours give in their place, forward and backward.
+"""Upstream's measured defects in half precision, and what ours give in their place, forward and
+backward.
 
 Each fact comes twice: upstream's figure (skipped where a newer Flax repairs it), then ours.
 """
@@ -37,12 +38,14 @@ def repaired(upstream_is_right: bool) -> None:
 def assert_close(values: Any, exact: Any, dtype: Any) -> None:
     """Within one unit of `dtype`'s last place at the exact value, or at 1/2 where that is smaller.
 
-    A normalised output is of the order of one; next to zero, float32's own last place at 1000 is what limits it.
+    A normalised output is of the order of one; next to zero, float32's own last place at 1000 is
+    what limits it.
     """
     assert_close_in_ulps(values, exact, 1, dtype, floor=0.5)
 
 
-# --- Embed: the gradient of a token that is seen often --------------------------------------------------------------
+# --- Embed: the gradient of a token that is seen often
+# --------------------------------------------------------------
 
 SEEN = 4096
 
@@ -70,8 +73,17 @@ def test_upstreams_embedding_gradient_stops_growing(half, figure):
 def test_our_embedding_gradient_counts_every_occurrence(half):
     with_scope = embedding_gradient(our_nn, f"p=f32,c={half},o=f32")
     assert (float(with_scope), with_scope.dtype) == (SEEN, jnp.float32)
-    assert float(embedding_gradient(our_nn, dtype=jnp.dtype(half))) == SEEN  # threaded by hand, with no policy
-    assert float(embedding_gradient(our_nn, f"p=f32,c={half},o=f32", dtype_policy=f"p=f32,c={half},o=f32")) == SEEN
+    assert (
+        float(embedding_gradient(our_nn, dtype=jnp.dtype(half))) == SEEN
+    )  # threaded by hand, with no policy
+    assert (
+        float(
+            embedding_gradient(
+                our_nn, f"p=f32,c={half},o=f32", dtype_policy=f"p=f32,c={half},o=f32"
+            )
+        )
+        == SEEN
+    )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -86,19 +98,27 @@ def test_the_lookup_reads_the_stored_table_and_casts_what_it_found():
     variables = layer.init(KEY, tokens)
     with use_policy("mixed_bfloat16"):
         ops = operations(layer.apply, variables, tokens)
-        gradient_ops = operations(jax.grad(lambda v: apply(layer, v, tokens).astype(jnp.float32).sum()), variables)
+        gradient_ops = operations(
+            jax.grad(lambda v: apply(layer, v, tokens).astype(jnp.float32).sum()), variables
+        )
     (gather,) = named(ops, "gather")
     assert gather.outputs == ("float32",)
-    assert [op.outputs for op in named(gradient_ops, "scatter-add", "scatter_add")] == [("float32",)]
+    assert [op.outputs for op in named(gradient_ops, "scatter-add", "scatter_add")] == [
+        ("float32",)
+    ]
 
 
-# --- attention: logits and softmax ----------------------------------------------------------------------------------
+# --- attention: logits and softmax
+# ----------------------------------------------------------------------------------
 
 
 def attention_inputs(half: Any) -> tuple[jax.Array, ...]:
     """q * 3, 512 keys, width 64."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(1, 128, 2, 64)), *(rng.normal(size=(1, 512, 2, 64)) for _ in range(2)))
+    q, k, v = (
+        rng.normal(size=(1, 128, 2, 64)),
+        *(rng.normal(size=(1, 512, 2, 64)) for _ in range(2)),
+    )
     return tuple(jnp.asarray(x, half) for x in (3 * q, k, v))
 
 
@@ -111,7 +131,9 @@ def exact_attention(q: Any, k: Any, v: Any) -> np.ndarray:
 
 def attention_error(attend: Any, half: Any = jnp.bfloat16, **kwargs: Any) -> float:
     arrays = attention_inputs(half)
-    out = attend(*arrays, **kwargs)  # not jitted: XLA:CPU may keep more digits of a fused half than it was asked to
+    out = attend(
+        *arrays, **kwargs
+    )  # not jitted: XLA:CPU may keep more digits of a fused half than it was asked to
     return float(np.abs(np.asarray(out, np.float64) - exact_attention(*arrays)).max())
 
 
@@ -135,7 +157,9 @@ def test_upstreams_attention_rounds_logits_and_softmax():
     ids=str,
 )
 def test_our_attention_accumulates_logits_and_softmax_in_float32(options):
-    options = {name: jnp.asarray(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
+    options = {
+        name: jnp.asarray(v) if isinstance(v, np.ndarray) else v for name, v in options.items()
+    }
     assert attention_error(our_nn.dot_product_attention, **options) < 0.015
 
 
@@ -162,8 +186,12 @@ def test_our_attention_backward_is_accurate():
         assert error < 0.01 and error <= upstream
 
 
-@pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"])
-@pytest.mark.parametrize("options", [{}, {"dropout_rate": 0.5}, {"normalize_qk": True}, {"decode": True}], ids=str)
+@pytest.mark.parametrize(
+    "name", ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_rate": 0.5}, {"normalize_qk": True}, {"decode": True}], ids=str
+)
 @pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
 def test_every_attention_layer_keeps_exp_in_float32_and_matmuls_on_half_operands(name, options):
     layer = getattr(our_nn, name)(2, **options)
@@ -177,14 +205,21 @@ def test_every_attention_layer_keeps_exp_in_float32_and_matmuls_on_half_operands
             out, _ = layer.apply(v, x, rngs={"dropout": KEY}, mutable=["cache"], **kwargs)
             return out.astype(jnp.float32).sum()
 
-        forward, both = operations(run, variables), operations(jax.grad(run, allow_int=True), variables)
+        forward, both = (
+            operations(run, variables),
+            operations(jax.grad(run, allow_int=True), variables),
+        )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables["params"])} == {"float32"}
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables.get("cache", {}))} <= {"bfloat16", "int32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables.get("cache", {}))} <= {
+        "bfloat16",
+        "int32",
+    }
     for ops in (forward, both):
         dots = named(ops, "dot_general")
         assert all(op.inputs == ("bfloat16", "bfloat16") for op in dots)
         assert {op.outputs for op in named(ops, "exp")} == {("float32",)}
-    # of the forward matmuls, the logits come as their accumulator, and what is divided by the softmax's sums
+    # of the forward matmuls, the logits come as their accumulator, and what is divided by the
+    # softmax's sums
     accumulators = 1 if options.get("dropout_rate") else 2
     assert [op.outputs for op in named(forward, "dot_general")].count(("float32",)) == accumulators
 
@@ -215,10 +250,13 @@ def test_a_fully_masked_row_is_uniform_and_no_nan():
     q, k, v = (x[:, :8] for x in attention_inputs(jnp.float16))
     mask = jnp.ones((1, 1, 8, 8), bool).at[..., 3, :].set(False)
     out = our_nn.dot_product_attention(q, k, v, mask=mask)
-    np.testing.assert_allclose(out[:, 3].astype(np.float32), v.astype(np.float32).mean(1), atol=2e-3)
+    np.testing.assert_allclose(
+        out[:, 3].astype(np.float32), v.astype(np.float32).mean(1), atol=2e-3
+    )
 
 
-# --- norms: statistics ----------------------------------------------------------------------------------------------
+# --- norms: statistics
+# --------------------------------------------------------------------------------------------------
 
 
 def offset_rows(offset: float = 1000.0) -> np.ndarray:
@@ -261,7 +299,9 @@ def test_our_norms_are_within_one_ulp_of_the_output_dtype_at_a_large_offset(name
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", NORMS)
 def test_our_norms_are_within_one_ulp_of_a_half_input(name, half):
-    """The input is half already: what it holds is exact, and the statistics must not lose more of it."""
+    """The input is half already: what it holds is exact, and the statistics must not lose more of
+    it.
+    """
     x = jnp.asarray(offset_rows(100.0), half)
     out = normalise(our_nn, name, x, half)
     assert out.dtype == half
@@ -271,7 +311,9 @@ def test_our_norms_are_within_one_ulp_of_a_half_input(name, half):
 def test_the_float32_preset_repairs_the_variance_too():
     x = offset_rows()
     for name in ("LayerNorm", "GroupNorm", "BatchNorm"):
-        error = np.abs(np.asarray(normalise(our_nn, name, x, "float32")) - exact_norm(name, x)).max()
+        error = np.abs(
+            np.asarray(normalise(our_nn, name, x, "float32")) - exact_norm(name, x)
+        ).max()
         assert error < 3e-4, name
 
 
@@ -305,7 +347,10 @@ def test_the_gradients_of_norms_at_a_large_offset_are_accurate(name):
         variables = layer.init(KEY, x)
 
         def loss(x):
-            return (layer.apply(variables, x, mutable=["batch_stats"])[0] * jnp.asarray(weights, jnp.float32)).sum()
+            return (
+                layer.apply(variables, x, mutable=["batch_stats"])[0]
+                * jnp.asarray(weights, jnp.float32)
+            ).sum()
 
         gradient = jax.jit(jax.grad(loss))(x)
     truth = exact(np.asarray(x, np.float64))
@@ -313,7 +358,7 @@ def test_the_gradients_of_norms_at_a_large_offset_are_accurate(name):
 
 
 def test_a_scale_that_half_cannot_hold_has_its_effect():
-    """1.003 rounds to 1 in bfloat16: the scale is read in float32, and the product is rounded once."""
+    """1.003 rounds to 1 in bfloat16: the scale is read in float32, and the product rounded once."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
     layer = our_nn.LayerNorm()
     with use_policy("mixed_bfloat16"):
@@ -332,7 +377,9 @@ def test_batch_norm_in_float16_with_a_large_variance_is_exact(training):
         statistics = {"mean": jnp.zeros(4), "var": jnp.full(4, 1e5)}
         variables = {**variables, "batch_stats": statistics}
         out, updated = apply(layer, variables, x, mutable=["batch_stats"])
-    exact = exact_norm("BatchNorm", x) if training else np.asarray(x, np.float64) / np.sqrt(1e5 + 1e-5)
+    exact = (
+        exact_norm("BatchNorm", x) if training else np.asarray(x, np.float64) / np.sqrt(1e5 + 1e-5)
+    )
     assert_close(out, exact, np.float16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(updated)} == {"float32"}
     if training:
@@ -359,13 +406,16 @@ def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate():
         halves = jnp.asarray(x).reshape(64, 2, 128).swapaxes(0, 1)
         over_axis = jax.vmap(lambda x: mapped.apply({}, x), axis_name="batch")(halves)
     kept = np.asarray(x, np.float64)[:, :128]
-    truth = (np.asarray(x, np.float64) - kept.mean(-1, keepdims=True)) / np.sqrt(kept.var(-1, keepdims=True) + 1e-6)
+    truth = (np.asarray(x, np.float64) - kept.mean(-1, keepdims=True)) / np.sqrt(
+        kept.var(-1, keepdims=True) + 1e-6
+    )
     np.testing.assert_allclose(out, truth, atol=1e-3)
     joined = np.asarray(over_axis).swapaxes(0, 1).reshape(64, 256)
     np.testing.assert_allclose(joined, exact_norm("LayerNorm", x), atol=1e-3)
 
 
-# --- output dtypes, strict promotion, unset dtypes ------------------------------------------------------------------
+# --- output dtypes, strict promotion, unset dtypes
+# ------------------------------------------------------------------
 
 
 def test_upstreams_layers_return_float32_from_half_inputs():
@@ -387,7 +437,9 @@ def test_upstreams_norms_in_half_raise_under_strict_promotion(name):
 
 
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bf16", "p=f16,c=bf16,o=f32"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_bfloat16", "mixed_float16", "bf16", "p=f16,c=bf16,o=f32"]
+)
 def test_our_norms_trace_under_strict_promotion_and_return_what_the_policy_says(policy, given):
     x = jnp.ones((2, 4), given)
     for name, options in NORMS.items():
@@ -398,6 +450,15 @@ def test_our_norms_trace_under_strict_promotion_and_return_what_the_policy_says(
 
 
 def test_both_dtypes_are_detectable_as_unset():
-    for name in ("Dense", "Conv", "Embed", "LayerNorm", "BatchNorm", "MultiHeadDotProductAttention"):
-        fields = {f: field.default for f, field in getattr(our_nn, name).__dataclass_fields__.items()}
+    for name in (
+        "Dense",
+        "Conv",
+        "Embed",
+        "LayerNorm",
+        "BatchNorm",
+        "MultiHeadDotProductAttention",
+    ):
+        fields = {
+            f: field.default for f, field in getattr(our_nn, name).__dataclass_fields__.items()
+        }
         assert fields["dtype"] is None and fields["param_dtype"] is None, name

@@ -1,4 +1,6 @@
-"""Modules inside of a port that are no layers: their parameters, their dtype fields, and what they hand on."""
+"""Modules inside of a port that are no layers: their parameters, their dtype fields, and what they
+hand on.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from jax import lax
 from mpmodules import linen as our_nn
 from tests.programs import apply, named, operations
 
-apply_policy = functools.partial(our_nn.apply_policy, own_code="keep")  # what autocast does is no matter here
+apply_policy = functools.partial(
+    our_nn.apply_policy, own_code="keep"
+)  # what autocast does is no matter here
 KEY = jax.random.key(0)
 X = jnp.ones((2, 4))
 MIXED = "mixed_bfloat16"
@@ -49,7 +53,8 @@ def matmuls(model: Any, *args: Any, gradient: bool = False) -> set[str]:
     return {dtype for op in dots for dtype in op.inputs}
 
 
-# --- parameters -----------------------------------------------------------------------------------------------------
+# --- parameters
+# --------------------------------------------------------------------------------------------------
 
 
 class Kernel(nn.Module):
@@ -88,10 +93,15 @@ class Step(nn.Module):
 
 
 def lifted(lift: str) -> Any:
-    shared: dict[str, Any] = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+    shared: dict[str, Any] = {
+        "variable_axes": {"params": 0, "batch_stats": 0},
+        "split_rngs": {"params": True},
+    }
     if lift == "scan":
         return nn.scan(Step, length=3, **shared)
-    return {"remat": nn.remat, "jit": nn.jit, "vmap": lambda cls: nn.vmap(cls, **shared)}[lift](Kernel)
+    return {"remat": nn.remat, "jit": nn.jit, "vmap": lambda cls: nn.vmap(cls, **shared)}[lift](
+        Kernel
+    )
 
 
 class Lifts(nn.Module):
@@ -113,12 +123,17 @@ class Holds(nn.Module):
 
 LIFTS = ("scan", "remat", "vmap", "jit")
 MODELS = {"compact": Kernel(), "setup": InSetup(), "boxed": Boxed(), "inside": Holds(InSetup())}
-MODELS |= {lift: Lifts(lift) for lift in LIFTS} | {f"root {lift}": lifted(lift)() for lift in LIFTS if lift != "scan"}
+MODELS |= {lift: Lifts(lift) for lift in LIFTS} | {
+    f"root {lift}": lifted(lift)() for lift in LIFTS if lift != "scan"
+}
 
 
 def expected(name: str, dtype: str) -> str:
     others = {"steps": "int32", "phase": "complex64"}
-    return next((kind for part, kind in others.items() if part in name), "float32" if "stats" in name else dtype)
+    return next(
+        (kind for part, kind in others.items() if part in name),
+        "float32" if "stats" in name else dtype,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,15 +142,21 @@ def test_parameters_that_a_module_creates_itself_come_in_param_dtype(name):
     plain = initialised(model)
     assert "float32" in plain.values()
     for policy, dtype in ((HALF, "float16"), ("bfloat16", "bfloat16"), (MIXED, "float32")):
-        assert initialised(apply_policy(model, policy)) == {name: expected(name, dtype) for name in plain}
+        assert initialised(apply_policy(model, policy)) == {
+            name: expected(name, dtype) for name in plain
+        }
 
 
 @pytest.mark.parametrize("name", ["compact", "setup", "boxed", "scan", "vmap"])
 def test_their_values_are_those_of_the_initialisers_in_float32_rounded(name):
-    plain, half, mixed = (model.init(KEY, X) for model in (MODELS[name], *ported(MODELS[name], HALF, MIXED)))
+    plain, half, mixed = (
+        model.init(KEY, X) for model in (MODELS[name], *ported(MODELS[name], HALF, MIXED))
+    )
     assert jax.tree.structure(plain) == jax.tree.structure(half)
     for written, rounded, same in zip(*map(jax.tree.leaves, (plain, half, mixed)), strict=True):
-        np.testing.assert_array_equal(np.asarray(rounded), np.asarray(written.astype(rounded.dtype)))
+        np.testing.assert_array_equal(
+            np.asarray(rounded), np.asarray(written.astype(rounded.dtype))
+        )
         np.testing.assert_array_equal(same, written)
 
 
@@ -156,7 +177,9 @@ def test_half_parameters_are_computed_with_forward_and_backward(name):
     assert set(dtypes(params).values()) <= {"bfloat16", "int32", "complex64"}
     gradients = jax.eval_shape(jax.grad(loss, allow_int=True), params, variables)
     kinds = {"void": "int32"}  # the gradient of an integer has no dtype
-    assert {path: kinds.get(dtype, dtype) for path, dtype in dtypes(gradients).items()} == dtypes(params)
+    assert {path: kinds.get(dtype, dtype) for path, dtype in dtypes(gradients).items()} == dtypes(
+        params
+    )
 
 
 def test_a_rule_decides_for_the_parameters_of_a_module_and_its_setup():
@@ -196,7 +219,9 @@ def test_a_module_may_have_attributes_called_as_flaxs_methods():
             return self.param("bias", nn.initializers.zeros, (1, 4)).astype(x.dtype)
 
     found = initialised(apply_policy(Named(), "bf16"))
-    assert found == {f"params/{name}": "bfloat16" for name in ("variable/kernel", "variable/bias", "bias")}
+    assert found == {
+        f"params/{name}": "bfloat16" for name in ("variable/kernel", "variable/bias", "bias")
+    }
 
 
 def test_a_module_of_ours_inside_stores_its_parameters_in_param_dtype_too():
@@ -208,7 +233,8 @@ def test_a_module_of_ours_inside_stores_its_parameters_in_param_dtype_too():
     assert initialised(apply_policy(Holds(Ours()), "bf16"))["params/part/scale"] == "bfloat16"
 
 
-# --- dtype fields ---------------------------------------------------------------------------------------------------
+# --- dtype fields
+# --------------------------------------------------------------------------------------------------
 
 
 class Attends(nn.Module):
@@ -223,7 +249,9 @@ class Attends(nn.Module):
 
     def __call__(self, x):
         assert jnp.finfo(self.dtype).bits  # a scalar type, a dtype or a name, as it came
-        weights = nn.dot_product_attention_weights(self.query(x)[:, None], x[:, None], dtype=self.dtype)
+        weights = nn.dot_product_attention_weights(
+            self.query(x)[:, None], x[:, None], dtype=self.dtype
+        )
         x = jnp.einsum("...hqk,...kh->...qh", weights, x[:, None, :1].astype(self.dtype))[:, 0]
         return jnp.dot(jnp.tile(x, 4), self.table)
 
@@ -236,10 +264,14 @@ class Stack(nn.Module):
     def __call__(self, x):
         block: dict[str, Any] = {"": Attends, "remat": nn.remat(Attends), "jit": nn.jit(Attends)}
         if self.lift == "vmap":
-            block["vmap"] = nn.vmap(Attends, variable_axes={"params": None}, split_rngs={"params": False})
+            block["vmap"] = nn.vmap(
+                Attends, variable_axes={"params": None}, split_rngs={"params": False}
+            )
             return block["vmap"](name="block")(x[None])[0]
         if self.lift == "scan":
-            block["scan"] = nn.scan(AttendsStep, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            block["scan"] = nn.scan(
+                AttendsStep, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
             return block["scan"](name="block")(x, None)[0]
         return block[self.lift](dtype=self.dtype, name="block")(x)
 
@@ -278,11 +310,37 @@ def test_a_dtype_field_is_spelled_as_it_was():
             seen.append(self.dtype)
             return x
 
-    for given in ("float32", np.dtype("float32"), jnp.float32, np.float32, None, jnp.int32, jnp.complex64, "auto", 3):
+    for given in (
+        "float32",
+        np.dtype("float32"),
+        jnp.float32,
+        np.float32,
+        None,
+        jnp.int32,
+        jnp.complex64,
+        "auto",
+        3,
+    ):
         jax.eval_shape(apply_policy(Notes(given), MIXED, dtype_fields=True).init, KEY, X)
     half = np.dtype(jnp.bfloat16)
-    assert seen == ["bfloat16", half, jnp.bfloat16, jnp.bfloat16, half, jnp.int32, jnp.complex64, "auto", 3]
-    assert [type(value) for value in seen[:5]] == [str, type(half), type(jnp.bfloat16), type(jnp.bfloat16), type(half)]
+    assert seen == [
+        "bfloat16",
+        half,
+        jnp.bfloat16,
+        jnp.bfloat16,
+        half,
+        jnp.int32,
+        jnp.complex64,
+        "auto",
+        3,
+    ]
+    assert [type(value) for value in seen[:5]] == [
+        str,
+        type(half),
+        type(jnp.bfloat16),
+        type(jnp.bfloat16),
+        type(half),
+    ]
 
 
 def test_param_dtype_fields_and_rules_by_path_hold_in_setup_and_call():
@@ -307,7 +365,9 @@ def test_param_dtype_fields_and_rules_by_path_hold_in_setup_and_call():
             return self.second(self.first(x))
 
     seen: list[Any] = []
-    found = initialised(apply_policy(Two(), "bf16", {"second": "p=f16,c=f32,o=bf16"}, dtype_fields=True))
+    found = initialised(
+        apply_policy(Two(), "bf16", {"second": "p=f16,c=f32,o=bf16"}, dtype_fields=True)
+    )
     assert found == {"params/first/scale": "bfloat16", "params/second/scale": "float16"}
     assert seen == [("bfloat16", "bfloat16"), ("float32", "float16")]
 
@@ -319,7 +379,10 @@ def test_a_bound_port_shows_its_own_fields_outside_of_calls():
 
 
 def test_dtype_fields_are_not_kept_and_replaced_at_once():
-    with pytest.raises(ValueError, match=r"keep_explicit=True keeps the dtypes .* and dtype_fields=True replaces them"):
+    with pytest.raises(
+        ValueError,
+        match=r"keep_explicit=True keeps the dtypes .* and dtype_fields=True replaces them",
+    ):
         apply_policy(Attends(), MIXED, keep_explicit=True, dtype_fields=True)
 
 
@@ -328,7 +391,8 @@ def test_a_port_with_dtype_fields_may_be_ported_again_without():
     assert apply_policy(port, MIXED) == apply_policy(Stack(), MIXED) != port
 
 
-# --- what submodules hand on ----------------------------------------------------------------------------------------
+# --- what submodules hand on
+# ----------------------------------------------------------------------------------------
 
 
 class InFloat32(nn.Module):
@@ -359,7 +423,9 @@ BRANCHES["vmap"] = nn.vmap(InFloat32, variable_axes={"params": None}, split_rngs
 def test_a_float32_branch_and_a_half_one_meet_in_compute_dtype(name):
     model = Meets(BRANCHES[name])
     variables = jax.eval_shape(model.init, KEY, X)
-    with pytest.raises(TypeError, match=r"requires arguments to have .* dtypes, got float32, bfloat16"):
+    with pytest.raises(
+        TypeError, match=r"requires arguments to have .* dtypes, got float32, bfloat16"
+    ):
         jax.eval_shape(apply_policy(model, MIXED).apply, variables, X)
     port = apply_policy(model, MIXED, cast_submodules=True)
     (*_, add) = named(operations(port.apply, variables, X), "add", "add_any")
@@ -379,7 +445,9 @@ def test_a_branch_under_a_rule_hands_on_its_callers_dtype_and_the_root_its_resul
     port = apply_policy(Root(), MIXED, {"branch": "float32"}, cast_submodules=True)
     out: Any = port.apply({}, X)
     assert seen == ["bfloat16"] and out.dtype == jnp.float32
-    assert not np.array_equal(out, out.astype(jnp.bfloat16))  # what the root returns is rounded by nothing
+    assert not np.array_equal(
+        out, out.astype(jnp.bfloat16)
+    )  # what the root returns is rounded by nothing
 
 
 def test_flax_s_sequential_is_cast_and_a_class_that_derives_from_a_layer_is_not():
@@ -406,7 +474,9 @@ def test_a_scan_keeps_the_dtype_of_its_carry(carried):
         def __call__(self, carry, x):
             total, rows = carry
             y = InFloat32()(x)
-            return (total + y.sum().astype(total.dtype), rows.astype(jnp.float32) + 1), y.astype(jnp.float32)
+            return (total + y.sum().astype(total.dtype), rows.astype(jnp.float32) + 1), y.astype(
+                jnp.float32
+            )
 
     class Scans(nn.Module):
         @nn.compact

@@ -1,4 +1,6 @@
-"""Flax's fp8 matmuls through gradients and optimizer: what overwrites is not scaled, cast, clipped or stepped."""
+"""Flax's fp8 matmuls through gradients and optimizer: what overwrites is not scaled, cast, clipped
+or stepped.
+"""
 
 import warnings
 from typing import Any
@@ -38,14 +40,19 @@ def state_of(variables):
 
 
 def equal(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 @pytest.mark.parametrize("grads", ["float32", "compute"])
 def test_the_collection_takes_the_value_that_plain_jax_gives_it(case, grads):
     variables, loss_fn = case
     tx = mixed_precision(
-        optax.adamw(1e-2, weight_decay=0.1), "mixed_bfloat16", loss_scale="dynamic", clip_global_norm=1e-3
+        optax.adamw(1e-2, weight_decay=0.1),
+        "mixed_bfloat16",
+        loss_scale="dynamic",
+        clip_global_norm=1e-3,
     )
     opt_state = tx.init(variables)
     assert len(jax.tree.leaves(opt_state.inner)) == 5  # a count, two moments of kernel and bias
@@ -58,7 +65,8 @@ def test_the_collection_takes_the_value_that_plain_jax_gives_it(case, grads):
     new, after, finite = step(variables, opt_state, 1.0)
     assert finite
     expected = jax.grad(loss_fn)(variables, X)[OWG]
-    # the scales of the operands are plain JAX's; that of the output's gradient follows the loss scale
+    # the scales of the operands are plain JAX's; that of the output's gradient follows the loss
+    # scale
     for (path, ours), theirs in zip(
         jax.tree_util.tree_leaves_with_path(new[OWG]), jax.tree.leaves(expected), strict=True
     ):
@@ -80,7 +88,9 @@ def test_a_train_state_steps_the_params_and_overwrites_the_rest(case):
     train_state: Any = TrainState.create(apply_fn=None, params=variables, tx=tx)
     losses = []
     for _ in range(3):
-        loss, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(train_state))(train_state.params, X)
+        loss, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(train_state))(
+            train_state.params, X
+        )
         expected = state_of(grads)
         train_state = train_state.apply_gradients(grads=grads)
         assert equal(state_of(train_state.params), expected)

@@ -1,4 +1,6 @@
-"""A model that was initialised under a policy and is applied with none in force tells so, and no other model does."""
+"""A model that was initialised under a policy and is applied with none in force tells so, and no
+other model does.
+"""
 
 import gc
 
@@ -7,11 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from mpmodules import linen as nn
-from mpmodules.linen import _initialised
+from mpmodules.linen import _init_policy
 from policy import DtypePolicyWarning, audit, compare, set_policy, use_policy
 
 X = jnp.ones((2, 4))
-TEXT = r"^Net was initialised under 'params=float32,compute=bfloat16,.*', and is applied with no policy in force: "
+TEXT = (
+    r"^Net was initialised under 'params=float32,compute=bfloat16,.*', and is applied with no "
+    r"policy in force: "
+)
 
 
 class Net(nn.Module):
@@ -44,7 +49,9 @@ def test_a_traced_init_counts(make):
     model = Net()
     with use_policy("mixed_bfloat16"):
         make(model.init)(jax.random.key(0), X)
-    with pytest.warns(DtypePolicyWarning, match=r"use_policy\(None\) around the call says that no policy is meant"):
+    with pytest.warns(
+        DtypePolicyWarning, match=r"use_policy\(None\) around the call says that no policy is meant"
+    ):
         model.apply(Net().init(jax.random.key(0), X), X)
 
 
@@ -96,9 +103,9 @@ def test_summaries_and_reports_are_silent():
 
 def test_nothing_is_kept_of_a_model_that_is_gone():
     gc.collect()
-    before = len(_initialised._initialised)
+    before = len(_init_policy._initialised)
     model, _ = initialised()
-    assert len(_initialised._initialised) == before + 1
+    assert len(_init_policy._initialised) == before + 1
     del model
     gc.collect()
-    assert len(_initialised._initialised) == before
+    assert len(_init_policy._initialised) == before

@@ -1,4 +1,6 @@
-"""A policy is part of every jit cache key: another policy is another trace, and going back reuses the first one."""
+"""A policy is part of every jit cache key: another policy is another trace, and going back reuses
+the first one.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def test_equal_policies_made_differently_share_a_trace():
     variables = model.init(KEY, X)
     traces.clear()
     apply = jax.jit(model.apply)
-    for policy in ("mixed_bfloat16", "params=float32, compute=bfloat16, output=float32", "p=f32,c=bf16,o=f32"):
+    for policy in (
+        "mixed_bfloat16",
+        "params=float32, compute=bfloat16, output=float32",
+        "p=f32,c=bf16,o=f32",
+    ):
         with use_policy(policy):
             apply(variables, X)
     assert traces == ["bfloat16"]
@@ -111,12 +117,18 @@ def test_a_model_inside_a_jax_transform_follows_the_scope(transform):
     variables = model.init(KEY, X)
 
     def run(variables, x):
-        if transform == "scan":  # the carry stays float32, the stacked output has the policy's dtype
-            return lax.scan(lambda carry, row: (carry, model.apply(variables, row)), jnp.zeros(()), x)[1]
+        if (
+            transform == "scan"
+        ):  # the carry stays float32, the stacked output has the policy's dtype
+            return lax.scan(
+                lambda carry, row: (carry, model.apply(variables, row)), jnp.zeros(()), x
+            )[1]
         if transform == "vmap":
             return jax.vmap(lambda row: model.apply(variables, row))(x)
         if transform == "cond":
-            return lax.cond(x.sum() > 0, model.apply, lambda v, x: 2 * model.apply(v, x), variables, x)
+            return lax.cond(
+                x.sum() > 0, model.apply, lambda v, x: 2 * model.apply(v, x), variables, x
+            )
         if transform == "checkpoint":
             return jax.checkpoint(model.apply)(variables, x)
         loss, _ = jax.value_and_grad(lambda v: jax.checkpoint(model.apply)(v, x).sum())(variables)
@@ -154,7 +166,7 @@ def test_another_thread_sees_the_global_policy_and_not_this_threads_scope():
 
 
 def test_two_threads_call_the_same_module_under_different_policies():
-    """Fields are put in place for a call; a module bound in one thread is never another thread's."""
+    """Fields are put in place for a call; a module bound in one thread is no other thread's."""
     model = nn.Dense(3)
     variables = model.init(KEY, X)
     wrong: list[Any] = []

@@ -46,22 +46,36 @@ CASES = {
     "Einsum": Case(lambda nn, **kw: nn.Einsum((4, 6), "abc,cd->abd", **kw)),
     "Conv": Case(lambda nn, **kw: nn.Conv(6, (3, 3), **kw), IMAGE),
     "ConvLocal": Case(lambda nn, **kw: nn.ConvLocal(2, (3, 3), **kw), IMAGE),
-    "ConvTranspose": Case(lambda nn, **kw: nn.ConvTranspose(6, (3, 3), strides=(2, 2), **kw), IMAGE),
+    "ConvTranspose": Case(
+        lambda nn, **kw: nn.ConvTranspose(6, (3, 3), strides=(2, 2), **kw), IMAGE
+    ),
     "Embed": Case(lambda nn, **kw: nn.Embed(5, 4, **kw), TOKENS, repaired=True),
     "Embed.attend": Case(lambda nn, **kw: nn.Embed(5, 4, **kw), ROWS, method="attend"),
     "LayerNorm": Case(lambda nn, **kw: nn.LayerNorm(**kw), repaired=True),
     "RMSNorm": Case(lambda nn, **kw: nn.RMSNorm(**kw), repaired=True),
     "GroupNorm": Case(lambda nn, **kw: nn.GroupNorm(2, **kw), repaired=True),
-    "BatchNorm train": Case(lambda nn, **kw: nn.BatchNorm(use_running_average=False, **kw), repaired=True),
-    "BatchNorm eval": Case(lambda nn, **kw: nn.BatchNorm(use_running_average=True, **kw), repaired=True),
-    "MultiHeadDotProductAttention": Case(lambda nn, **kw: nn.MultiHeadDotProductAttention(2, **kw), repaired=True),
-    "MultiHeadAttention": Case(lambda nn, **kw: nn.MultiHeadAttention(2, normalize_qk=True, **kw), repaired=True),
+    "BatchNorm train": Case(
+        lambda nn, **kw: nn.BatchNorm(use_running_average=False, **kw), repaired=True
+    ),
+    "BatchNorm eval": Case(
+        lambda nn, **kw: nn.BatchNorm(use_running_average=True, **kw), repaired=True
+    ),
+    "MultiHeadDotProductAttention": Case(
+        lambda nn, **kw: nn.MultiHeadDotProductAttention(2, **kw), repaired=True
+    ),
+    "MultiHeadAttention": Case(
+        lambda nn, **kw: nn.MultiHeadAttention(2, normalize_qk=True, **kw), repaired=True
+    ),
     "SelfAttention": Case(lambda nn, **kw: nn.SelfAttention(2, **kw), repaired=True),
     "Dropout": Case(lambda nn: nn.Dropout(0.5, deterministic=False), dtypes=False),
-    "Sequential": Case(lambda nn, **kw: nn.Sequential([nn.Dense(6, **kw), nn.relu, nn.Dense(4, **kw)])),
+    "Sequential": Case(
+        lambda nn, **kw: nn.Sequential([nn.Dense(6, **kw), nn.relu, nn.Dense(4, **kw)])
+    ),
 }
 WITH_DTYPES = [name for name, case in CASES.items() if case.dtypes]
-pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:SelfAttention will be deprecated:DeprecationWarning"
+)
 
 HALVES = ("bfloat16", "float16")
 
@@ -83,8 +97,12 @@ def apply(case: Case, layer: Any, variables: Any, x: Any) -> Any:
     return layer.apply(variables, x, method=case.method, rngs=rngs, mutable=["batch_stats"])
 
 
-def gradient_program(case: Case, layer: Any, variables: Any, x: jax.Array, *, biases: bool = False) -> str:
-    """The lowered text of the output and of the gradients by parameters and input; by biases on demand."""
+def gradient_program(
+    case: Case, layer: Any, variables: Any, x: jax.Array, *, biases: bool = False
+) -> str:
+    """The lowered text of the output and of the gradients by parameters and input; by biases on
+    demand.
+    """
 
     def run(variables, x):
         def loss(variables, x):
@@ -120,14 +138,18 @@ def test_without_a_policy_a_float32_layer_is_upstreams_bit_for_bit(name):
     variables, x = init(case, case.make(flax_nn)), input_of(case)
     ours, theirs = case.make(our_nn), case.make(flax_nn)
     assert_same_bits(apply(case, ours, variables, x), apply(case, theirs, variables, x))
-    programs = (gradient_program(case, layer, variables, x, biases=True) for layer in (ours, theirs))
+    programs = (
+        gradient_program(case, layer, variables, x, biases=True) for layer in (ours, theirs)
+    )
     assert len(set(programs)) == 1
 
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", WITH_DTYPES)
 def test_without_a_policy_explicit_dtypes_give_upstreams_dtypes(name, half):
-    """Ported code that still threads `dtype=` by hand keeps working as it was, repaired reductions aside."""
+    """Ported code that still threads `dtype=` by hand keeps working as it was, repaired reductions
+    aside.
+    """
     case = CASES[name]
     x = input_of(case, half)
 
@@ -156,8 +178,12 @@ def test_without_a_policy_explicit_dtypes_lower_to_upstreams_program(name, half)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "p=bf16,c=f16,o=f32"])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "Sequential"])  # a container is a module
-def test_under_a_scope_parameters_are_in_param_dtype_and_a_bare_root_returns_compute_dtype(name, policy):
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name != "Sequential"]
+)  # a container is a module
+def test_under_a_scope_parameters_are_in_param_dtype_and_a_bare_root_returns_compute_dtype(
+    name, policy
+):
     case, policy = CASES[name], get_policy(policy)
     layer = case.make(our_nn)
     with use_policy(policy):
@@ -196,7 +222,9 @@ def test_gradients_come_back_in_the_dtypes_of_parameters_and_inputs(name):
     assert leaf_dtypes(gradients[1:]) <= {"float16"}
 
 
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.repaired and c.dtypes and n != "Sequential"])
+@pytest.mark.parametrize(
+    "name", [n for n, c in CASES.items() if not c.repaired and c.dtypes and n != "Sequential"]
+)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float16"])
 def test_an_unrepaired_layer_under_a_scope_lowers_to_the_hand_threaded_program(name, policy):
     case, policy = CASES[name], get_policy(policy)
@@ -216,7 +244,8 @@ def test_half_precision_is_close_to_our_own_float32(name, policy):
     exact, _ = apply(case, layer, variables, x)
     with use_policy(policy):
         half, _ = apply(case, layer, variables, x)
-    # each layer rounds its operands and its result: a few ulps of the largest output, attention's three matmuls more
+    # each layer rounds its operands and its result: a few ulps of the largest output, attention's
+    # three matmuls more
     ulps = 12 if "Attention" in name else 4
     atol = ulps * float(jnp.finfo(policy.compute_dtype).eps) * max(1.0, float(jnp.abs(exact).max()))
     np.testing.assert_allclose(half.astype(jnp.float32), exact, atol=atol, rtol=0)

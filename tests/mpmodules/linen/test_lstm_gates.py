@@ -1,4 +1,6 @@
-"""The bias gradients of an OptimizedLSTMCell: which function each gate goes through is found out, never assumed."""
+"""The bias gradients of an OptimizedLSTMCell: which function each gate goes through is found out,
+never assumed.
+"""
 
 import inspect
 from typing import Any
@@ -32,7 +34,9 @@ class Reordered(flax_nn.OptimizedLSTMCell):
             args = {"param_dtype": self.param_dtype, "bias_init": self.bias_init}
             part = {"kernel_init": self.kernel_init, "use_bias": False}
             wx, _ = DenseParams(self.features, **args, **part, name=f"i{gate}")(inputs)
-            wh, b = DenseParams(self.features, **args, kernel_init=self.recurrent_kernel_init, name=f"h{gate}")(h)
+            wh, b = DenseParams(
+                self.features, **args, kernel_init=self.recurrent_kernel_init, name=f"h{gate}"
+            )(h)
             inputs, h, wx, wh, b = promote_dtype(inputs, h, wx, wh, b, dtype=self.dtype)
             sums[gate] = inputs @ wx + h @ wh + b[None]
         out, new = self.gate_fn(sums["o"]), self.activation_fn(sums["g"])
@@ -61,7 +65,11 @@ def bias_gradients(cell: Any, variables: Any) -> Any:
         (c, h), _ = cell.apply(variables, CARRY, X)
         return (c.astype(jnp.float32).sum() + 2 * h.astype(jnp.float32).sum()) / 300
 
-    return {gate: part["bias"] for gate, part in jax.grad(loss)(variables)["params"].items() if gate[0] == "h"}
+    return {
+        gate: part["bias"]
+        for gate, part in jax.grad(loss)(variables)["params"].items()
+        if gate[0] == "h"
+    }
 
 
 def test_the_gates_of_flaxs_own_cell_are_found_inside_jit_and_a_ported_model_alike():
@@ -88,16 +96,25 @@ def test_each_gates_bias_gets_its_own_gradient_summed_in_float32(cls, lift):
     expected = bias_gradients(flax_nn.LSTMCell(3), variables)
     cell: Any = apply_policy(lift(cls)(3), "mixed_bfloat16")
     found = bias_gradients(cell, variables)
-    sums = [op for op in operations(lambda v: bias_gradients(cell, v), variables) if op.name == "reduce_sum"]
+    sums = [
+        op
+        for op in operations(lambda v: bias_gradients(cell, v), variables)
+        if op.name == "reduce_sum"
+    ]
     assert {op.inputs[0] for op in sums} == {"float32"}
     for gate in expected:
         np.testing.assert_allclose(found[gate], expected[gate], rtol=0.02, atol=0.02)
-    assert np.ptp([float(jnp.abs(g).max()) for g in expected.values()]) > 0.1  # one gate's is not another's
+    assert (
+        np.ptp([float(jnp.abs(g).max()) for g in expected.values()]) > 0.1
+    )  # one gate's is not another's
 
 
 def test_a_cell_whose_gates_can_t_be_told_keeps_flaxs_own_gradients():
     assert applied_gates(Renamed) is None
-    carry, cell = jax.tree.map(lambda x: x.astype(jnp.bfloat16), CARRY), Renamed(3, dtype=jnp.bfloat16)
+    carry, cell = (
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16), CARRY),
+        Renamed(3, dtype=jnp.bfloat16),
+    )
     ported: Any = apply_policy(Renamed(3), "p=f32,c=bf16,o=bf16")
     variables = cell.init(KEY, carry, X)
 
@@ -118,7 +135,9 @@ def test_a_rule_for_the_parts_of_an_optimized_cell_is_refused(ported):
         with use_policy("mixed_bfloat16", rules):
             return jax.eval_shape(rnn.init, KEY, x)
 
-    with pytest.raises(ValueError, match=r"^Rule 'cell/hi' matched no module. Modules seen: cell\.(\n|$)"):
+    with pytest.raises(
+        ValueError, match=r"^Rule 'cell/hi' matched no module. Modules seen: cell\.(\n|$)"
+    ):
         init({"cell/hi": "float32"})
     variables = init({"cell(/hi)?": "p=bf16,c=f32"})
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"bfloat16"}
@@ -126,5 +145,8 @@ def test_a_rule_for_the_parts_of_an_optimized_cell_is_refused(ported):
 
 def test_a_rule_for_the_parts_of_a_root_cell_is_refused_too():
     cell: Any = nn.OptimizedLSTMCell(3)
-    with use_policy("mixed_bfloat16", {"h.": "float32"}), pytest.raises(ValueError, match="only the root"):
+    with (
+        use_policy("mixed_bfloat16", {"h.": "float32"}),
+        pytest.raises(ValueError, match="only the root"),
+    ):
         jax.eval_shape(cell.init, KEY, CARRY, X)

@@ -83,8 +83,10 @@ def test_parameters_are_those_of_the_model_and_stored_in_param_dtype(variables):
 
 def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do(variables):
     text = (
-        r"^\d\d% of the FLOPs of Net's matmuls are in code that no layer makes \(Projection \d\d%, Block \d+%\), "
-        r"whose modules hold \d\d% of its parameters \(Projection \d\d%\): apply_policy runs that code under "
+        r"^\d\d% of the FLOPs of Net's matmuls are in code that no layer makes \(Projection \d\d%, "
+        r"Block \d+%\), "
+        r"whose modules hold \d\d% of its parameters \(Projection \d\d%\): apply_policy runs that "
+        r"code under "
         r"autocast\. Pass own_code='autocast' .* own_code='keep' .* dtype_fields=True"
     )
     model = apply_policy(Net(), MIXED)
@@ -109,16 +111,22 @@ def test_what_was_asked_for_is_silent():
         ):
             shares[name] = audit(model.apply, variables, X).f32_matmul_share
         assert shares == {"autocast": 0, "keep": 1} and not told
-        jax.eval_shape(apply_policy(Own(8), MIXED).apply, variables, X)  # the same call, not asked for
+        jax.eval_shape(
+            apply_policy(Own(8), MIXED).apply, variables, X
+        )  # the same call, not asked for
     assert [warning.category for warning in told] == [DtypePolicyWarning]
 
 
 def test_values_and_options_that_contradict_are_refused():
-    with pytest.raises(ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"):
+    with pytest.raises(
+        ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"
+    ):
         apply_policy(Net(), MIXED, own_code="auto")  # pyright: ignore[reportArgumentType]
     for option in ("keep_explicit", "dtype_fields", "cast_submodules"):
         options: Any = {option: True}
-        with pytest.raises(ValueError, match=f"whatever the code names: leave out {option}=True, or pass own_code="):
+        with pytest.raises(
+            ValueError, match=f"whatever the code names: leave out {option}=True, or pass own_code="
+        ):
             apply_policy(Net(), MIXED, own_code="autocast", **options)
 
 
@@ -138,9 +146,15 @@ def test_a_model_whose_layers_multiply_is_the_program_that_it_was():
 def test_rules_hold_for_own_code_and_for_layers(variables):
     model = ported(Net(), rules={"block/qkv": "float32", "head": "float32"})
     jaxpr = audit(lambda v: model.apply(v, TOKENS), variables)
-    wide = {op.path for op in jaxpr.operations if op.primitive == "dot_general" and "float32" in op.operands}
+    wide = {
+        op.path
+        for op in jaxpr.operations
+        if op.primitive == "dot_general" and "float32" in op.operands
+    }
     assert wide == {"block/qkv", "head"}
-    with pytest.raises(ValueError, match=r"Rule 'block/quv' matched no module\. Modules seen: .*block/qkv"):
+    with pytest.raises(
+        ValueError, match=r"Rule 'block/quv' matched no module\. Modules seen: .*block/qkv"
+    ):
         jax.eval_shape(ported(Net(), rules={"block/quv": "float32"}).apply, variables, TOKENS)
 
 
@@ -152,16 +166,22 @@ def test_state_and_random_streams_are_the_models_own(variables):
     ]
     (out, state), (wide, truth) = results
     assert error(out, wide) < 0.05  # another mask would give 0.5
-    assert error(state, truth) < 0.01 and all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
+    assert error(state, truth) < 0.01 and all(
+        leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state)
+    )
 
 
 def test_a_scan_of_layers_hands_on_half():
     model, variables = ported(Layers()), jax.eval_shape(Layers().init, KEY, X)
     assert audit(model.apply, variables, X).f32_matmul_share == 0
-    scan: Any = next(e for e in jax.make_jaxpr(model.apply)(variables, X).eqns if e.primitive.name == "scan")
+    scan: Any = next(
+        e for e in jax.make_jaxpr(model.apply)(variables, X).eqns if e.primitive.name == "scan"
+    )
     assert scan.outvars[0].aval.dtype == jnp.bfloat16
     values = jax.jit(Layers().init)(KEY, X)
-    gradients = [jax.jit(jax.grad(loss_of(m, values, X)))(values["params"]) for m in (model, Layers())]
+    gradients = [
+        jax.jit(jax.grad(loss_of(m, values, X)))(values["params"]) for m in (model, Layers())
+    ]
     assert error(*gradients) < 0.03
 
 
@@ -179,7 +199,9 @@ def lifted(transform):
     [
         nn.jit,
         nn.remat,
-        lambda block: nn.vmap(block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0),
+        lambda block: nn.vmap(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
+        ),
     ],
     ids=["jit", "remat", "vmap"],
 )
@@ -204,7 +226,13 @@ def test_cells_keep_their_carry():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            scan = nn.scan(nn.GRUCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+            scan = nn.scan(
+                nn.GRUCell,
+                variable_broadcast="params",
+                split_rngs={"params": False},
+                in_axes=1,
+                out_axes=1,
+            )
             cell = scan(16)
             carry, y = cell(cell.initialize_carry(KEY, x[:, 0].shape), x)
             return Projection(4)(y + carry[:, None])
@@ -243,7 +271,10 @@ def test_eager_derivatives_and_transformations():
     def loss(params, x):
         return jnp.sum(model.apply({"params": params}, x)[0])
 
-    eager, compiled = jax.grad(loss)(variables["params"], X), jax.jit(jax.grad(loss))(variables["params"], X)
+    eager, compiled = (
+        jax.grad(loss)(variables["params"], X),
+        jax.jit(jax.grad(loss))(variables["params"], X),
+    )
     assert error(eager, compiled) < 0.01
     rows = jax.vmap(lambda x: model.apply(variables, x[None])[0][0])(X)
     assert error(rows, model.apply(variables, X)[0]) < 0.01
@@ -260,7 +291,9 @@ def test_half_parameters_and_inputs_are_taken_as_they_come():
     gradients = jax.eval_shape(jax.grad(loss_of(model, variables, TOKENS)), variables["params"])
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
     block = ported(Block())
-    out, _ = jax.eval_shape(block.apply, jax.eval_shape(Block().init, KEY, X), X.astype(jnp.bfloat16))
+    out, _ = jax.eval_shape(
+        block.apply, jax.eval_shape(Block().init, KEY, X), X.astype(jnp.bfloat16)
+    )
     assert out.dtype == jnp.float32
 
 
@@ -276,7 +309,9 @@ def test_variables_of_own_code_keep_their_dtype():
 
     model = ported(Cached())
     variables = jax.eval_shape(model.init, KEY, X)
-    _, state = jax.eval_shape(lambda v: model.apply(v, X, mutable=["cache", "intermediates"]), variables)
+    _, state = jax.eval_shape(
+        lambda v: model.apply(v, X, mutable=["cache", "intermediates"]), variables
+    )
     assert state["cache"]["seen"].dtype == variables["cache"]["seen"].dtype == jnp.float32
     assert state["intermediates"]["key"][0].dtype == jnp.float32
 
@@ -328,7 +363,9 @@ def test_a_call_that_shows_nothing_decides_nothing_for_others():
     jax.eval_shape(modes.apply, variables, X)
     assert audit(lambda v: modes.apply(v, X, mode="all"), variables).f32_matmul_share == 0
     jax.eval_shape(lambda v: model.apply(v, X, method=lambda m, x: x * 2), block)
-    assert audit(lambda v: model.apply(v, X, method=lambda m, x: m(x)[0]), block).f32_matmul_share == 0
+    assert (
+        audit(lambda v: model.apply(v, X, method=lambda m, x: m(x)[0]), block).f32_matmul_share == 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
@@ -360,7 +397,10 @@ def test_an_output_that_hides_arrays_is_refused_or_called_as_it_is():
             return Logits(Projection(4)(x))
 
     variables = Policy().init(KEY, X)
-    with pytest.raises(TypeError, match=r"returned a Logits, which holds arrays and is no pytree: register the class"):
+    with pytest.raises(
+        TypeError,
+        match=r"returned a Logits, which holds arrays and is no pytree: register the class",
+    ):
         ported(Policy()).apply(variables, X)
     with jax.numpy_dtype_promotion("standard"):
         out: Any = apply_policy(Policy(), MIXED).apply(variables, X)
@@ -396,9 +436,17 @@ def test_a_cell_of_ones_own_inside_of_flaxs_loop():
 
     model = nn.RNN(Cell())
     variables = jax.eval_shape(model.init, KEY, X)
-    assert audit(Around(ported(Around(model))).apply, inside(inside(variables)), X).f32_matmul_share == 0
+    assert (
+        audit(Around(ported(Around(model))).apply, inside(inside(variables)), X).f32_matmul_share
+        == 0
+    )
     both = nn.Bidirectional(nn.RNN(Cell()), nn.RNN(Cell()))
-    assert audit(ported(Around(both)).apply, jax.eval_shape(Around(both).init, KEY, X), X).f32_matmul_share == 0
+    assert (
+        audit(
+            ported(Around(both)).apply, jax.eval_shape(Around(both).init, KEY, X), X
+        ).f32_matmul_share
+        == 0
+    )
 
 
 class Around(nn.Module):
@@ -417,7 +465,9 @@ def test_float64_inputs_and_parameters_are_taken_as_float32():
         wide = X.astype(jnp.float64)
         variables = jax.eval_shape(Projection(4).init, KEY, wide)
         found = audit(ported(Projection(4)).apply, variables, wide)
-    assert {op.operands for op in found.operations if op.primitive == "dot_general"} == {("bfloat16", "bfloat16")}
+    assert {op.operands for op in found.operations if op.primitive == "dot_general"} == {
+        ("bfloat16", "bfloat16")
+    }
 
 
 class Graph(nn.Module):
@@ -431,7 +481,9 @@ class Graph(nn.Module):
 
 def test_rows_are_added_up_in_float32():
     x = jnp.ones((4096, 4))
-    variables = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), jax.eval_shape(Graph().init, KEY, x))
+    variables = jax.tree.map(
+        lambda leaf: jnp.ones(leaf.shape), jax.eval_shape(Graph().init, KEY, x)
+    )
     model = apply_policy(Graph(), MIXED)
     out = jax.jit(model.apply)(variables, x)  # no matmul: nothing to tell of
     np.testing.assert_allclose(out[0], 4096 * 4)

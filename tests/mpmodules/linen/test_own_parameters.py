@@ -1,4 +1,6 @@
-"""Parameters of a user's linen modules: stored in param_dtype, read in compute_dtype, gradients summed in float32."""
+"""Parameters of a user's linen modules: stored in param_dtype, read in compute_dtype, gradients
+summed in float32.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ KEY = jax.random.key(0)
 ONES, NORMAL = nn.initializers.ones, nn.initializers.normal(1.0)
 X = jnp.ones((2, 4))
 MANY = jnp.zeros(4096, int)
-POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float16", "float32", "p=f32,c=f32,o=bf16")
+POLICIES = (
+    "mixed_bfloat16",
+    "mixed_float16",
+    "bfloat16",
+    "float16",
+    "float32",
+    "p=f32,c=f32,o=bf16",
+)
 
 
 class Table(nn.Module):
@@ -53,7 +62,8 @@ def total(model: Any, *args: Any, **kwargs: Any) -> Any:
     return lambda variables: apply(model, variables, *args, **kwargs).astype(jnp.float32).sum()
 
 
-# --- dtypes -----------------------------------------------------------------------------------------------------------
+# --- dtypes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -77,7 +87,8 @@ def test_without_a_policy_a_parameter_is_as_stored() -> None:
     assert seen == [jnp.float32, jnp.float16]
 
 
-# --- sums of gradients ------------------------------------------------------------------------------------------------
+# --- sums of gradients
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
@@ -117,7 +128,19 @@ class Uses(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "how", ["broadcast", "product", "quotient", "repeated", "concatenated", "scan", "cond", "checkpoint", "jit", "vmap"]
+    "how",
+    [
+        "broadcast",
+        "product",
+        "quotient",
+        "repeated",
+        "concatenated",
+        "scan",
+        "cond",
+        "checkpoint",
+        "jit",
+        "vmap",
+    ],
 )
 def test_gradients_of_many_uses_are_summed_in_float32(how: str) -> None:
     x = jnp.ones((1024, 4))
@@ -126,7 +149,9 @@ def test_gradients_of_many_uses_are_summed_in_float32(how: str) -> None:
         ops = operations(jax.grad(total(Uses(how), x)), variables)
         gradient = jax.grad(total(Uses(how), x))(variables)["params"]["w"]
     exact = jax.grad(total(Uses(how), x))(variables)["params"]["w"]
-    np.testing.assert_allclose(gradient, exact, rtol=2**-7)  # one rounding of each contribution, none of the sum
+    np.testing.assert_allclose(
+        gradient, exact, rtol=2**-7
+    )  # one rounding of each contribution, none of the sum
     sums = named(ops, "reduce_sum", "scatter-add", "add_any")
     assert not [op for op in sums if op.is_backward and "bfloat16" in op.outputs]
 
@@ -138,7 +163,9 @@ def test_what_only_reads_parameters_stays_as_an_author_writes_it() -> None:
     assert report.findings == ()
 
 
-@pytest.mark.parametrize("transform", ["vmap", "jvp", "linearize", "hessian", "checkpoint", "value_and_grad"])
+@pytest.mark.parametrize(
+    "transform", ["vmap", "jvp", "linearize", "hessian", "checkpoint", "value_and_grad"]
+)
 def test_jaxs_transformations_hold(transform: str) -> None:
     ids, model = jnp.arange(6).reshape(2, 3), Table()
     with use_policy("mixed_bfloat16"):
@@ -151,9 +178,13 @@ def test_jaxs_transformations_hold(transform: str) -> None:
         if transform == "vmap":
             found = jax.vmap(jax.grad(loss), (None, 0))(variables, ids)["params"]["table"].sum(0)
         elif transform == "jvp":
-            found = jax.jvp(jax.grad(loss), (variables,), (variables,))[1]["params"]["table"]  # linear in the table
+            found = jax.jvp(jax.grad(loss), (variables,), (variables,))[1]["params"][
+                "table"
+            ]  # linear in the table
         elif transform == "linearize":
-            found = jax.linear_transpose(jax.linearize(loss, variables)[1], variables)(1.0)[0]["params"]["table"]
+            found = jax.linear_transpose(jax.linearize(loss, variables)[1], variables)(1.0)[0][
+                "params"
+            ]["table"]
         elif transform == "hessian":
             found = jax.hessian(loss)(variables)["params"]["table"]["params"]["table"].sum((2, 3))
         elif transform == "checkpoint":
@@ -164,13 +195,16 @@ def test_jaxs_transformations_hold(transform: str) -> None:
     np.testing.assert_array_equal(found, gradient)
 
 
-# --- lifted, shared and tied ------------------------------------------------------------------------------------------
+# --- lifted, shared and tied
+# --------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
-        return jnp.tanh(x @ self.param("w", NORMAL, (4, 4)) + self.param("b", NORMAL, (4,))[None]), None
+        return jnp.tanh(
+            x @ self.param("w", NORMAL, (4, 4)) + self.param("b", NORMAL, (4,))[None]
+        ), None
 
 
 class Stacked(nn.Module):
@@ -188,7 +222,13 @@ class Stacked(nn.Module):
             cls = nn.scan(cls, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         if "vmap" in self.how:
             axes: Any = None
-            cls = nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=axes, axis_size=3)
+            cls = nn.vmap(
+                cls,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=axes,
+                axis_size=3,
+            )
         if "jit" in self.how:
             cls = nn.jit(cls)
         return cls()(x, None)[0]
@@ -234,13 +274,17 @@ def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
     model: Any = Tied(seen.append)
     with use_policy("mixed_bfloat16", {"head": rule}):
         variables = model.init(KEY, MANY)
-        gradient = jax.grad(lambda v: apply(model, v, MANY).sum())(variables)["params"]["words"]["table"]
+        gradient = jax.grad(lambda v: apply(model, v, MANY).sum())(variables)["params"]["words"][
+            "table"
+        ]
     assert set(seen) == {jnp.dtype(dtype)}
-    # 4096 rows of ones through two heads of 8 outputs: 2 x 8 x 4096 in the row that is looked up, 2 x 4096 in each row.
+    # 4096 rows of ones through two heads of 8 outputs: 2 x 8 x 4096 in the row that is looked up, 2
+    # x 4096 in each row.
     np.testing.assert_array_equal(gradient[:, 0], [4096 * 18] + [4096 * 2] * 7)
 
 
-# --- what stays as it is stored ---------------------------------------------------------------------------------------
+# --- what stays as it is stored
+# ---------------------------------------------------------------------------------------
 
 
 class Kept(nn.Module):
@@ -293,7 +337,9 @@ def test_what_is_named_boxed_or_no_float_is_read_as_stored(text: str) -> None:
 
 def test_names_to_keep_are_a_tuple_of_names() -> None:
     for names in ("scale", 3, (1,)):
-        with pytest.raises(TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"):
+        with pytest.raises(
+            TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"
+        ):
             type("Wrong", (nn.Module,), {"keep_params": names, "__module__": __name__})
 
 
@@ -342,7 +388,8 @@ def test_layers_and_their_subclasses_keep_their_parameters() -> None:
     assert set(seen) == {jnp.dtype("float32")}
 
 
-# --- the call ---------------------------------------------------------------------------------------------------------
+# --- the call
+# --------------------------------------------------------------------------------------------------
 
 
 class Busy(nn.Module):
@@ -351,7 +398,9 @@ class Busy(nn.Module):
         x = nn.Dropout(0.5, deterministic=False)(x @ self.param("w", NORMAL, (4, 4)))
         x = nn.BatchNorm(use_running_average=False)(x)
         self.sow("intermediates", "hidden", x)
-        return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(x)) * self.param("scale", ONES, (1, 3))
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(x)) * self.param(
+            "scale", ONES, (1, 3)
+        )
 
 
 def test_state_random_streams_and_intermediates_are_those_of_flax() -> None:
@@ -366,7 +415,9 @@ def test_state_random_streams_and_intermediates_are_those_of_flax() -> None:
     np.testing.assert_array_equal(plain[0] == 0, half == 0)  # the same dropout
     assert jax.tree.structure(plain[1]) == jax.tree.structure(state)
     assert {leaf.dtype for leaf in jax.tree.leaves(state["batch_stats"])} == {jnp.dtype("float32")}
-    names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(state["intermediates"])]
+    names = [
+        path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(state["intermediates"])
+    ]
     assert sorted(names) == sorted(["hidden", *["__call__"] * 5])  # each call is captured once
 
 
@@ -489,7 +540,9 @@ def test_an_interceptor_sees_each_call_once() -> None:
     with use_policy("mixed_bfloat16"):
         variables = Borrows("layer").init(KEY, X)
         with flax_nn.intercept_methods(intercept):
-            jax.grad(lambda v: apply(Lends(), v, x=X).sum())({"params": variables["params"]["lends"]})
+            jax.grad(lambda v: apply(Lends(), v, x=X).sum())(
+                {"params": variables["params"]["lends"]}
+            )
     assert seen == [("Lends", "setup", []), ("Lends", "__call__", ["x"]), ("Dense", "__call__", [])]
 
 
@@ -501,6 +554,8 @@ def test_a_ported_model_of_ours_reads_in_the_policys_dtype() -> None:
 
 
 def test_the_methods_through_which_flax_runs_others_are_there() -> None:
-    """`_call_wrapped_method` is where a call is traced: a Flax that renames it must not pass unseen."""
+    """`_call_wrapped_method` is where a call is traced: a Flax that renames it must not pass
+    unseen.
+    """
     assert callable(flax_nn.Module._call_wrapped_method)  # type: ignore[attr-defined]
     assert callable(flax_nn.Module.__getattr__) and callable(flax_nn.Module.param)

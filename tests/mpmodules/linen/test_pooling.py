@@ -13,7 +13,7 @@ from jax import lax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import Policy, use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 from policy.testing import assert_close_in_ulps
 
 HALVES = (jnp.bfloat16, jnp.float16)
@@ -82,7 +82,11 @@ def test_the_gradient_is_summed_in_float32(dtype):
             expected[:, i : i + 14, j : j + 14] += rounded[:, i : i + 1, j : j + 1] / 196
     assert gradient.dtype == dtype
     assert_close_in_ulps(gradient, expected, 1)
-    sums = {dtype for name, dtype in primitives(jax.grad(loss), x, weights) if name.startswith("reduce_window")}
+    sums = {
+        dtype
+        for name, dtype in primitives(jax.grad(loss), x, weights)
+        if name.startswith("reduce_window")
+    }
     assert sums == {jnp.dtype(jnp.float32)}
 
 
@@ -91,8 +95,12 @@ def test_backward_keeps_nothing_in_float32(dtype):
     x = normal((2, 8, 8, 3), dtype)
     for pool in (nn.avg_pool, nn.max_pool, nnx.min_pool):
         _, backward = jax.vjp(lambda x, pool=pool: pool(x, (3, 3), padding="SAME"), x)
-        kept = [leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > 1]
-        assert all(leaf.dtype == dtype for leaf in kept) and sum(leaf.size for leaf in kept) <= x.size
+        kept = [
+            leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > 1
+        ]
+        assert (
+            all(leaf.dtype == dtype for leaf in kept) and sum(leaf.size for leaf in kept) <= x.size
+        )
 
 
 @pytest.mark.parametrize("pool", ("avg_pool", "max_pool", "min_pool"))
@@ -105,7 +113,9 @@ def test_float32_is_upstreams_bit_for_bit(pool, padding, strides, batch):
     if len(batch) == 2 and not isinstance(padding, str):
         pytest.skip("Flax takes explicit padding with one batch axis only")
     with jax.numpy_dtype_promotion("standard"):
-        np.testing.assert_array_equal(ours(x, (3, 3), strides, padding), upstream(x, (3, 3), strides, padding))
+        np.testing.assert_array_equal(
+            ours(x, (3, 3), strides, padding), upstream(x, (3, 3), strides, padding)
+        )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -125,7 +135,9 @@ def test_half_is_float32_rounded_once(dtype, include, batch, strides):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gradient_of_overlapping_maxima_is_summed_in_float32(dtype):
-    x = jnp.zeros((1, 64, 64, 1), dtype).at[0, 32, 32, 0].set(1)  # one input is the maximum of all windows around it
+    x = (
+        jnp.zeros((1, 64, 64, 1), dtype).at[0, 32, 32, 0].set(1)
+    )  # one input is the maximum of all windows around it
 
     def loss(x):
         return jnp.sum(nn.max_pool(x, (32, 32)).astype(jnp.float32) * 1.01)
@@ -138,10 +150,18 @@ def test_the_gradient_of_overlapping_maxima_is_summed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("pool", (nn.max_pool, nnx.max_pool, nnx.min_pool))
-@pytest.mark.parametrize("window, strides, dtype", (((3, 3), (2, 2), "bfloat16"), ((5, 5), None, "float32")))
-def test_gradients_of_maxima_are_summed_in_float32_where_more_than_four_windows_overlap(pool, window, strides, dtype):
-    x = jax.random.permutation(jax.random.key(0), 225).astype(jnp.bfloat16).reshape(1, 15, 15, 1)  # exact: no ties
-    weights = (1 + jax.random.uniform(jax.random.key(1), pool(x, window, strides).shape)).astype(jnp.bfloat16)
+@pytest.mark.parametrize(
+    "window, strides, dtype", (((3, 3), (2, 2), "bfloat16"), ((5, 5), None, "float32"))
+)
+def test_gradients_of_maxima_are_summed_in_float32_where_more_than_four_windows_overlap(
+    pool, window, strides, dtype
+):
+    x = (
+        jax.random.permutation(jax.random.key(0), 225).astype(jnp.bfloat16).reshape(1, 15, 15, 1)
+    )  # exact: no ties
+    weights = (1 + jax.random.uniform(jax.random.key(1), pool(x, window, strides).shape)).astype(
+        jnp.bfloat16
+    )
 
     def loss(x):
         return jnp.sum(pool(x, window, strides).astype(jnp.float32) * weights.astype(jnp.float32))
@@ -168,7 +188,9 @@ def test_upstreams_gradient_of_overlapping_maxima_stops_growing_in_bfloat16():
 
 def test_windows_apart_keep_their_maximum_in_half():
     x = normal((1, 8, 8, 2), jnp.bfloat16)
-    assert {d for n, d in primitives(lambda x: nn.max_pool(x, (2, 2), (2, 2)), x)} == {jnp.dtype(jnp.bfloat16)}
+    assert {d for n, d in primitives(lambda x: nn.max_pool(x, (2, 2), (2, 2)), x)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
 
 
 def test_any_reduction_runs_in_float32():
@@ -177,7 +199,9 @@ def test_any_reduction_runs_in_float32():
     assert y.dtype == jnp.bfloat16
     assert_close_in_ulps(y, np.full(y.shape, float(x[0, 0, 0, 0]) ** 256), 1)
     for start in (jnp.zeros((), jnp.bfloat16), np.float32(0)):
-        total = nn.pool(jnp.ones((1, 32, 32, 1), jnp.bfloat16), start, lax.add, (32, 32), None, "VALID")
+        total = nn.pool(
+            jnp.ones((1, 32, 32, 1), jnp.bfloat16), start, lax.add, (32, 32), None, "VALID"
+        )
         assert float(total[0, 0, 0, 0]) == 1024
     largest = nn.pool(x, -jnp.inf, lambda a, b: jnp.maximum(a, b), (4, 4), (4, 4), "VALID")
     assert largest.dtype == jnp.bfloat16 and float(largest[0, 0, 0, 0]) == float(x[0, 0, 0, 0])
@@ -185,7 +209,10 @@ def test_any_reduction_runs_in_float32():
 
 def test_a_policy_says_what_windows_are_summed_in():
     x = normal((1, 8, 8, 2), jnp.bfloat16)
-    with jax.enable_x64(True), use_policy(Policy("f32", "bf16", "f32", reduction_dtype=jnp.float64)):
+    with (
+        jax.enable_x64(True),
+        use_policy(Policy("f32", "bf16", "f32", reduction_dtype=jnp.float64)),
+    ):
         seen = primitives(lambda x: nn.avg_pool(x, (3, 3)), x)
         assert ("reduce_window_sum", jnp.dtype(jnp.float64)) in seen
         assert nn.avg_pool(x, (3, 3)).dtype == jnp.bfloat16
@@ -194,7 +221,9 @@ def test_a_policy_says_what_windows_are_summed_in():
 def test_integers_average_to_float32():
     y = nn.avg_pool(jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), (4, 4))
     assert y.dtype == jnp.float32 and float(y[0, 0, 0, 0]) == 7.5
-    largest = nn.pool(jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), 0, lax.max, (4, 4), None, "VALID")
+    largest = nn.pool(
+        jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), 0, lax.max, (4, 4), None, "VALID"
+    )
     assert largest.dtype == jnp.int32 and int(largest[0, 0, 0, 0]) == 15
 
 

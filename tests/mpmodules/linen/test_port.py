@@ -1,4 +1,6 @@
-"""The same model text under `flax.linen` and under ours: what a changed import line changes, and what it does not."""
+"""The same model text under `flax.linen` and under ours: what a changed import line changes, and
+what it does not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ HALF_BOUNDARY = ("bfloat16", "p=f32,c=bf16,o=bf16")
 
 
 def plain_model(nn: Any, **dtypes: Any) -> Any:
-    """Layers that need no numerical repair, compact style; `dtypes` are what a careful author threads by hand."""
+    """Layers that need no numerical repair, compact style; `dtypes` are what a careful author
+    threads by hand.
+    """
 
     class Net(nn.Module):
         width: int = 4
@@ -81,7 +85,9 @@ def repaired_model(nn: Any, **dtypes: Any) -> Any:
     return Net()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:SelfAttention will be deprecated:DeprecationWarning"
+)
 
 MODELS = {"plain": plain_model, "setup": setup_model, "repaired": repaired_model}
 EXACT = ("plain", "setup")
@@ -92,7 +98,9 @@ def inputs() -> jax.Array:
 
 
 def init(model: Any) -> Any:
-    with jax.numpy_dtype_promotion("standard"):  # upstream's layers mix dtypes where param_dtype is half
+    with jax.numpy_dtype_promotion(
+        "standard"
+    ):  # upstream's layers mix dtypes where param_dtype is half
         return model.init(jax.random.key(0), inputs(), train=False)
 
 
@@ -101,7 +109,9 @@ def hand_threaded(make: Any, policy: Any) -> Any:
     model = make(flax_nn, dtype=policy.compute_dtype, param_dtype=policy.param_dtype)
 
     def apply(variables, x, key):
-        out = model.apply(variables, x.astype(policy.compute_dtype), train=True, rngs={"dropout": key})
+        out = model.apply(
+            variables, x.astype(policy.compute_dtype), train=True, rngs={"dropout": key}
+        )
         return out.astype(policy.output_dtype)
 
     return apply
@@ -131,7 +141,9 @@ def test_a_changed_import_keeps_the_initial_values(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_changed_import_keeps_the_tree_its_shapes_and_dtypes(name):
-    assert jax.eval_shape(lambda: init(MODELS[name](our_nn))) == jax.eval_shape(lambda: init(MODELS[name](flax_nn)))
+    assert jax.eval_shape(lambda: init(MODELS[name](our_nn))) == jax.eval_shape(
+        lambda: init(MODELS[name](flax_nn))
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -183,7 +195,9 @@ def test_without_a_policy_a_ported_model_lowers_to_upstreams_program(name):
         model = MODELS[name](nn)
 
         def loss(variables, x, key):
-            out, updated = model.apply(variables, x, train=True, rngs={"dropout": key}, mutable=["batch_stats"])
+            out, updated = model.apply(
+                variables, x, train=True, rngs={"dropout": key}, mutable=["batch_stats"]
+            )
             return jnp.square(out).sum(), updated
 
         step = jax.value_and_grad(loss, has_aux=True)
@@ -213,7 +227,9 @@ def test_a_checkpoint_of_upstreams_model_loads_in_ours_and_gives_nearly_the_same
     variables = init(theirs)
     expected = jax.jit(lambda v, x: theirs.apply(v, x, train=False))(variables, inputs())
     with use_policy("mixed_bfloat16"):
-        ours = jax.jit(lambda v, x: repaired_model(our_nn).apply(v, x, train=False))(variables, inputs())
+        ours = jax.jit(lambda v, x: repaired_model(our_nn).apply(v, x, train=False))(
+            variables, inputs()
+        )
     assert ours.dtype == jnp.float32
     # 8 bits of mantissa through six layers: a few per cent of the largest output
     np.testing.assert_allclose(ours, expected, atol=0.05 * float(jnp.abs(expected).max()))

@@ -1,4 +1,4 @@
-"""The class that a port makes: constructor, state and methods are those of the model's own class."""
+"""The class that a port makes: constructor, state and methods are those of the model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ MIXED = "mixed_bfloat16"
 
 
 def matmul_dtypes(model: Any, *args: Any, **kwargs: Any) -> set[str]:
-    """Dtypes of the operands of every matmul that `model.apply` runs, with variables from `model.init`."""
+    """Dtypes of the operands of every matmul that `model.apply` runs, with variables from
+    `model.init`.
+    """
     variables = jax.eval_shape(functools.partial(model.init, **kwargs), KEY, *args)
     ops = operations(lambda v, *args: apply(model, v, *args, **kwargs), variables, *args)
     dots = named(ops, "dot_general")
@@ -31,16 +33,23 @@ def matmul_dtypes(model: Any, *args: Any, **kwargs: Any) -> set[str]:
     return {dtype for op in dots for dtype in op.inputs}
 
 
-# --- the constructor ------------------------------------------------------------------------------------------------
+# --- the constructor
+# --------------------------------------------------------------------------------------------------
 
 
 def registered(cls: Any) -> Any:
-    """Replaces a class's generated constructor by one that keeps a config beside the fields, as diffusers does."""
+    """Replaces a class's generated constructor by one that keeps a config beside the fields, as
+    diffusers does.
+    """
     constructor = cls.__init__
 
     @functools.wraps(constructor)
     def init(self, *args, **kwargs):
-        fields = [field for field in dataclasses.fields(self) if field.name not in ("name", "parent", "dtype")]
+        fields = [
+            field
+            for field in dataclasses.fields(self)
+            if field.name not in ("name", "parent", "dtype")
+        ]
         config = {field.name: getattr(self, field.name, None) for field in fields}
         config |= {field.name: value for field, value in zip(fields, args, strict=False)}
         self.register(**config | {name: value for name, value in kwargs.items() if name in config})
@@ -110,9 +119,17 @@ def test_state_added_after_construction_is_there_on_the_port_and_its_copies():
     model.register(_class_name="Registered")
     ported = apply_policy(model, MIXED)
     again = apply_policy(ported, "float32")
-    for port in (ported, again, copy.copy(ported), copy.deepcopy(ported), pickle.loads(pickle.dumps(ported))):
+    for port in (
+        ported,
+        again,
+        copy.copy(ported),
+        copy.deepcopy(ported),
+        pickle.loads(pickle.dumps(ported)),
+    ):
         assert port.config == model.config == {"width": 5, "depth": 1, "_class_name": "Registered"}
-    assert ported == apply_policy(Registered(5), MIXED) and hash(ported) == hash(apply_policy(Registered(5), MIXED))
+    assert ported == apply_policy(Registered(5), MIXED) and hash(ported) == hash(
+        apply_policy(Registered(5), MIXED)
+    )
 
 
 class ByWidth(nn.Module):
@@ -133,7 +150,8 @@ def test_an_equality_and_a_hash_of_the_classs_own_are_kept():
     assert one == two and hash(one) == hash(two) == hash(ByWidth())
 
 
-# --- override checks ------------------------------------------------------------------------------------------------
+# --- override checks
+# --------------------------------------------------------------------------------------------------
 
 
 class Encodes:
@@ -182,7 +200,19 @@ class Overriding(Base):
 
 
 LIFTED = nn.remat(Base)
-METHODS = ("__call__", "setup", "encode", "message", "named", "saved", "_private", "apply", "init", "bind", "tabulate")
+METHODS = (
+    "__call__",
+    "setup",
+    "encode",
+    "message",
+    "named",
+    "saved",
+    "_private",
+    "apply",
+    "init",
+    "bind",
+    "tabulate",
+)
 
 
 OF_A_LAYER = ("__call__", "setup", "apply", "init", "bind", "tabulate")
@@ -190,14 +220,18 @@ MODELS = [(Base(), METHODS), (Plain(), METHODS), (Overriding(), METHODS), (LIFTE
 MODELS += [(nn.Dense(3), OF_A_LAYER), (our_nn.Dense(3), OF_A_LAYER)]
 
 
-@pytest.mark.parametrize(("model", "name"), [(model, name) for model, names in MODELS for name in names])
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model, names in MODELS for name in names]
+)
 def test_the_methods_of_a_ports_class_are_those_of_the_models_class(model, name):
     assert getattr(type(apply_policy(model, MIXED)), name) is getattr(type(model), name)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_that_two_classes_inherit_is_one_object_in_both_ports(name):
-    assert getattr(type(apply_policy(Plain(), MIXED)), name) is getattr(type(apply_policy(Another(), "f32")), name)
+    assert getattr(type(apply_policy(Plain(), MIXED)), name) is getattr(
+        type(apply_policy(Another(), "f32")), name
+    )
 
 
 def test_a_model_that_asks_for_overrides_runs_as_it_did():
@@ -272,7 +306,8 @@ def test_a_public_method_of_an_unbound_port_may_initialise_it():
     assert leaf.dtype == jnp.bfloat16
 
 
-# --- layers inside --------------------------------------------------------------------------------------------------
+# --- layers inside
+# --------------------------------------------------------------------------------------------------
 
 
 class Adapter(nn.Dense):
@@ -307,7 +342,9 @@ def test_a_users_subclass_of_a_layer_keeps_its_methods():
     variables = jax.eval_shape(ported.init, KEY, X)
     assert matmul_dtypes(ported, X) == {"bfloat16"}
     assert matmul_dtypes(apply_policy(Adapter(4), MIXED), X) == {"bfloat16"}
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(ported.apply, variables, X))} == {"float32"}
+    assert {
+        leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(ported.apply, variables, X))
+    } == {"float32"}
 
 
 @registered
@@ -320,11 +357,14 @@ class RegisteredDense(nn.Dense, Configured):
 
 
 def test_a_users_subclass_of_a_layer_keeps_its_constructor():
-    assert matmul_dtypes(apply_policy(nn.Sequential([RegisteredDense(3)]), MIXED), X) == {"bfloat16"}
+    assert matmul_dtypes(apply_policy(nn.Sequential([RegisteredDense(3)]), MIXED), X) == {
+        "bfloat16"
+    }
     assert matmul_dtypes(apply_policy(RegisteredDense(3), MIXED), X) == {"bfloat16"}
 
 
-# --- Flax's machinery -----------------------------------------------------------------------------------------------
+# --- Flax's machinery
+# --------------------------------------------------------------------------------------------------
 
 
 def test_flax_runs_wrapped_methods_through_the_hook_that_ports_override():
@@ -352,7 +392,10 @@ def test_flax_runs_wrapped_methods_through_the_hook_that_ports_override():
     model = Noting()
     model.apply({}, X, scale=2)
     model.apply({}, X, method="unwrapped")
-    renamed = "Flax runs a module's methods another way: mpmodules/linen/_port.py overrides its _call_wrapped_method"
+    renamed = (
+        "Flax runs a module's methods another way: mpmodules/linen/_ported_classes.py overrides "
+        "its _call_wrapped_method"
+    )
     assert seen == [("__call__", 1, ("scale",)), ("setup", 0, ()), ("_private", 1, ())], renamed
 
 

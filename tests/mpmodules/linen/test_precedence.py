@@ -38,11 +38,14 @@ def dot_dtype(model: Any, x: Any = X) -> str:
 
 
 def stored_dtype(model: Any) -> str:
-    (dtype,) = {leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init(KEY, X)))}
+    (dtype,) = {
+        leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init(KEY, X)))
+    }
     return dtype
 
 
-# --- one test for each neighbouring pair of the six levels ----------------------------------------------------------
+# --- one test for each neighbouring pair of the six levels
+# ----------------------------------------------------------
 
 
 @obeys_its_own
@@ -52,7 +55,9 @@ def test_an_explicit_dtype_wins_over_the_layers_own_policy():
 
 def test_the_layers_own_policy_wins_over_a_rule():
     with use_policy(None, rules={"layer": F16}):
-        assert dot_dtype(Wrap(lambda n, name: nn.Dense(n, name=name, dtype_policy=BF16))) == "bfloat16"
+        assert (
+            dot_dtype(Wrap(lambda n, name: nn.Dense(n, name=name, dtype_policy=BF16))) == "bfloat16"
+        )
 
 
 def test_a_rule_wins_over_an_enclosing_modules_policy():
@@ -99,7 +104,8 @@ def test_the_global_policy_wins_over_none():
     assert dot_dtype(Wrap()) == "bfloat16"
 
 
-# --- the effective policy, field by field ---------------------------------------------------------------------------
+# --- the effective policy, field by field
+# ---------------------------------------------------------------------------
 
 
 @obeys_its_own
@@ -155,14 +161,20 @@ def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
     policy = "params=float32,compute=bfloat16,output=float32"
     advice = "Delete the argument to let the policy decide, or give the layer a dtype_policy."
     assert [str(w.message) for w in caught if w.category is DtypePolicyWarning] == [
-        f"Dense at 'dense_0' obeys its own dtype=float32 against the policy in force, '{policy}'. {advice}",
-        f"Dense at 'dense_1' obeys its own dtype=float32 against the policy in force, '{policy}'. {advice}",
-        f"Dense at 'last' obeys its own param_dtype=float16 against the policy in force, '{policy}'. {advice}",
+        f"Dense at 'dense_0' obeys its own dtype=float32 against the policy in force, '{policy}'. "
+        f"{advice}",
+        f"Dense at 'dense_1' obeys its own dtype=float32 against the policy in force, '{policy}'. "
+        f"{advice}",
+        "Dense at 'last' obeys its own param_dtype=float16 against the policy in force, "
+        f"'{policy}'. {advice}",
     ]
 
 
 def test_a_warning_names_both_arguments_and_a_root_by_its_class():
-    text = "LayerNorm at 'LayerNorm' obeys its own dtype=float16 and param_dtype=float32 against the policy"
+    text = (
+        "LayerNorm at 'LayerNorm' obeys its own dtype=float16 and param_dtype=float32 against the "
+        "policy"
+    )
     with use_policy("bf16"), pytest.warns(DtypePolicyWarning, match=text):
         nn.LayerNorm(dtype=jnp.float16, param_dtype=jnp.float32).init(KEY, X)
 
@@ -171,12 +183,15 @@ def test_a_complex_dtype_is_kept_under_a_policy_and_is_no_boundary():
     with use_policy("mixed_bfloat16"), warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         layer = nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)
-        out, variables = jax.eval_shape(lambda: layer.init_with_output(KEY, X.astype(jnp.complex64)))
+        out, variables = jax.eval_shape(
+            lambda: layer.init_with_output(KEY, X.astype(jnp.complex64))
+        )
     assert out.dtype == jnp.complex64
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"complex64"}
 
 
-# --- the caller decides ---------------------------------------------------------------------------------------------
+# --- the caller decides
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_shared_layer_called_under_two_policies_in_one_trace_obeys_each_caller():
@@ -266,7 +281,10 @@ def test_an_open_call_wins_over_the_parent_chain():
             return Borrows(layer, dtype_policy=F16)(x), layer(x)
 
     out = jax.eval_shape(lambda: Owner(dtype_policy=BF16).init_with_output(KEY, X)[0])
-    assert [o.dtype.name for o in out] == ["bfloat16", "bfloat16"]  # the second boundary is the owner's
+    assert [o.dtype.name for o in out] == [
+        "bfloat16",
+        "bfloat16",
+    ]  # the second boundary is the owner's
     variables = Owner(dtype_policy=BF16).init(KEY, X)
     dots = named(operations(Owner(dtype_policy=BF16).apply, variables, X), "dot_general")
     assert [dot.inputs[0] for dot in dots] == ["float16", "bfloat16"]

@@ -1,4 +1,6 @@
-"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary casts a carry."""
+"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary
+casts a carry.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pytest
 from mpmodules import linen as our_nn
 from mpmodules.linen import apply_policy
 from policy import DtypePolicyWarning, get_policy, use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
@@ -39,7 +41,9 @@ CASES = {
     "GRUCell": Case(lambda nn, **kw: nn.GRUCell(HIDDEN, **kw)),
     "MGUCell": Case(lambda nn, **kw: nn.MGUCell(HIDDEN, **kw)),
     "MGUCell without reset": Case(lambda nn, **kw: nn.MGUCell(HIDDEN, reset_gate=False, **kw)),
-    "ConvLSTMCell": Case(lambda nn, **kw: nn.ConvLSTMCell(HIDDEN, kernel_size=(2,), **kw), (BATCH, 3, WIDTH)),
+    "ConvLSTMCell": Case(
+        lambda nn, **kw: nn.ConvLSTMCell(HIDDEN, kernel_size=(2,), **kw), (BATCH, 3, WIDTH)
+    ),
 }
 EACH_CELL = pytest.mark.parametrize("name", CASES)
 EACH_POLICY = pytest.mark.parametrize("policy", POLICIES)
@@ -98,9 +102,9 @@ def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
     return {v.aval.dtype.name for e in found for v in (*e.invars, *e.outvars)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What Flax does
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def standard_promotion(test: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +123,9 @@ def test_flaxs_lstm_returns_float32_from_a_half_dtype():
     variables, carry, x = start(case, cell)
     if jax.eval_shape(cell.apply, variables, carry, x)[1].dtype != jnp.float32:
         pytest.skip("repaired upstream")
-    assert dtypes(jax.eval_shape(our_cell_of(case, jnp.bfloat16).apply, variables, carry, x)[1]) == {"bfloat16"}
+    assert dtypes(
+        jax.eval_shape(our_cell_of(case, jnp.bfloat16).apply, variables, carry, x)[1]
+    ) == {"bfloat16"}
 
 
 def our_cell_of(case: Case, dtype: Any) -> Any:
@@ -133,7 +139,9 @@ def test_flaxs_rnn_over_a_half_cell_raises_and_ours_returns_what_dtype_says():
     ours = our_nn.RNN(our_cell_of(case, jnp.bfloat16), return_carry=True)
     assert dtypes(jax.eval_shape(ours.apply, variables, sequence(case))) == {"bfloat16"}
     try:
-        jax.eval_shape(flax_nn.RNN(case.make(flax_nn, dtype=jnp.bfloat16)).apply, variables, sequence(case))
+        jax.eval_shape(
+            flax_nn.RNN(case.make(flax_nn, dtype=jnp.bfloat16)).apply, variables, sequence(case)
+        )
     except TypeError as error:
         assert "carry" in str(error)
     else:
@@ -161,9 +169,9 @@ def test_flaxs_cells_can_t_create_half_parameters_and_ours_draw_in_float32(half)
         pytest.skip("repaired upstream")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One table of cells
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -189,7 +197,9 @@ def test_without_a_policy_dtypes_are_inferred_as_flax_infers_them(name):
     with jax.numpy_dtype_promotion("standard"):
         half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (carry, x))
         for args in (half, (carry, half[1])):
-            assert jax.eval_shape(ours.apply, variables, *args) == jax.eval_shape(theirs.apply, variables, *args)
+            assert jax.eval_shape(ours.apply, variables, *args) == jax.eval_shape(
+                theirs.apply, variables, *args
+            )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -238,7 +248,10 @@ def test_parameters_have_flaxs_tree_and_initial_values(name, policy):
     assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert a.dtype == jnp.bfloat16
-        if b.shape == (HIDDEN, HIDDEN):  # the orthogonal ones; what runs in half draws there, as in Flax
+        if b.shape == (
+            HIDDEN,
+            HIDDEN,
+        ):  # the orthogonal ones; what runs in half draws there, as in Flax
             assert_same_bits(a, b.astype(jnp.bfloat16))
 
 
@@ -251,7 +264,10 @@ def test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype(name, policy):
         variables = jax.eval_shape(rnn.init, KEY, sequence(case))
         carry, y = jax.eval_shape(rnn.apply, variables, sequence(case))
         assert dtypes(variables) == {wanted.param_dtype.name}
-        assert (dtypes(carry), dtypes(y)) == ({wanted.compute_dtype.name}, {wanted.output_dtype.name})
+        assert (dtypes(carry), dtypes(y)) == (
+            {wanted.compute_dtype.name},
+            {wanted.output_dtype.name},
+        )
         assert matmul_dtypes(rnn.apply, variables, sequence(case)) == {wanted.compute_dtype.name}
 
 
@@ -273,18 +289,28 @@ def test_a_ported_rnn_obeys_as_ours_does(name, policy):
 @EACH_CELL
 def test_half_precision_is_close_to_float32(name, policy):
     rnn: Any
-    rnn, x, variables = our_nn.RNN(CASES[name].make(our_nn)), sequence(CASES[name]), rnn_variables_of(name)
+    rnn, x, variables = (
+        our_nn.RNN(CASES[name].make(our_nn)),
+        sequence(CASES[name]),
+        rnn_variables_of(name),
+    )
     full = jax.jit(rnn.apply)(variables, x)
     with use_policy(policy):
         half = jax.jit(rnn.apply)(variables, x)
     ulp = float(jnp.finfo(get_policy(policy).compute_dtype).eps)
-    np.testing.assert_allclose(half, full, rtol=0, atol=4 * ulp)  # values below 1, five steps of feedback
+    np.testing.assert_allclose(
+        half, full, rtol=0, atol=4 * ulp
+    )  # values below 1, five steps of feedback
 
 
 @pytest.mark.parametrize("name", ["SimpleCell", "OptimizedLSTMCell", "GRUCell"])
 def test_jit_changes_nothing_beyond_rounding(name):
     rnn: Any
-    rnn, x, variables = our_nn.RNN(CASES[name].make(our_nn)), sequence(CASES[name]), rnn_variables_of(name)
+    rnn, x, variables = (
+        our_nn.RNN(CASES[name].make(our_nn)),
+        sequence(CASES[name]),
+        rnn_variables_of(name),
+    )
     with use_policy("mixed_bfloat16"):
         eager, jitted = rnn.apply(variables, x), jax.jit(rnn.apply)(variables, x)
     assert eager.dtype == jitted.dtype == jnp.float32
@@ -302,16 +328,19 @@ def test_a_hand_threaded_cell_lowers_to_the_same_matmuls_and_gates(name):
     assert program == jax.jit(lambda *args: theirs.apply(*args)).lower(*args).as_text()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Carries
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
 def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(name):
     case = CASES[name]
     cell: Any = case.make(our_nn)
-    variables, wide = variables_of(name), cell.initialize_carry(KEY, case.shape)  # made with no policy in force
+    variables, wide = (
+        variables_of(name),
+        cell.initialize_carry(KEY, case.shape),
+    )  # made with no policy in force
     steps = jnp.moveaxis(sequence(case), 1, 0)
     with use_policy("mixed_bfloat16"):
         half = cell.initialize_carry(KEY, case.shape)
@@ -329,7 +358,11 @@ def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_car
     cell: Any = case.make(our_nn, dtype_policy="mixed_bfloat16")
     variables, carry, x = start(case, cell)
     new_carry, y = jax.eval_shape(cell.apply, variables, carry, x)
-    assert (dtypes(carry), dtypes(new_carry), dtypes(y)) == ({"bfloat16"}, {"bfloat16"}, {"float32"})
+    assert (dtypes(carry), dtypes(new_carry), dtypes(y)) == (
+        {"bfloat16"},
+        {"bfloat16"},
+        {"float32"},
+    )
     by_keyword = jax.eval_shape(lambda v: cell.apply(v, carry=carry, inputs=x), variables)
     assert by_keyword == (new_carry, y)
 
@@ -350,14 +383,20 @@ def test_ten_steps_of_decoding_feed_the_carry_back(name):
         whole = jax.jit(rnn.apply)(rnn_variables_of(name), sequence(case, steps=10))
     assert step._cache_size() == 1
     np.testing.assert_allclose(
-        np.stack([np.asarray(y, np.float32) for y in outputs], 1), np.asarray(whole[1]), rtol=0, atol=2**-8
+        np.stack([np.asarray(y, np.float32) for y in outputs], 1),
+        np.asarray(whole[1]),
+        rtol=0,
+        atol=2**-8,
     )
 
 
 def test_a_carry_is_drawn_with_the_cells_own_initialiser_in_compute_dtype():
     cell: Any = our_nn.GRUCell(HIDDEN, carry_init=jax.nn.initializers.normal())
     plain: Any = cell.initialize_carry(KEY, (BATCH, WIDTH))
-    assert_same_bits(plain, flax_nn.GRUCell(HIDDEN, carry_init=cell.carry_init).initialize_carry(KEY, (BATCH, WIDTH)))
+    assert_same_bits(
+        plain,
+        flax_nn.GRUCell(HIDDEN, carry_init=cell.carry_init).initialize_carry(KEY, (BATCH, WIDTH)),
+    )
     with use_policy("mixed_float16"):
         half = cell.initialize_carry(KEY, (BATCH, WIDTH))
     assert_same_bits(half, plain.astype(jnp.float16))
@@ -403,16 +442,20 @@ def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_o
     assert (ys.dtype, int(last[0])) == (jnp.float32, TIME)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # RNN and Bidirectional
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "seq_lengths": {"seq_lengths": np.array([2, 5])},
     "reverse": {"reverse": True},
     "reverse, keep_order": {"reverse": True, "keep_order": True},
-    "reverse, keep_order, seq_lengths": {"reverse": True, "keep_order": True, "seq_lengths": np.array([4, 1])},
+    "reverse, keep_order, seq_lengths": {
+        "reverse": True,
+        "keep_order": True,
+        "seq_lengths": np.array([4, 1]),
+    },
     "time_major": {"time_major": True},
     "init_key": {"init_key": jax.random.key(3)},
 }
@@ -431,7 +474,11 @@ def test_every_option_of_an_rnn_does_what_it_does_in_flax(option, return_carry):
         out = ours.apply(variables, x, return_carry=return_carry, **options)
     carry, y = out if return_carry else ((), out)
     assert (dtypes(carry), dtypes(y)) == ({"bfloat16"} if return_carry else set(), {"float32"})
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, rtol=0, atol=2**-6), out, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, rtol=0, atol=2**-6),
+        out,
+        expected,
+    )
 
 
 @pytest.mark.parametrize("given", ["float32", "bfloat16", "float16"])
@@ -439,10 +486,14 @@ def test_every_option_of_an_rnn_does_what_it_does_in_flax(option, return_carry):
 @pytest.mark.parametrize("name", ["SimpleCell", "LSTMCell", "ConvLSTMCell"])
 def test_an_initial_carry_may_come_in_any_dtype(name, policy, given):
     case, wanted = CASES[name], get_policy(policy)
-    carry = jax.tree.map(lambda a: a.astype(given), case.make(our_nn).initialize_carry(KEY, case.shape))
+    carry = jax.tree.map(
+        lambda a: a.astype(given), case.make(our_nn).initialize_carry(KEY, case.shape)
+    )
     rnn: Any = our_nn.RNN(case.make(our_nn), return_carry=True)
     with use_policy(policy):
-        (last, y), _ = jax.eval_shape(lambda: rnn.init_with_output(KEY, sequence(case), initial_carry=carry))
+        (last, y), _ = jax.eval_shape(
+            lambda: rnn.init_with_output(KEY, sequence(case), initial_carry=carry)
+        )
     assert (dtypes(last), dtypes(y)) == ({wanted.compute_dtype.name}, {wanted.output_dtype.name})
 
 
@@ -467,7 +518,9 @@ def test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype(n
     with use_policy(policy):
         (carry, y), variables = jax.eval_shape(lambda: model.init_with_output(KEY, sequence(case)))
         carries = jax.tree.map(lambda a: jnp.ones(a.shape, jnp.float32), carry)
-        again, _ = jax.eval_shape(lambda: model.init_with_output(KEY, sequence(case), initial_carry=carries)[0])
+        again, _ = jax.eval_shape(
+            lambda: model.init_with_output(KEY, sequence(case), initial_carry=carries)[0]
+        )
     assert dtypes(variables) == {wanted.param_dtype.name}
     assert (dtypes(carry), dtypes(y)) == ({wanted.compute_dtype.name}, {wanted.output_dtype.name})
     assert (y.shape, again) == ((BATCH, TIME, 2 * HIDDEN), carry)
@@ -509,7 +562,10 @@ def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too():
         (carry, y), variables = jax.eval_shape(lambda: rnn.init_with_output(KEY, x))
         assert matmul_dtypes(rnn.apply, variables, x) == {"bfloat16", "float32"}
     assert (dtypes(carry), dtypes(y)) == ({"bfloat16"}, {"float32"})
-    with use_policy("mixed_bfloat16", [("cell/h_", "float32")]), pytest.raises(ValueError, match="matched no module"):
+    with (
+        use_policy("mixed_bfloat16", [("cell/h_", "float32")]),
+        pytest.raises(ValueError, match="matched no module"),
+    ):
         rnn.init(KEY, x)
 
 
@@ -517,7 +573,10 @@ def test_an_explicit_dtype_is_obeyed_with_a_warning():
     case = CASES["GRUCell"]
     cell: Any = case.make(our_nn, dtype=jnp.float32)
     variables, _, x = start(case, cell)
-    expected = r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, 'params=float32,compute"
+    expected = (
+        r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, "
+        r"'params=float32,compute"
+    )
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         carry = cell.initialize_carry(KEY, x.shape)
         out = jax.eval_shape(cell.apply, variables, carry, x)
@@ -531,17 +590,25 @@ def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
         kept = apply_policy(model, "mixed_bfloat16", keep_explicit=True)
         carry, y = jax.eval_shape(lambda: kept.init_with_output(KEY, x)[0])
     assert dtypes((carry, y)) == {"float32"}
-    carry, _ = jax.eval_shape(lambda: apply_policy(model, "mixed_bfloat16").init_with_output(KEY, x)[0])
+    carry, _ = jax.eval_shape(
+        lambda: apply_policy(model, "mixed_bfloat16").init_with_output(KEY, x)[0]
+    )
     assert dtypes(carry) == {"bfloat16"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Lifted and stacked
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def lifted_scan(nn: Any) -> Any:
-    cls = nn.scan(nn.LSTMCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+    cls = nn.scan(
+        nn.LSTMCell,
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        in_axes=1,
+        out_axes=1,
+    )
     return cls(HIDDEN)
 
 
@@ -568,7 +635,11 @@ class FunctionScan(flax_nn.Module):
 def test_a_class_lifted_cell_runs_in_compute_dtype_with_its_boundary_outside_the_loop(nn):
     x = sequence(CASES["LSTMCell"])
     cell: Any = lifted_scan(nn)
-    cell: Any = apply_policy(cell, "mixed_bfloat16") if nn is flax_nn else cell.clone(dtype_policy="mixed_bfloat16")
+    cell: Any = (
+        apply_policy(cell, "mixed_bfloat16")
+        if nn is flax_nn
+        else cell.clone(dtype_policy="mixed_bfloat16")
+    )
     carry = cell.initialize_carry(KEY, x[:, 0].shape)
     (last, y), variables = jax.eval_shape(lambda: cell.init_with_output(KEY, carry, x))
     assert (dtypes(variables), dtypes(last), dtypes(y)) == ({"float32"}, dtypes(carry), {"float32"})
@@ -607,41 +678,52 @@ def test_a_rematerialised_cell_and_rnn_give_the_same_gradients(name):
         for rnn in (our_nn.RNN(case.make(Lifted())), Lifted.RNN(case.make(our_nn))):
             assert dtypes(jax.eval_shape(rnn.apply, variables, x)) == {"float32"}
             jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-5, atol=2**-5), gradients(rnn), expected
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-5, atol=2**-5),
+                gradients(rnn),
+                expected,
             )
 
 
 def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype():
     x = jnp.ones((BATCH, TIME, WIDTH))
     cells: Any = our_nn.Sequential([our_nn.LSTMCell(HIDDEN), our_nn.LSTMCell(HIDDEN)])
-    rnns: Any = our_nn.Sequential([our_nn.RNN(our_nn.GRUCell(HIDDEN)), our_nn.RNN(our_nn.SimpleCell(HIDDEN))])
+    rnns: Any = our_nn.Sequential(
+        [our_nn.RNN(our_nn.GRUCell(HIDDEN)), our_nn.RNN(our_nn.SimpleCell(HIDDEN))]
+    )
     with use_policy("mixed_bfloat16"):
         carry = our_nn.LSTMCell(HIDDEN).initialize_carry(KEY, x[:, 0].shape)
         for model, args in ((cells, (carry, x[:, 0])), (rnns, (x,))):
-            out, variables = jax.eval_shape(lambda model=model, args=args: model.init_with_output(KEY, *args))
+            out, variables = jax.eval_shape(
+                lambda model=model, args=args: model.init_with_output(KEY, *args)
+            )
             assert jax.tree.leaves(out)[-1].dtype == jnp.float32
             assert matmul_dtypes(model.apply, variables, *args) == {"bfloat16"}
             casts = [
                 eqn
                 for eqn in equations(jax.make_jaxpr(model.apply)(variables, *args).jaxpr)
-                if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32
+                if eqn.primitive.name == "convert_element_type"
+                and eqn.outvars[0].aval.dtype == jnp.float32
             ]
             assert len(casts) == len(jax.tree.leaves(out))  # on the way out, and nowhere between
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
-def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_residuals_are_half(name):
+def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_residuals_are_half(
+    name,
+):
     case = CASES[name]
     x = sequence(case, steps=7)
     rnn: Any = our_nn.RNN(case.make(our_nn))
     with use_policy("p=f32,c=bf16,o=bf16"):
         variables = jax.eval_shape(rnn.init, KEY, x)
-        jaxpr = jax.make_jaxpr(jax.grad(lambda v: rnn.apply(v, x).astype(jnp.float32).sum()))(variables).jaxpr
+        jaxpr = jax.make_jaxpr(jax.grad(lambda v: rnn.apply(v, x).astype(jnp.float32).sum()))(
+            variables
+        ).jaxpr
     forward, backward = (e for e in equations(jaxpr) if e.primitive.name == "scan")
     stacked = {v.aval.dtype.name for v in forward.outvars if 7 in v.aval.shape}
     assert stacked == {"bfloat16"}
@@ -653,11 +735,17 @@ def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_r
 
 def test_the_gradient_of_a_512_step_rnn_is_accurate():
     steps = 512
-    x = np.random.default_rng(1).uniform(0.5, 1.5, size=(1, steps, WIDTH))  # one sign: rounding errors can't cancel
-    rnn: Any = our_nn.RNN(our_nn.SimpleCell(HIDDEN, recurrent_kernel_init=jax.nn.initializers.zeros))
+    x = np.random.default_rng(1).uniform(
+        0.5, 1.5, size=(1, steps, WIDTH)
+    )  # one sign: rounding errors can't cancel
+    rnn: Any = our_nn.RNN(
+        our_nn.SimpleCell(HIDDEN, recurrent_kernel_init=jax.nn.initializers.zeros)
+    )
     variables = rnn.init(KEY, jnp.asarray(x, jnp.float32))
     kernel = np.asarray(variables["params"]["cell"]["i"]["kernel"], np.float64)
-    truth = np.einsum("tw,th->wh", x[0], 1 - np.tanh(x[0] @ kernel) ** 2)  # of the sum of all outputs
+    truth = np.einsum(
+        "tw,th->wh", x[0], 1 - np.tanh(x[0] @ kernel) ** 2
+    )  # of the sum of all outputs
 
     def error(variables):
         with use_policy("p=f32,c=bf16,o=bf16"):
@@ -666,4 +754,6 @@ def test_the_gradient_of_a_512_step_rnn_is_accurate():
         return np.abs(np.asarray(gradient, np.float64) - truth).max() / np.abs(truth).max()
 
     stored_in_half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), variables)
-    assert error(variables) < 2**-8 and error(stored_in_half) < 2**-8  # summed in half over the steps: 2% off
+    assert (
+        error(variables) < 2**-8 and error(stored_in_half) < 2**-8
+    )  # summed in half over the steps: 2% off

@@ -99,7 +99,9 @@ def test_layers_inside_attention_keep_the_dtypes_given_to_it_where_no_policy_hol
 
 
 def test_a_pattern_is_matched_in_full():
-    with use_policy(None, rules=PolicyRules([("layer_1", BF16), ("encoder/layer", BF16)], strict=False)):
+    with use_policy(
+        None, rules=PolicyRules([("layer_1", BF16), ("encoder/layer", BF16)], strict=False)
+    ):
         assert set().union(*compute_dtypes().values()) == {"float32"}
 
 
@@ -113,9 +115,13 @@ def test_at_one_module_the_first_rule_that_matches_wins():
 
 
 def test_what_a_rule_says_holds_below_until_a_rule_matches_there():
-    with use_policy("f32", rules=[("encoder", "mixed_bfloat16"), ("encoder/layer_1/mlp", "p=f32,c=f16,o=bf16")]):
+    with use_policy(
+        "f32", rules=[("encoder", "mixed_bfloat16"), ("encoder/layer_1/mlp", "p=f32,c=f16,o=bf16")]
+    ):
         found = compute_dtypes()
-    assert at(found, "layer_0/mlp") == {"bfloat16"} and at(found, "layer_1/attn/out") == {"bfloat16"}
+    assert at(found, "layer_0/mlp") == {"bfloat16"} and at(found, "layer_1/attn/out") == {
+        "bfloat16"
+    }
     assert at(found, "layer_1/mlp") == {"float16"} and at(found, "head") == {"float32"}
 
 
@@ -166,7 +172,9 @@ def test_rules_hold_under_a_lifted_class_and_in_a_scan():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            scanned = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            scanned = nn.scan(
+                Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
             x = scanned(name="body")(x, None)[0]
             return nn.remat(Layer)(name="remat")(x)
 
@@ -203,13 +211,19 @@ def test_a_rule_says_what_is_in_force_inside_the_module():
     assert seen[0] is None and seen[1].compute_dtype == jnp.bfloat16
 
 
-# --- rules that match nothing ---------------------------------------------------------------------------------------
+# --- rules that match nothing
+# ---------------------------------------------------------------------------------------
 
-UNMATCHED = re.escape("Rule 'encoder/.*nrom' matched no module. Modules seen: encoder, encoder/layer_0, ")
+UNMATCHED = re.escape(
+    "Rule 'encoder/.*nrom' matched no module. Modules seen: encoder, encoder/layer_0, "
+)
 
 
 def test_an_unmatched_rule_is_an_error_at_root_init_that_lists_the_paths():
-    with use_policy("mixed_bfloat16", rules={"encoder/.*nrom": "f32"}), pytest.raises(ValueError, match=UNMATCHED) as e:
+    with (
+        use_policy("mixed_bfloat16", rules={"encoder/.*nrom": "f32"}),
+        pytest.raises(ValueError, match=UNMATCHED) as e,
+    ):
         init(Net())
     assert str(e.value).endswith("encoder/layer_1/mlp, encoder/layer_1/norm, head.")
     assert "encoder/layer_0/attn/query" in str(e.value)
@@ -218,7 +232,10 @@ def test_an_unmatched_rule_is_an_error_at_root_init_that_lists_the_paths():
 def test_an_unmatched_rule_is_an_error_at_apply_jitted_or_not():
     variables = init(Net())
     for apply in (Net().apply, jax.jit(Net().apply)):
-        with use_policy("bf16", rules={"encoder/.*nrom": "f32"}), pytest.raises(ValueError, match=UNMATCHED):
+        with (
+            use_policy("bf16", rules={"encoder/.*nrom": "f32"}),
+            pytest.raises(ValueError, match=UNMATCHED),
+        ):
             jax.eval_shape(apply, variables, X)
 
 
@@ -226,7 +243,9 @@ def test_every_unmatched_rule_is_named_class_rules_too():
     rules = [("head", "f32"), ("nose", "f32"), (nn.Conv, "f32"), ("tail", "f32")]
     with (
         use_policy("bf16", rules=rules),
-        pytest.raises(ValueError, match=r"Rules 'nose', Conv, 'tail' matched no module\. Modules seen: "),
+        pytest.raises(
+            ValueError, match=r"Rules 'nose', Conv, 'tail' matched no module\. Modules seen: "
+        ),
     ):
         init(Net())
 
@@ -250,7 +269,10 @@ def test_a_rule_that_only_another_method_would_reach_is_known_from_the_variables
     variables = init(TwoHeads())
     with use_policy(None, rules={"right": "bf16"}):
         jax.eval_shape(lambda v: TwoHeads().apply(v, X, method="only_left"), variables)
-    with use_policy(None, rules={"middle": "bf16"}), pytest.raises(ValueError, match="Rule 'middle' matched no module"):
+    with (
+        use_policy(None, rules={"middle": "bf16"}),
+        pytest.raises(ValueError, match="Rule 'middle' matched no module"),
+    ):
         jax.eval_shape(lambda v: TwoHeads().apply(v, X, method="only_left"), variables)
 
 
@@ -286,7 +308,10 @@ def test_a_rule_into_a_jitted_block_is_checked_on_the_first_and_not_on_the_cache
 
 
 def test_a_failed_check_leaves_nothing_behind():
-    with use_policy("bf16", rules={"nose": "f32"}), pytest.raises(ValueError, match="'nose' matched no module"):
+    with (
+        use_policy("bf16", rules={"nose": "f32"}),
+        pytest.raises(ValueError, match="'nose' matched no module"),
+    ):
         init(Net())
     with use_policy("bf16", rules={"head": "f32"}):
         init(Net())
@@ -305,6 +330,8 @@ def test_an_error_inside_the_model_is_not_hidden_by_the_check():
 
 def test_a_root_of_flaxs_own_class_makes_each_of_our_modules_below_it_outermost():
     model = flax_nn.Sequential([Layer(name="a"), Layer(name="b")])
-    with use_policy("mixed_bfloat16", rules=PolicyRules({"layers_1/mlp|b/mlp": "f32"}, strict=False)):
+    with use_policy(
+        "mixed_bfloat16", rules=PolicyRules({"layers_1/mlp|b/mlp": "f32"}, strict=False)
+    ):
         found = compute_dtypes(model)
     assert {"bfloat16"} <= set().union(*found.values())

@@ -45,8 +45,15 @@ class Net(nn.Module):
 
 def cells(table):
     """The two columns by path (and method, where it is not __call__)."""
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
-    header = [cell.strip() for cell in next(line for line in table.splitlines() if "┃" in line).split("┃")[1:-1]]
+    lines = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in table.splitlines()
+        if "│" in line
+    ]
+    header = [
+        cell.strip()
+        for cell in next(line for line in table.splitlines() if "┃" in line).split("┃")[1:-1]
+    ]
     assert header[2:4] == ["policy", "policy source"]
     rows = [line for line in lines if line[1]]
     return {line[0] + "".join(line[1].split(" ")[1:]): (line[2], line[3]) for line in rows}
@@ -59,9 +66,15 @@ def shown(model, **options):
 
 
 def test_every_source_is_named():
-    with use_policy(MIXED, {"inherits/LayerNorm_[0-9]": "f32", "remat": "bf16", nn.LayerNorm: "f32"}):
+    with use_policy(
+        MIXED, {"inherits/LayerNorm_[0-9]": "f32", "remat": "bf16", nn.LayerNorm: "f32"}
+    ):
         rows = shown(Net())
-    scope, own, remat = (SHORT, "scope"), "p=f16,c=f16,o=f16", ("p=bf16,c=bf16,o=bf16", "rule: 'remat'")
+    scope, own, remat = (
+        (SHORT, "scope"),
+        "p=f16,c=f16,o=f16",
+        ("p=bf16,c=bf16,o=bf16", "rule: 'remat'"),
+    )
     full = "p=f32,c=f32,o=f32"
     assert rows == {
         "": scope,
@@ -85,7 +98,9 @@ def test_every_source_is_named():
 
 def test_the_global_policy_and_none_are_told_apart():
     assert shown(Block(), policy_columns=True)["Dense_0"] == ("", "none")
-    assert "policy" not in Block().tabulate(KEY, X, console_kwargs=CONSOLE)  # without a policy it is Flax's table
+    assert "policy" not in Block().tabulate(
+        KEY, X, console_kwargs=CONSOLE
+    )  # without a policy it is Flax's table
     set_policy("bf16")
     assert shown(Block())["Dense_0"] == ("p=bf16,c=bf16,o=bf16", "global")
     with use_policy(None):
@@ -158,15 +173,25 @@ class Shared(nn.Module):
 
 def test_repeated_calls_of_a_shared_layer_each_show_what_held_in_them():
     with use_policy(MIXED):
-        table = Shared().tabulate(KEY, X, console_kwargs=CONSOLE, show_repeated=True, method="encode", depth=1)
-    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in table.splitlines() if "│ dense" in line]
+        table = Shared().tabulate(
+            KEY, X, console_kwargs=CONSOLE, show_repeated=True, method="encode", depth=1
+        )
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:5]]
+        for line in table.splitlines()
+        if "│ dense" in line
+    ]
     assert [row[2:] for row in rows] == [[SHORT, "scope"], ["p=f16,c=f16,o=f16", "scope"]]
     assert cells(table)["(encode)"] == (SHORT, "scope")
 
 
 def test_the_rest_of_the_table_is_flaxs():
     options = {"console_kwargs": CONSOLE, "depth": 1, "show_repeated": True, "compute_flops": True}
-    options |= {"compute_vjp_flops": True, "table_kwargs": {"expand": False}, "column_kwargs": {"justify": "right"}}
+    options |= {
+        "compute_vjp_flops": True,
+        "table_kwargs": {"expand": False},
+        "column_kwargs": {"justify": "right"},
+    }
     model = Block()
     set_policy(MIXED)
     plain = model.tabulate(KEY, X, policy_columns=False, **options)
@@ -174,7 +199,10 @@ def test_the_rest_of_the_table_is_flaxs():
     assert plain == nn.tabulate(model, KEY, policy_columns=False, **options)(X)
 
     def without(table):
-        rows = [[c.strip() for c in line.replace("┃", "│").split("│")[1:-1]] for line in table.splitlines()]
+        rows = [
+            [c.strip() for c in line.replace("┃", "│").split("│")[1:-1]]
+            for line in table.splitlines()
+        ]
         return [row[:2] + row[-5:] for row in rows if row]
 
     assert "vjp_flops" in plain
@@ -188,7 +216,9 @@ def test_flops_are_counted_under_what_held_in_the_call():
         def __call__(self, x):
             return Block(name="block", dtype_policy="f16")(nn.Dense(4)(x))
 
-    with use_policy(MIXED, {"block/LayerNorm_0": "f32"}):  # Flax counts each module as a root, where no such path is
+    with use_policy(
+        MIXED, {"block/LayerNorm_0": "f32"}
+    ):  # Flax counts each module as a root, where no such path is
         rows = shown(Outer(), compute_flops=True)
     assert rows["block/LayerNorm_0"] == ("p=f32,c=f32,o=f32", "rule: 'block/LayerNorm_0'")
     assert rows["block/Dense_0"] == ("p=f16,c=f16,o=f16", "enclosing module: block")
@@ -198,7 +228,9 @@ def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
     from flax.linen import summary
 
     monkeypatch.delattr(summary, "_render_table")
-    with pytest.raises(RuntimeError, match=r"'?_render_table'? is not there.*Pass policy_columns=False"):
+    with pytest.raises(
+        RuntimeError, match=r"'?_render_table'? is not there.*Pass policy_columns=False"
+    ):
         Block().tabulate(KEY, X)
 
 

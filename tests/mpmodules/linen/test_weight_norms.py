@@ -1,4 +1,6 @@
-"""InstanceNorm, WeightNorm and SpectralNorm: statistics and norms in float32, parameters kept as they are stored."""
+"""InstanceNorm, WeightNorm and SpectralNorm: statistics and norms in float32, parameters kept as
+they are stored.
+"""
 
 from typing import Any
 
@@ -28,11 +30,16 @@ class Model(nn.Module):
     def __call__(self, x, **kwargs):
         given = {} if self.dtype is None else {"dtype": self.dtype}
         x = self.layers.Dense(4, **given)(x)
-        return getattr(self.layers, self.wrapper)(self.layers.Dense(6, **given), **given)(x, **kwargs)
+        return getattr(self.layers, self.wrapper)(self.layers.Dense(6, **given), **given)(
+            x, **kwargs
+        )
 
 
 def dtypes(tree):
-    return {jax.tree_util.keystr(path): leaf.dtype.name for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def equal(a, b):
@@ -47,7 +54,8 @@ def test_float32_without_a_policy_is_upstreams_bit_for_bit(wrapper, kwargs):
     equal(variables, upstream.init(KEY, X, **kwargs))
     for mutable in (["batch_stats"], ["params", "batch_stats"]):
         equal(
-            ours.apply(variables, X, mutable=mutable, **kwargs), upstream.apply(variables, X, mutable=mutable, **kwargs)
+            ours.apply(variables, X, mutable=mutable, **kwargs),
+            upstream.apply(variables, X, mutable=mutable, **kwargs),
         )
 
 
@@ -61,7 +69,9 @@ def test_upstreams_init_stores_the_kernel_in_half(wrapper, kwargs):
     assert set(dtypes(ours).values()) == {"float32"}
 
 
-@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32", "p=bf16,c=f32"))
+@pytest.mark.parametrize(
+    "policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32", "p=bf16,c=f32")
+)
 @pytest.mark.parametrize(("wrapper", "kwargs"), WRAPPERS)
 def test_parameters_and_gradients_keep_param_dtype(wrapper, kwargs, policy):
     model = Model(nn, wrapper)
@@ -79,7 +89,9 @@ def test_parameters_and_gradients_keep_param_dtype(wrapper, kwargs, policy):
     assert set(dtypes(variables["params"]).values()) == {policy.param_dtype.name}
     assert set(dtypes(variables.get("batch_stats", {})).values()) <= {"float32"}
     assert dtypes(updates["params"]) == dtypes(variables["params"]) == dtypes(gradient)
-    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(gradient))
+    assert all(
+        np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(gradient)
+    )
 
 
 @pytest.mark.parametrize(("wrapper", "kwargs"), WRAPPERS)
@@ -156,12 +168,16 @@ def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers():
 def test_instance_norm_keeps_an_offset_input_accurate(dtype):
     x = (1000 + jax.random.normal(KEY, (2, 8, 8, 3))).astype(jnp.float32)
     true = np.asarray(x, np.float64)
-    true = (true - true.mean((1, 2), keepdims=True)) / np.sqrt(true.var((1, 2), keepdims=True) + 1e-6)
+    true = (true - true.mean((1, 2), keepdims=True)) / np.sqrt(
+        true.var((1, 2), keepdims=True) + 1e-6
+    )
     layer = nn.InstanceNorm(dtype_policy=Policy("f32", dtype, dtype))
     y, variables = layer.init_with_output(KEY, x)
     assert y.dtype == dtype and set(dtypes(variables).values()) == {"float32"}
     assert_close_in_ulps(y, true, 1, floor=2.0**-6)
-    equal(nn.InstanceNorm().init_with_output(KEY, x), flax_nn.InstanceNorm().init_with_output(KEY, x))
+    equal(
+        nn.InstanceNorm().init_with_output(KEY, x), flax_nn.InstanceNorm().init_with_output(KEY, x)
+    )
 
 
 def test_instance_norm_gradients_are_summed_in_float32():
@@ -178,4 +194,6 @@ def test_instance_norm_gradients_are_summed_in_float32():
         text = str(jax.make_jaxpr(jax.grad(loss))(variables["params"], x))
     np.testing.assert_array_equal(gradient["bias"], 4 * 32 * 32)
     assert gradient["scale"].dtype == jnp.float32
-    assert not [line for line in text.splitlines() if "reduce_sum" in line and ":bf16" in line.split("=")[0]]
+    assert not [
+        line for line in text.splitlines() if "reduce_sum" in line and ":bf16" in line.split("=")[0]
+    ]

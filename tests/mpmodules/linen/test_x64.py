@@ -7,7 +7,8 @@ import subprocess
 import sys
 import textwrap
 
-# In a process of its own: x64 is a setting of the process, and programs made without it would stay in the caches.
+# In a process of its own: x64 is a setting of the process, and programs made without it would stay
+# in the caches.
 PROGRAM = """
     import jax
     jax.config.update("jax_enable_x64", True)
@@ -26,7 +27,8 @@ PROGRAM = """
         @nn.compact
         def __call__(self, x):
             x = nn.LayerNorm()(nn.Dense(4)(x))
-            x = x + nn.MultiHeadDotProductAttention(2)(x) + nn.Embed(3, 4)(jnp.zeros(x.shape[:2], int))
+            x = x + nn.MultiHeadDotProductAttention(2)(x)
+            x = x + nn.Embed(3, 4)(jnp.zeros(x.shape[:2], int))
             return nn.GroupNorm(2)(nn.RMSNorm()(x))
 
     def dtypes(ops):
@@ -36,21 +38,31 @@ PROGRAM = """
 
 def run(body: str) -> None:
     program = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_a_half_policy_makes_no_float64_and_a_float64_policy_is_obeyed():
     run("""
-        # computing in float32, Flax's own attention runs, and takes one scalar's square root in float64
+        # in float32, Flax's own attention runs, and takes one scalar's square root in float64
         for policy in ("mixed_bfloat16", "mixed_float16"):
             model = Net(dtype_policy=policy)
             variables = jax.eval_shape(lambda: model.init(KEY, X))
             assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"float32"}
             def loss(variables, x):
                 return model.apply(variables, x).astype(jnp.float32).sum()
-            found = [op for op in operations(jax.grad(loss), variables, X) if "float64" in (*op.inputs, *op.outputs)]
+            ops = operations(jax.grad(loss), variables, X)
+            found = [op for op in ops if "float64" in (*op.inputs, *op.outputs)]
             assert not found, (policy, found)
 
         model = Net(dtype_policy="float64")
@@ -58,7 +70,8 @@ def test_a_half_policy_makes_no_float64_and_a_float64_policy_is_obeyed():
         assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"float64"}
         out = model.apply(variables, X)
         assert out.dtype == jnp.float64
-        assert not dtypes(operations(model.apply, variables, X.astype(jnp.float64))) & {"float32", "bfloat16"}
+        ops = operations(model.apply, variables, X.astype(jnp.float64))
+        assert not dtypes(ops) & {"float32", "bfloat16"}
 
         # our own float32 against our own float64
         narrow = Net(dtype_policy="float32").apply(variables, X)
@@ -73,8 +86,9 @@ def test_a_half_policy_makes_no_float64_and_a_float64_policy_is_obeyed():
         assert out.dtype == jnp.float32
         np.testing.assert_allclose(out, truth, rtol=3e-7, atol=1e-7)
 
-        # a float64 input meets a policy at the boundary, and a model that knows nothing of us obeys one
-        assert Net(dtype_policy="mixed_bfloat16").apply(variables, X.astype(jnp.float64)).dtype == jnp.float32
+        # a float64 input meets a policy at the boundary, and a foreign model obeys one
+        out = Net(dtype_policy="mixed_bfloat16").apply(variables, X.astype(jnp.float64))
+        assert out.dtype == jnp.float32
         ported = nn.apply_policy(flax_nn.Dense(3), "float64")
         assert ported.init_with_output(KEY, X)[0].dtype == jnp.float64
     """)

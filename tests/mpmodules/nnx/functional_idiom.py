@@ -1,4 +1,5 @@
-"""Steps of the functional idiom of nnx under autocast; exits with an error where one differs from `jax.jit`'s.
+"""Steps of the functional idiom of nnx under autocast; exits with an error where one differs from
+`jax.jit`'s.
 
 python -m tests.mpmodules.nnx.functional_idiom [MODULE TO IMPORT FIRST]
 """

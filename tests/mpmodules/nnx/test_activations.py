@@ -44,10 +44,14 @@ def test_prelu_keeps_its_slope_in_param_dtype(policy):
         layer = nnx.PReLU()
     y, half = layer(X), np.asarray(X.astype(policy.compute_dtype), np.float64)
     assert y.dtype == policy.compute_dtype and layer.negative_slope[...].dtype == policy.param_dtype
-    gradient = flax_nnx.grad(lambda layer: jnp.sum(layer(X).astype(jnp.float32)))(layer)["negative_slope"][...]
+    gradient = flax_nnx.grad(lambda layer: jnp.sum(layer(X).astype(jnp.float32)))(layer)[
+        "negative_slope"
+    ][...]
     assert gradient.dtype == policy.param_dtype
     exact = np.where(half >= 0, 1, float(layer.negative_slope[...])) * half
-    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=float(jnp.finfo(y.dtype).eps) / 2)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), exact, rtol=float(jnp.finfo(y.dtype).eps) / 2
+    )
 
 
 def test_prelu_obeys_a_promotion_of_the_users_own():

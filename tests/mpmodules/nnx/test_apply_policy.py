@@ -1,6 +1,9 @@
-"""`apply_policy` puts a built model, ours or not, under a policy: in place, by path and class, or not at all."""
+"""`apply_policy` puts a built model, ours or not, under a policy: in place, by path and class, or
+not at all.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -17,7 +20,7 @@ from flax import nnx as flax_nnx
 from mpmodules import PolicyRules, get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
 from policy import DtypePolicyWarning
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 MIXED, HALF, FULL = get_policy("mixed_bfloat16"), get_policy("bf16"), get_policy("f32")
@@ -35,7 +38,9 @@ class Block(flax_nnx.Module):
     def __init__(self, *, rngs):
         self.attn = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
         self.norm = flax_nnx.LayerNorm(4, rngs=rngs)
-        self.mlp = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.gelu, Gated(4, 4, rngs=rngs))
+        self.mlp = flax_nnx.Sequential(
+            flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.gelu, Gated(4, 4, rngs=rngs)
+        )
 
     def __call__(self, x):
         x = x + self.attn(self.norm(x))
@@ -48,7 +53,9 @@ class Model(flax_nnx.Module):
     def __init__(self, *, rngs):
         self.embed = flax_nnx.Embed(4, 4, rngs=rngs)
         self.blocks = flax_nnx.List([Block(rngs=rngs), Block(rngs=rngs)])
-        self.heads = flax_nnx.Dict(a=flax_nnx.Linear(4, 2, rngs=rngs), b=flax_nnx.Linear(4, 2, rngs=rngs))
+        self.heads = flax_nnx.Dict(
+            a=flax_nnx.Linear(4, 2, rngs=rngs), b=flax_nnx.Linear(4, 2, rngs=rngs)
+        )
         self.bn = flax_nnx.BatchNorm(4, rngs=rngs)
 
     def features(self, ids):
@@ -73,7 +80,11 @@ def model():
 
 def program(model, *args):
     definition, state = flax_nnx.split(model)
-    return str(jax.make_jaxpr(lambda state, *args: flax_nnx.merge(definition, state, copy=True)(*args))(state, *args))
+    return str(
+        jax.make_jaxpr(lambda state, *args: flax_nnx.merge(definition, state, copy=True)(*args))(
+            state, *args
+        )
+    )
 
 
 def modules(model):
@@ -83,7 +94,11 @@ def modules(model):
 def policies(model):
     """Of every module but Flax's containers, which have no methods to obey one."""
     containers = (flax_nnx.List, flax_nnx.Dict)
-    return {path: module.dtype_policy for path, module in modules(model).items() if not isinstance(module, containers)}
+    return {
+        path: module.dtype_policy
+        for path, module in modules(model).items()
+        if not isinstance(module, containers)
+    }
 
 
 def test_it_returns_the_model_changed_in_place():
@@ -102,7 +117,9 @@ def test_every_layer_obeys_and_the_model_is_the_boundary():
     jaxpr = jax.make_jaxpr(lambda state, ids: nnx.merge(graph, state)(ids))(state, IDS)
     dots = [site.equation.outvars[0].aval for site in walk(jaxpr) if site.name == "dot_general"]
     assert len(dots) == 2 * (4 + 2 + 2) + 2
-    accumulators = [dot.shape for dot in dots if dot.dtype == F32]  # logits, and the sums of values by exponential
+    accumulators = [
+        dot.shape for dot in dots if dot.dtype == F32
+    ]  # logits, and the sums of values by exponential
     assert accumulators.count((2, 2, 3, 3)) == 2 and len(accumulators) == 4
     assert all(dot.dtype in (F32, jnp.bfloat16) for dot in dots)
     text = program(theirs, IDS)
@@ -127,8 +144,12 @@ def test_the_state_tree_stays_the_same():
 
 def test_parameters_are_cast_and_statistics_are_not():
     theirs = apply_policy(model(), "bf16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {jnp.dtype(BF16)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.BatchStat))} == {jnp.dtype(F32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {
+        jnp.dtype(BF16)
+    }
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.BatchStat))} == {
+        jnp.dtype(F32)
+    }
     theirs(IDS)
     assert theirs.bn.mean[...].dtype == F32
     assert np.any(theirs.bn.mean[...] != 0)
@@ -162,12 +183,32 @@ def test_rules_by_path_reach_lists_dicts_sequentials_and_layers_inside_attention
 
 
 def test_rules_change_what_runs():
-    theirs = apply_policy(model(), "mixed_bfloat16", {"heads/b": "f32", "blocks/0/attn/query": "f32"})
+    theirs = apply_policy(
+        model(), "mixed_bfloat16", {"heads/b": "f32", "blocks/0/attn/query": "f32"}
+    )
     a, b = theirs(IDS)
     assert a.dtype == b.dtype == F32
     text = program(theirs, IDS)
-    assert len([line for line in text.splitlines() if "= dot_general" in line and ":f32[2,3,2,2]" in line]) == 1
-    assert len([line for line in text.splitlines() if "= dot_general" in line and ":f32[2,3,2]" in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in text.splitlines()
+                if "= dot_general" in line and ":f32[2,3,2,2]" in line
+            ]
+        )
+        == 1
+    )
+    assert (
+        len(
+            [
+                line
+                for line in text.splitlines()
+                if "= dot_general" in line and ":f32[2,3,2]" in line
+            ]
+        )
+        == 1
+    )
 
 
 def test_rules_by_class_take_flax_s_class_and_ours_alike():
@@ -200,7 +241,8 @@ def test_a_rule_that_matches_nothing_lists_the_paths_and_leaves_the_model_as_it_
     theirs = model()
     before = flax_nnx.graphdef(theirs)
     expected = (
-        r"^Rules 'blokcs/\.\*', Conv matched no module\. Modules seen: blocks, blocks/0, blocks/0/attn, "
+        r"^Rules 'blokcs/\.\*', Conv matched no module\. Modules seen: blocks, blocks/0, "
+        r"blocks/0/attn, "
         r"blocks/0/attn/key, .*, bn, embed, heads, heads/a, heads/b\.$"
     )
     with pytest.raises(ValueError, match=expected):
@@ -219,20 +261,35 @@ def test_other_errors_leave_the_model_as_it_was_too():
         (TypeError, r"^A policy should be a Policy or its text form", (None,)),
         (ValueError, r"^Unknown dtype 'bf15'", ("bf15",)),
         (ValueError, r"^Rule 'heads\(' is not a regular expression: ", ("bf16", {"heads(": "f32"})),
-        (ValueError, r"^A policy asks for float64, but JAX runs with x64 disabled", ("f32", {"embed": "f64"})),
-        (TypeError, r"^A rule's pattern should be a path pattern or a layer class", ("f32", {3: "f32"})),
+        (
+            ValueError,
+            r"^A policy asks for float64, but JAX runs with x64 disabled",
+            ("f32", {"embed": "f64"}),
+        ),
+        (
+            TypeError,
+            r"^A rule's pattern should be a path pattern or a layer class",
+            ("f32", {3: "f32"}),
+        ),
     ):
         with pytest.raises(error, match=match):
             apply_policy(theirs, *arguments)
     assert flax_nnx.graphdef(theirs) == before
-    with pytest.raises(TypeError, match=r"^apply_policy takes an nnx module here, but got .* of type dict\. Call "):
+    with pytest.raises(
+        TypeError, match=r"^apply_policy takes an nnx module here, but got .* of type dict\. Call "
+    ):
         apply_policy({}, "bf16")
 
 
 def test_a_change_of_mind_goes_anywhere_from_anywhere():
     theirs = model()
     kernel = theirs.heads.a.kernel[...]
-    for text, param, out in (("bf16", BF16, BF16), ("mixed_float16", F32, F32), ("f32", F32, F32), ("f16", F16, F16)):
+    for text, param, out in (
+        ("bf16", BF16, BF16),
+        ("mixed_float16", F32, F32),
+        ("f32", F32, F32),
+        ("f16", F16, F16),
+    ):
         apply_policy(theirs, text)
         assert theirs.heads.a.kernel.dtype == param
         assert [x.dtype for x in theirs(IDS)] == [out, out]
@@ -292,7 +349,9 @@ def test_a_user_s_subclass_keeps_its_name_and_its_methods():
 
 def test_ours_built_under_one_policy_moves_to_another():
     with use_policy("mixed_bfloat16"):
-        ours: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+        ours: Any = nnx.Sequential(
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+        )
     apply_policy(ours, "f16")
     assert ours(np.ones((2, 4), np.float32)).dtype == F16
     assert ours.layers[0].kernel.dtype == F16
@@ -301,10 +360,14 @@ def test_ours_built_under_one_policy_moves_to_another():
 def test_a_submodule_built_with_its_own_policy_keeps_it_and_so_do_its_children():
     with use_policy("bf16"):
         ours: Any = nnx.Sequential(
-            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0))
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+            nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0)),
         )
     apply_policy(ours, "f16")
-    assert [str(layer.dtype_policy.compute_dtype) for layer in ours.layers] == ["float16", "float32"]
+    assert [str(layer.dtype_policy.compute_dtype) for layer in ours.layers] == [
+        "float16",
+        "float32",
+    ]
     apply_policy(ours.layers[1], "bf16")
     assert ours.layers[1].dtype_policy == HALF
 
@@ -313,21 +376,29 @@ def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
     def build(module):
         rngs = module.Rngs(0)
         return module.Sequential(
-            module.Linear(4, 4, dtype=F16, rngs=rngs), module.Linear(4, 4, rngs=rngs), module.Embed(4, 4, rngs=rngs)
+            module.Linear(4, 4, dtype=F16, rngs=rngs),
+            module.Linear(4, 4, rngs=rngs),
+            module.Embed(4, 4, rngs=rngs),
         )
 
     for module in (flax_nnx, nnx):
-        assert {layer.dtype for layer in apply_policy(build(module), MIXED).layers} == {jnp.dtype(BF16)}
+        assert {layer.dtype for layer in apply_policy(build(module), MIXED).layers} == {
+            jnp.dtype(BF16)
+        }
         kept = build(module)
         for policy, found in ((MIXED, BF16), ("f32", F32), ("bf16", BF16)):
-            with pytest.warns(DtypePolicyWarning, match="^Linear at 'layers/0' obeys its own dtype=float16"):
+            with pytest.warns(
+                DtypePolicyWarning, match="^Linear at 'layers/0' obeys its own dtype=float16"
+            ):
                 apply_policy(kept, policy, keep_explicit=True)
             assert [layer.dtype for layer in kept.layers] == [F16, found, found]
 
 
 def test_keep_explicit_on_a_model_of_ours_that_was_built_under_a_policy_keeps_only_what_was_given():
     with use_policy("mixed_bfloat16"):
-        ours: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)))
+        ours: Any = nnx.Sequential(
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0))
+        )
     apply_policy(ours, "f16", keep_explicit=True)
     assert ours.layers[0].dtype == ours.layers[1].query.dtype == F16
 
@@ -348,7 +419,9 @@ def test_an_attention_fn_of_the_user_s_own_stays_in_place():
         calls.append(query.dtype)
         return value
 
-    layer = flax_nnx.MultiHeadAttention(2, 4, decode=False, attention_fn=mine, rngs=flax_nnx.Rngs(0))
+    layer = flax_nnx.MultiHeadAttention(
+        2, 4, decode=False, attention_fn=mine, rngs=flax_nnx.Rngs(0)
+    )
     apply_policy(layer, "mixed_bfloat16")(np.ones((1, 3, 4), np.float32))
     assert calls == [BF16]
 
@@ -364,17 +437,25 @@ def test_it_works_after_split_and_merge_and_the_merged_model_keeps_it():
 def test_an_abstract_model_gets_a_policy_too():
     theirs = flax_nnx.eval_shape(lambda: Model(rngs=flax_nnx.Rngs(0)))
     apply_policy(theirs, "bf16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {jnp.dtype(BF16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {
+        jnp.dtype(BF16)
+    }
 
 
 @pytest.mark.parametrize("copied", ["clone", "deepcopy", "pickle"])
 def test_copies_keep_the_policy(copied):
-    copies = {"clone": flax_nnx.clone, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+    copies = {
+        "clone": flax_nnx.clone,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    }
     layer = apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
     twin = copies[copied](layer)
     assert type(twin) is type(layer)
     assert twin.dtype_policy == MIXED
-    np.testing.assert_array_equal(twin(np.ones((2, 4), np.float32)), layer(np.ones((2, 4), np.float32)))
+    np.testing.assert_array_equal(
+        twin(np.ones((2, 4), np.float32)), layer(np.ones((2, 4), np.float32))
+    )
 
 
 def test_references_and_training_work_through_an_adopted_model():

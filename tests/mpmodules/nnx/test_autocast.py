@@ -1,4 +1,6 @@
-"""autocast of nnx models: state goes in and out, modules have names, Flax's classes stay as they were."""
+"""autocast of nnx models: state goes in and out, modules have names, Flax's classes stay as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,12 @@ def test_a_model_a_method_and_a_function_of_one_are_near_float32_and_change_its_
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=1e-2)
     assert model.norm.mean[...].dtype == jnp.float32
     assert model.drop.rngs.count[...] == plain.drop.rngs.count[...] > 0
-    np.testing.assert_allclose(autocast(model.encode, "mixed_bfloat16")(X), plain.encode(X), atol=0.1)
-    np.testing.assert_allclose(autocast(loss_fn, "mixed_bfloat16")(model, X), loss_fn(plain, X), rtol=0.05)
+    np.testing.assert_allclose(
+        autocast(model.encode, "mixed_bfloat16")(X), plain.encode(X), atol=0.1
+    )
+    np.testing.assert_allclose(
+        autocast(loss_fn, "mixed_bfloat16")(model, X), loss_fn(plain, X), rtol=0.05
+    )
 
 
 def test_new_weights_are_seen_without_another_trace(model):
@@ -87,14 +93,19 @@ def test_gradients_are_float32s_to_a_few_bits_in_either_order(model):
     inside = flax_nnx.grad(autocast(loss_fn, "mixed_bfloat16"))(flax_nnx.clone(model), X)
     outside = autocast(flax_nnx.grad(loss_fn), "mixed_bfloat16")(flax_nnx.clone(model), X)
     for found in (inside, outside):
-        whole = [np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, truth)]
+        whole = [
+            np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, truth)
+        ]
         assert {g.dtype.name for g in jax.tree.leaves(found)} == {"float32"}
         assert np.linalg.norm(whole[0] - whole[1]) < 0.05 * np.linalg.norm(whole[1])
 
 
 def dots(model: Any, fn: Any) -> list[Operation]:
     graph, state = flax_nnx.split(model)
-    return named(operations(lambda state: fn(flax_nnx.merge(graph, state, copy=True), X), state), "dot_general")
+    return named(
+        operations(lambda state: fn(flax_nnx.merge(graph, state, copy=True), X), state),
+        "dot_general",
+    )
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
@@ -105,7 +116,9 @@ def test_rules_reach_the_modules_of_a_flax_model_by_their_path(model, differenti
     assert {op.inputs for op in found} == {("float32", "float32"), ("bfloat16", "bfloat16")}
     assert len(wide) == (3 if differentiated else 1)
     assert all("layers/1/up" in op.path for op in wide)
-    with pytest.raises(ValueError, match=r"Rule 'layers/1/upp' matched no module\. Modules seen: .*layers/1/up"):
+    with pytest.raises(
+        ValueError, match=r"Rule 'layers/1/upp' matched no module\. Modules seen: .*layers/1/up"
+    ):
         autocast(loss_fn, "mixed_bfloat16", rules={"layers/1/upp": "f32"})(model, X)
 
 
@@ -126,9 +139,9 @@ def test_a_report_names_modules_and_parameters(model):
     assert not report.wide_matmuls and not report.opaque_matmuls
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Functions of States: the functional idiom, with BatchNorm and dropout
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def functional(copy: bool) -> tuple[Any, Any, Any]:
@@ -141,7 +154,9 @@ def functional(copy: bool) -> tuple[Any, Any, Any]:
 
 
 def scanned(step: Any) -> Any:
-    return lambda params, rest, x: jax.lax.scan(lambda _, x: (None, step(params, rest, x)), None, x[None])[1]
+    return lambda params, rest, x: jax.lax.scan(
+        lambda _, x: (None, step(params, rest, x)), None, x[None]
+    )[1]
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -152,7 +167,9 @@ def test_a_function_of_states_is_differentiated_as_under_jit(copy, around):
     found = around(jax.grad(autocast(loss, "mixed_bfloat16")))(params, rest, X)
     true = around(jax.grad(jax.jit(loss)))(params, rest, X)
     assert jax.tree.structure(found) == jax.tree.structure(true)
-    ours, exact = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, true))
+    ours, exact = (
+        np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, true)
+    )
     assert np.linalg.norm(ours - exact) < 0.05 * np.linalg.norm(exact)
     assert jax.tree.leaves(rest)[0] is first
 
@@ -181,9 +198,9 @@ def test_a_state_beside_a_module_stays_as_it_is_and_the_module_changes(model):
     assert np.all(np.asarray(model.norm.mean[...]) != 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Static attributes that have no hash
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -207,7 +224,9 @@ class Scaled(flax_nnx.Module):
         return next(iter(self.static["scales"] if isinstance(self.static, dict) else self.static))
 
 
-@pytest.mark.parametrize("static", [[2.0, 3], {"scales": [2.0], "of": {2}}, {2.0}, Scale(2.0)], ids=type)
+@pytest.mark.parametrize(
+    "static", [[2.0, 3], {"scales": [2.0], "of": {2}}, {2.0}, Scale(2.0)], ids=type
+)
 def test_a_model_with_static_data_that_has_no_hash_runs_as_it_does_plainly(static):
     model = Scaled(static)
     cast = autocast(model, "mixed_bfloat16")

@@ -16,8 +16,10 @@ if not hasattr(flax.nnx, "EMA"):
     pytest.skip("this Flax has no nnx.EMA", allow_module_level=True)
 
 REFUSED = (
-    r"An EMA should be of float32 params, but kernel is {0}: in half precision it stops following them\. "
-    r"Average the masters, master_params\(nnx\.state\(model, nnx\.Param\), optimizer\), or cast_floating"
+    r"An EMA should be of float32 params, but kernel is {0}: in half precision it stops following "
+    r"them\. "
+    r"Average the masters, master_params\(nnx\.state\(model, nnx\.Param\), optimizer\), or "
+    r"cast_floating"
 )
 
 
@@ -26,7 +28,10 @@ def linear(dtype):
 
 
 def test_of_float32_params_it_is_flaxs():
-    model, ours, theirs = linear(jnp.float32), *(cls(linear(jnp.float32), 0.9) for cls in (nnx.EMA, flax.nnx.EMA))
+    model, ours, theirs = (
+        linear(jnp.float32),
+        *(cls(linear(jnp.float32), 0.9) for cls in (nnx.EMA, flax.nnx.EMA)),
+    )
     assert isinstance(ours, flax.nnx.EMA)
     model.kernel[...] = model.kernel[...] + 1
     for ema in (ours, theirs):
@@ -48,14 +53,18 @@ def test_half_precision_params_are_refused_by_name(dtype):
 def test_what_it_refuses_stands_still_in_flaxs_and_the_masters_average_follows():
     model: Any = linear(jnp.bfloat16)
     model.kernel[...] = jnp.ones((2, 2), jnp.bfloat16)
-    optimizer: Any = nnx.Optimizer(model, mixed_precision(optax.sgd(1e-2), "bfloat16"), wrt=nnx.Param)
+    optimizer: Any = nnx.Optimizer(
+        model, mixed_precision(optax.sgd(1e-2), "bfloat16"), wrt=nnx.Param
+    )
     upstream: Any = flax.nnx.EMA(model, 0.999)
     ours: Any = nnx.EMA(master_params(nnx.state(model, nnx.Param), optimizer), 0.999)
 
     @nnx.jit
     def step(model, optimizer, ours, upstream):
         with jax.numpy_dtype_promotion("standard"):
-            optimizer.update(model, jax.tree.map(lambda p: jnp.ones(p.shape), nnx.state(model, nnx.Param)))
+            optimizer.update(
+                model, jax.tree.map(lambda p: jnp.ones(p.shape), nnx.state(model, nnx.Param))
+            )
         ours.update(master_params(nnx.state(model, nnx.Param), optimizer))
         upstream.update(model)
 

@@ -15,7 +15,10 @@ ROWS, GRID = (3, 5, 4), (2, 6, 6, 4)
 CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "Linear": (lambda nn, **kw: nn.Linear(4, 6, **kw), ROWS),
     "LinearGeneral": (lambda nn, **kw: nn.LinearGeneral(4, (2, 3), **kw), ROWS),
-    "LinearGeneral batched": (lambda nn, **kw: nn.LinearGeneral(4, (2, 3), batch_axis={0: 3}, **kw), ROWS),
+    "LinearGeneral batched": (
+        lambda nn, **kw: nn.LinearGeneral(4, (2, 3), batch_axis={0: 3}, **kw),
+        ROWS,
+    ),
     "Einsum": (lambda nn, **kw: nn.Einsum("abc,cd->abd", (4, 6), (6,), **kw), ROWS),
     "Einsum apart": (lambda nn, **kw: nn.Einsum("a b c, c d -> d a b", (4, 5), (5,), **kw), ROWS),
     "Conv": (lambda nn, **kw: nn.Conv(4, 6, (3, 3), **kw), GRID),
@@ -45,14 +48,18 @@ def test_a_bias_gradient_is_summed_in_float32(name, policy):
     x = jax.random.normal(jax.random.key(0), CASES[name][1])
     exact = build(name, flax_nnx)
     weights = 1 + jax.random.uniform(jax.random.key(0), exact(x).shape)
-    rounded = weights.astype(policy.compute_dtype).astype(jnp.float32)  # the cotangent that arrives is half
+    rounded = weights.astype(policy.compute_dtype).astype(
+        jnp.float32
+    )  # the cotangent that arrives is half
     expected = gradient(exact, x, rounded)
     with use_policy(policy):
         layer = build(name, nnx)
     bias = gradient(layer, x, weights)
     assert bias.dtype == policy.param_dtype
     eps = float(jnp.finfo(policy.param_dtype).eps)
-    np.testing.assert_allclose(np.asarray(bias, np.float32), expected, rtol=2 * eps if eps > 1e-6 else 1e-5)
+    np.testing.assert_allclose(
+        np.asarray(bias, np.float32), expected, rtol=2 * eps if eps > 1e-6 else 1e-5
+    )
     text = str(jax.make_jaxpr(lambda x: gradient(layer, x, weights))(x))
     sums = [line for line in text.splitlines() if "= reduce_sum" in line]
     assert sums and all(":f32" in line.split("=")[0] for line in sums)
@@ -60,7 +67,9 @@ def test_a_bias_gradient_is_summed_in_float32(name, policy):
 
 def test_upstreams_bias_gradient_is_rounded_to_half():
     x, weights = jnp.zeros((4097, 1)), jnp.ones((4097, 1))
-    ours, theirs = (wing.Linear(1, 1, dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0)) for wing in (nnx, flax_nnx))
+    ours, theirs = (
+        wing.Linear(1, 1, dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0)) for wing in (nnx, flax_nnx)
+    )
     if float(gradient(theirs, x, weights)[0]) == 4097:
         pytest.skip("this Flax sums it in float32")
     assert float(gradient(ours, x, weights)[0]) == 4097
@@ -78,6 +87,8 @@ def test_the_forward_program_is_upstreams(name):
 
     def program(layers):
         graphdef, state = flax_nnx.split(build(name, layers, **half))
-        return jax.jit(lambda state, x: flax_nnx.merge(graphdef, state)(x)).lower(state, x).as_text()
+        return (
+            jax.jit(lambda state, x: flax_nnx.merge(graphdef, state)(x)).lower(state, x).as_text()
+        )
 
     assert program(nnx) == program(flax_nnx)

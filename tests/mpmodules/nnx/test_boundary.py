@@ -1,6 +1,9 @@
-"""The boundary: compute_dtype inside, output_dtype where a call comes from outside, references by identity."""
+"""The boundary: compute_dtype inside, output_dtype where a call comes from outside, references by
+identity.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -14,7 +17,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import Policy, nnx, use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 MIXED = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
@@ -30,12 +33,19 @@ def pure(model, call=lambda model, *args: model(*args)):
 def dots(function, *args):
     """The operand and result dtypes of every matmul and convolution in a program."""
     sites = walk(jax.make_jaxpr(function)(*jax.tree.map(jnp.asarray, args)))
-    equations = [site.equation for site in sites if site.name in ("dot_general", "conv_general_dilated")]
-    return [tuple(str(v.aval.dtype) for v in (*equation.invars, *equation.outvars)) for equation in equations]
+    equations = [
+        site.equation for site in sites if site.name in ("dot_general", "conv_general_dilated")
+    ]
+    return [
+        tuple(str(v.aval.dtype) for v in (*equation.invars, *equation.outvars))
+        for equation in equations
+    ]
 
 
 class Recorder(nnx.Module):
-    """Notes the dtype that passes through it: at the boundary of nothing, since it is always called from inside."""
+    """Notes the dtype that passes through it: at the boundary of nothing, since it is always called
+    from inside.
+    """
 
     def __init__(self):
         self.seen = []
@@ -67,7 +77,9 @@ class Net(nnx.Module):
 
 
 def recorded(net):
-    return [r.seen for r in (net.before, net.first.after, net.second.after, net.between, net.head.after)]
+    return [
+        r.seen for r in (net.before, net.first.after, net.second.after, net.between, net.head.after)
+    ]
 
 
 @pytest.mark.parametrize("given", ["argument", "scope"])
@@ -84,7 +96,8 @@ def test_a_policy_gives_bfloat16_between_layers_and_float32_logits(given):
 def test_a_submodule_with_its_own_policy_runs_in_it_and_hands_on_its_output_dtype():
     net = Net("f32", dtype_policy=MIXED, rngs=nnx.Rngs(0))
     assert net(X).dtype == F32
-    # The submodule computes and returns float32; the next module is none of its own, and its layer casts again.
+    # The submodule computes and returns float32; the next module is none of its own, and its layer
+    # casts again.
     assert recorded(net) == [["bfloat16"], ["bfloat16"], ["float32"], ["float32"], ["bfloat16"]]
 
 
@@ -178,7 +191,9 @@ def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes():
     key = jax.random.key(0)
     tree = {"a": X, "n": np.arange(3), "c": np.ones(2, np.complex64)}
     out = Tree(dtype_policy=MIXED)(tree, X, 1.5, None, key=key, flag=True, extra=[X])
-    assert seen["x"]["a"].dtype == seen["more"][0].dtype == seen["options"]["extra"][0].dtype == BF16
+    assert (
+        seen["x"]["a"].dtype == seen["more"][0].dtype == seen["options"]["extra"][0].dtype == BF16
+    )
     assert seen["x"]["n"] is tree["n"]
     assert seen["x"]["c"] is tree["c"]
     assert seen["more"][1:] == (1.5, None)
@@ -259,7 +274,9 @@ def build(name, **options):
 
 @pytest.mark.parametrize("half", [BF16, F16])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator_and_runs_backward_in_compute_dtype(name, half):
+def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator_and_goes_back_in_compute_dtype(
+    name, half
+):
     layer = build(name, dtype_policy=Policy(F32, half, F32))
     x = X[None] if name.startswith("Conv") else X
     narrow = jnp.dtype(half).name
@@ -276,7 +293,9 @@ def test_a_matmul_layer_that_is_a_boundary_returns_its_accumulator_and_runs_back
     backward = dots(gradients, state, x)
     assert set(backward) == {(narrow, narrow, "float32"), (narrow, narrow, narrow)}
     assert backward.count((narrow, narrow, narrow)) >= 2
-    assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(gradients, state, x))} == {jnp.dtype(F32)}
+    assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(gradients, state, x))} == {
+        jnp.dtype(F32)
+    }
 
 
 def test_the_accumulator_is_nearer_to_float32_than_a_rounded_copy():
@@ -287,12 +306,18 @@ def test_the_accumulator_is_nearer_to_float32_than_a_rounded_copy():
 
 
 def test_an_inner_layer_or_one_that_returns_compute_dtype_is_flax_s_own_matmul():
-    for layer in (build("Linear", dtype_policy="c=bf16"), nnx.Linear(4, 4, dtype=BF16, rngs=nnx.Rngs(0))):
+    for layer in (
+        build("Linear", dtype_policy="c=bf16"),
+        nnx.Linear(4, 4, dtype=BF16, rngs=nnx.Rngs(0)),
+    ):
         assert dots(pure(layer), X) == [("bfloat16", "bfloat16", "bfloat16")]
 
 
 def test_a_conv_transposes_accumulator_and_its_gradients_are_those_of_float32():
-    layers = [nnx.ConvTranspose(4, 4, (3,), dtype_policy=policy, rngs=nnx.Rngs(0)) for policy in (MIXED, "f32")]
+    layers = [
+        nnx.ConvTranspose(4, 4, (3,), dtype_policy=policy, rngs=nnx.Rngs(0))
+        for policy in (MIXED, "f32")
+    ]
     x = jnp.asarray(X[None], BF16).astype(F32)
     for layer in layers:
         layer.kernel[...] = layer.kernel[...].astype(BF16).astype(F32)
@@ -312,14 +337,18 @@ def test_embed_as_a_boundary_looks_up_unrounded_and_attend_returns_its_accumulat
     backward = dots(jax.grad(lambda x: attend(x).sum()), X)
     assert ("bfloat16", "bfloat16", "bfloat16") in backward
     assert all(operands[:2] == ("bfloat16", "bfloat16") for operands in backward)
-    assert dots(pure(layer, lambda layer, x: layer.attend(query=x)), X) == [("bfloat16", "bfloat16", "float32")]
+    assert dots(pure(layer, lambda layer, x: layer.attend(query=x)), X) == [
+        ("bfloat16", "bfloat16", "float32")
+    ]
     inner = nnx.Embed(3, 4, dtype_policy="c=bf16", rngs=nnx.Rngs(0))
     assert inner(np.array([2, 0])).dtype == inner.attend(X).dtype == BF16
 
 
 @pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose"])
 @pytest.mark.parametrize("policy", ["c=bf16", "mixed_bfloat16"])
-def test_a_preferred_element_type_of_the_user_s_accumulates_and_the_policy_says_what_is_returned(name, policy):
+def test_a_preferred_element_type_of_the_user_s_accumulates_and_the_policy_says_what_is_returned(
+    name, policy
+):
     layer = build(name, dtype_policy=policy, preferred_element_type=F32)
     x = X[None] if name.startswith("Conv") else X
     assert jax.eval_shape(pure(layer), x).dtype == layer.dtype_policy.output_dtype
@@ -354,9 +383,9 @@ def test_a_norm_that_is_a_boundary_takes_its_statistics_before_rounding():
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # References
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Receives(nnx.Module):
@@ -409,7 +438,9 @@ def test_dropout_masks_differ_from_call_to_call_where_rngs_are_an_argument():
 def test_batch_statistics_of_an_argument_are_updated():
     norm = nnx.BatchNorm(4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
     theirs = flax_nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-    flax_and_ours = Receives(dtype_policy="inputs=keep,c=f32")(X, norm, lambda norm, x: (norm(x), theirs(x)))
+    flax_and_ours = Receives(dtype_policy="inputs=keep,c=f32")(
+        X, norm, lambda norm, x: (norm(x), theirs(x))
+    )
     assert flax_and_ours[0].dtype == F32
     assert norm.mean[...].dtype == F32
     np.testing.assert_allclose(norm.mean[...], X.mean(0) * 0.01, rtol=1e-6)
@@ -433,14 +464,17 @@ def test_a_variable_written_inside_a_boundary_keeps_its_value_and_identity():
     assert other.get_value().dtype == F32
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attempts to break it
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_integer_inputs_reach_a_layer_as_they_are_and_leave_in_the_policy_s_dtype():
     ints = np.ones((2, 4), np.int32)
-    for build in (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), lambda: nnx.LayerNorm(4, rngs=nnx.Rngs(0))):
+    for build in (
+        lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+        lambda: nnx.LayerNorm(4, rngs=nnx.Rngs(0)),
+    ):
         with use_policy(MIXED):
             layer = build()
         assert layer(ints).dtype == BF16
@@ -453,7 +487,9 @@ def test_integer_inputs_reach_a_layer_as_they_are_and_leave_in_the_policy_s_dtyp
 def test_empty_and_missing_batches_pass(batch):
     x = np.zeros((*batch, 4), np.float32)
     with use_policy(MIXED):
-        model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+        model = nnx.Sequential(
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+        )
     assert model(x).shape == x.shape
     own = nnx.LayerNorm(4, dtype_policy="bf16", rngs=nnx.Rngs(0))
     assert (own(x).shape, own(x).dtype) == (x.shape, BF16)
@@ -463,7 +499,9 @@ def test_nan_stays_in_its_own_row():
     x = np.array(X)
     x[0, 1] = np.nan
     with use_policy(MIXED):
-        model = nnx.Sequential(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        model = nnx.Sequential(
+            nnx.LayerNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        )
     out = np.asarray(model(x))
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
@@ -482,7 +520,13 @@ def test_x64_mode_runs_a_float64_policy_and_a_float32_one(monkeypatch):
         layer = nnx.Linear(4, 4, dtype_policy="float64", rngs=nnx.Rngs(0))
         norm = nnx.BatchNorm(4, dtype_policy="float64", rngs=nnx.Rngs(0))
         x = X.astype(np.float64)
-        assert layer(x).dtype == layer.kernel.dtype == norm(x).dtype == norm.mean[...].dtype == jnp.float64
+        assert (
+            layer(x).dtype
+            == layer.kernel.dtype
+            == norm(x).dtype
+            == norm.mean[...].dtype
+            == jnp.float64
+        )
         np.testing.assert_allclose(norm.mean[...], x.mean(0) * 0.01, rtol=1e-14)
         narrow = nnx.Linear(4, 4, dtype_policy=MIXED, rngs=nnx.Rngs(0))
         assert narrow(x).dtype == F32
@@ -493,7 +537,9 @@ def test_x64_mode_runs_a_float64_policy_and_a_float32_one(monkeypatch):
         text = str(jax.make_jaxpr(pure(wide))(X))
         assert "f64[2]" in text
         assert re.search(r"f64\[[\d,]*\] = exp", str(jax.make_jaxpr(pure(attention))(X)))
-    with pytest.raises(ValueError, match=r"^A policy asks for float64, but JAX runs with x64 disabled"):
+    with pytest.raises(
+        ValueError, match=r"^A policy asks for float64, but JAX runs with x64 disabled"
+    ):
         nnx.Linear(4, 4, dtype_policy="float64", rngs=nnx.Rngs(0))
 
 
@@ -503,7 +549,9 @@ def test_recorded_errors_name_missing_arguments_as_flax_does():
         nnx.LayerNorm(4, dtype_policy=MIXED, rngs=nnx.Rngs(0)),
         nnx.Dropout(0.5, dtype_policy=MIXED),
     ):
-        with pytest.raises(TypeError, match=r"missing 1 required positional argument: '(inputs|x)'"):
+        with pytest.raises(
+            TypeError, match=r"missing 1 required positional argument: '(inputs|x)'"
+        ):
             layer()
 
 

@@ -1,6 +1,9 @@
-"""The policy is captured when a module is built: a static attribute, in the graph definition and never in the state."""
+"""The policy is captured when a module is built: a static attribute, in the graph definition and
+never in the state.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -54,7 +57,11 @@ def test_an_argument_of_a_module_reaches_the_layers_built_inside():
 def test_a_class_rule_in_force_gives_a_policy():
     with use_policy("mixed_bfloat16", rules={nnx.LayerNorm: "f32"}):
         net = Net(rngs=nnx.Rngs(0))
-    assert (net.dtype_policy, net.linear.dtype_policy, net.norm.dtype_policy) == (MIXED, MIXED, FULL)
+    assert (net.dtype_policy, net.linear.dtype_policy, net.norm.dtype_policy) == (
+        MIXED,
+        MIXED,
+        FULL,
+    )
 
 
 def test_a_class_rule_on_a_module_holds_for_what_it_builds():
@@ -75,7 +82,9 @@ def test_a_class_rule_reaches_the_layers_that_attention_builds():
     assert (layer.query.dtype_policy, layer.query.dtype) == (FULL, jnp.float32)
 
 
-def test_a_block_and_the_global_policy_give_a_policy_and_without_either_there_is_none(global_policy):
+def test_a_block_and_the_global_policy_give_a_policy_and_without_either_there_is_none(
+    global_policy,
+):
     global_policy("float32")
     with use_policy("mixed_bfloat16"):
         assert Net(rngs=nnx.Rngs(0)).linear.dtype_policy == MIXED
@@ -116,13 +125,18 @@ def test_a_child_built_before_its_parent_obeys_what_was_in_force_then():
 
 def test_a_container_refuses_a_policy_that_its_children_can_t_follow():
     expected = (
-        r"^Sequential\(dtype_policy='params=float32,compute=bfloat16,output=float32'\): LayerNorm, Linear had been "
-        r"built before, under another policy or none, and a parameter's dtype can't follow\. Build them inside, or in "
+        r"^Sequential\(dtype_policy='params=float32,compute=bfloat16,output=float32'\): LayerNorm, "
+        r"Linear had been "
+        r"built before, under another policy or none, and a parameter's dtype can't follow\. Build "
+        r"them inside, or in "
         r"a use_policy block, or call mpmodules\.nnx\.apply_policy\(model, policy\) on the whole\.$"
     )
     with pytest.raises(ValueError, match=expected):
         nnx.Sequential(
-            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.LayerNorm(4, rngs=nnx.Rngs(0)), dtype_policy=MIXED
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+            nnx.relu,
+            nnx.LayerNorm(4, rngs=nnx.Rngs(0)),
+            dtype_policy=MIXED,
         )
 
 
@@ -144,15 +158,20 @@ def test_a_container_takes_children_that_obey_its_policy_or_carry_their_own():
 
 
 def test_a_container_takes_a_child_that_obeys_an_explicit_dtype_against_the_same_policy():
-    with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float32"):
+    with (
+        use_policy("mixed_bfloat16"),
+        pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float32"),
+    ):
         child = nnx.Linear(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))
     assert nnx.Sequential(child, dtype_policy="mixed_bfloat16")(X).dtype == jnp.float32
 
 
 def test_path_rules_around_construction_are_refused_with_a_pointer():
     expected = (
-        r"^Building Linear under use_policy\(rules=\.\.\.\): path rules can't hold here, since no path exists while an "
-        r"nnx model is being built\. Build the model first and call mpmodules\.nnx\.apply_policy\(model, policy, "
+        r"^Building Linear under use_policy\(rules=\.\.\.\): path rules can't hold here, since no "
+        r"path exists while an "
+        r"nnx model is being built\. Build the model first and call "
+        r"mpmodules\.nnx\.apply_policy\(model, policy, "
         r"rules\); class rules work in a scope\.$"
     )
     with use_policy("f32", rules={"head": "bf16"}), pytest.raises(ValueError, match=expected):
@@ -222,10 +241,18 @@ def test_a_user_s_subclass_of_a_layer_needs_no_dtype_in_its_init():
 
     with use_policy("bf16"):
         layer = Scaled(4, rngs=nnx.Rngs(0))
-    assert (layer.dtype_policy, layer.kernel.dtype, layer.gate.kernel.dtype) == (HALF, jnp.bfloat16, jnp.bfloat16)
+    assert (layer.dtype_policy, layer.kernel.dtype, layer.gate.kernel.dtype) == (
+        HALF,
+        jnp.bfloat16,
+        jnp.bfloat16,
+    )
     assert layer.scale.kernel.dtype == jnp.float32
     given = Scaled(4, dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
-    assert (given.dtype_policy, given.dtype, given.gate.dtype_policy) == (MIXED, jnp.bfloat16, MIXED)
+    assert (given.dtype_policy, given.dtype, given.gate.dtype_policy) == (
+        MIXED,
+        jnp.bfloat16,
+        MIXED,
+    )
     assert given(X).dtype == jnp.float32
 
 
@@ -241,7 +268,11 @@ def test_a_user_s_subclass_of_every_layer_obeys_the_policy():
         nnx.MultiHeadAttention: (2, 4),
     }
     for base, arguments in builders.items():
-        derived = type(base.__name__, (base,), {"__init__": lambda self, base=base, **k: base.__init__(self, **k)})
+        derived = type(
+            base.__name__,
+            (base,),
+            {"__init__": lambda self, base=base, **k: base.__init__(self, **k)},
+        )
         names = list(inspect.signature(base).parameters)
         with use_policy("p=bf16,c=f16,o=f32"):
             layer = flax_nnx.eval_shape(
@@ -263,7 +294,10 @@ def test_a_module_may_have_a_dtype_policy_parameter_of_its_own():
         def __call__(self, x):
             return self.linear(x)
 
-    for own in (Own(4, dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0)), Own(4, MIXED, rngs=nnx.Rngs(0))):
+    for own in (
+        Own(4, dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0)),
+        Own(4, MIXED, rngs=nnx.Rngs(0)),
+    ):
         assert own.seen in ("mixed_bfloat16", str(MIXED))
         assert own.dtype_policy == own.linear.dtype_policy == MIXED
         assert own(X).dtype == jnp.float32
@@ -299,7 +333,10 @@ def test_dataclass_modules_take_a_policy():
         model = Data(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     assert model.dtype_policy == MIXED
     assert model(X).dtype == jnp.float32
-    given = Data(linear=nnx.Linear(4, 4, dtype_policy="bf16", rngs=nnx.Rngs(0)), dtype_policy="mixed_bfloat16")
+    given = Data(
+        linear=nnx.Linear(4, 4, dtype_policy="bf16", rngs=nnx.Rngs(0)),
+        dtype_policy="mixed_bfloat16",
+    )
     assert given(X).dtype == jnp.float32
 
 
@@ -362,8 +399,10 @@ def test_a_failed_construction_leaves_no_policy_behind():
 def test_a_scope_around_a_call_changes_no_layer_and_warns_once():
     net = Net(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
     expected = (
-        r"^Net was built under 'params=float32,compute=bfloat16,output=float32', and the scope around this call, "
-        r"'params=float32,compute=float32,output=float32', changes no nnx layer: build the model in the scope, or call "
+        r"^Net was built under 'params=float32,compute=bfloat16,output=float32', and the scope "
+        r"around this call, "
+        r"'params=float32,compute=float32,output=float32', changes no nnx layer: build the model "
+        r"in the scope, or call "
         r"mpmodules\.nnx\.apply_policy\(model, policy\)\.$"
     )
     with warnings.catch_warnings(record=True) as caught:
@@ -379,7 +418,10 @@ def test_a_scope_around_a_call_changes_no_layer_and_warns_once():
 
 def test_a_scope_around_a_call_of_a_model_without_policy_warns_and_changes_nothing():
     net = Net(rngs=nnx.Rngs(0))
-    with use_policy("bf16"), pytest.warns(DtypePolicyWarning, match=r"^Net was built under no policy, and the scope"):
+    with (
+        use_policy("bf16"),
+        pytest.warns(DtypePolicyWarning, match=r"^Net was built under no policy, and the scope"),
+    ):
         assert net(X).dtype == jnp.float32
 
 

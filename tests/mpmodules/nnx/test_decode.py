@@ -1,4 +1,6 @@
-"""Decoding token by token through the cache, under policies: the full forward, and a cache in compute_dtype."""
+"""Decoding token by token through the cache, under policies: the full forward, and a cache in
+compute_dtype.
+"""
 
 from typing import Any
 
@@ -42,9 +44,15 @@ def test_a_decode_loop_is_the_full_forward(policy):
     y = decoded(model)
     resolved = get_policy(policy or "float32")
     assert y.dtype == full.dtype == resolved.output_dtype
-    assert model.attention.cached_key[...].dtype == model.attention.cached_value[...].dtype == resolved.compute_dtype
+    assert (
+        model.attention.cached_key[...].dtype
+        == model.attention.cached_value[...].dtype
+        == resolved.compute_dtype
+    )
     tolerance = 8 * float(jnp.finfo(resolved.compute_dtype).eps)
-    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(full, np.float32), atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(full, np.float32), atol=tolerance
+    )
 
 
 def test_upstreams_first_bfloat16_decode_step_raises():
@@ -68,7 +76,9 @@ def test_a_cache_of_another_dtype_is_obeyed():
 
 
 def test_a_policy_applied_to_flaxs_own_attention_decodes():
-    theirs: Any = flax_nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=True, rngs=flax_nnx.Rngs(0))
+    theirs: Any = flax_nnx.MultiHeadAttention(
+        num_heads=2, in_features=16, decode=True, rngs=flax_nnx.Rngs(0)
+    )
     ported = nnx.apply_policy(theirs, "mixed_bfloat16")
     ported.init_cache(X.shape)
     assert ported.cached_key[...].dtype == jnp.bfloat16

@@ -1,6 +1,7 @@
 """Wrong input is refused where it is given: by name, value and way out."""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -20,17 +21,31 @@ BUILDERS = {
     "Sequential": lambda **k: nnx.Sequential(**k),
 }
 REFUSED = [
-    (jnp.bfloat16, TypeError, r"A policy should be a Policy or its text form such as 'mixed_bfloat16' or "),
-    (("f32", "bf16", "f32"), TypeError, r"A policy should be a Policy or its text form such as 'mixed_bfloat16' or "),
+    (
+        jnp.bfloat16,
+        TypeError,
+        r"A policy should be a Policy or its text form such as 'mixed_bfloat16' or ",
+    ),
+    (
+        ("f32", "bf16", "f32"),
+        TypeError,
+        r"A policy should be a Policy or its text form such as 'mixed_bfloat16' or ",
+    ),
     ("bf15", ValueError, r"Unknown dtype 'bf15': it should be one of half, bfloat16, bf16"),
-    ("params=f32,comp=bf16", ValueError, r"Unknown key 'comp' in 'params=f32,comp=bf16': it should be params, compute"),
+    (
+        "params=f32,comp=bf16",
+        ValueError,
+        r"Unknown key 'comp' in 'params=f32,comp=bf16': it should be params, compute",
+    ),
     ("int8", ValueError, r"Unknown dtype 'int8': it should be one of "),
     ("f64", ValueError, r"A policy asks for float64, but JAX runs with x64 disabled"),
 ]
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize(("given", "error", "match"), REFUSED, ids=[str(case[0]) for case in REFUSED])
+@pytest.mark.parametrize(
+    ("given", "error", "match"), REFUSED, ids=[str(case[0]) for case in REFUSED]
+)
 def test_a_dtype_policy_that_is_none_is_refused_by_name(name, given, error, match):
     prefix = r"^" if given == "f64" else rf"^{name}\(dtype_policy=.*\): "
     with pytest.raises(error, match=prefix + match):
@@ -38,12 +53,16 @@ def test_a_dtype_policy_that_is_none_is_refused_by_name(name, given, error, matc
 
 
 @pytest.mark.parametrize("argument", ["dtype", "param_dtype"])
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bool_, jnp.float8_e4m3fn], ids=["int8", "bool", "float8"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.int8, jnp.bool_, jnp.float8_e4m3fn], ids=["int8", "bool", "float8"]
+)
 @pytest.mark.parametrize("name", ["Linear", "LayerNorm", "Embed", "Conv", "MultiHeadAttention"])
 def test_a_dtype_that_a_layer_can_t_honour_is_refused_under_a_policy(name, dtype, argument):
     expected = (
-        rf"^{name} at '{name}' cannot honour {argument}={jnp.dtype(dtype).name} under a policy: it should be a "
-        r"floating dtype of at least 16 bits, such as bfloat16\. 8-bit floats are for matmul operands: give the "
+        rf"^{name} at '{name}' cannot honour {argument}={jnp.dtype(dtype).name} under a policy: it "
+        rf"should be a "
+        r"floating dtype of at least 16 bits, such as bfloat16\. 8-bit floats are for matmul "
+        r"operands: give the "
         r"layer an 8-bit dot_general instead\.$"
     )
     with pytest.raises(ValueError, match=expected), use_policy("mixed_bfloat16"):
@@ -54,22 +73,32 @@ def test_a_scope_is_refused_before_anything_is_built():
     for rules, error, match in (
         ({"head(": "f32"}, ValueError, r"^Rule 'head\(' is not a regular expression: "),
         ({nnx.Linear: "bf15"}, ValueError, r"^Rule Linear: Unknown dtype 'bf15'"),
-        ({3: "f32"}, TypeError, r"^A rule's pattern should be a path pattern or a layer class, but got 3\.$"),
+        (
+            {3: "f32"},
+            TypeError,
+            r"^A rule's pattern should be a path pattern or a layer class, but got 3\.$",
+        ),
     ):
         with pytest.raises(error, match=match):
             use_policy("f32", rules=rules)
 
 
 def test_float64_with_x64_disabled_is_refused_when_used():
-    with pytest.raises(ValueError, match=r"^A policy asks for float64, but JAX runs with x64 disabled"):
+    with pytest.raises(
+        ValueError, match=r"^A policy asks for float64, but JAX runs with x64 disabled"
+    ):
         use_policy("float64")
-    with pytest.raises(ValueError, match=r"^A policy asks for float64, but JAX runs with x64 disabled"):
+    with pytest.raises(
+        ValueError, match=r"^A policy asks for float64, but JAX runs with x64 disabled"
+    ):
         nnx.apply_policy(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "float64")
 
 
 def test_attention_refuses_shapes_that_do_not_fit():
     q, k = jnp.zeros((1, 3, 4, 8), jnp.bfloat16), jnp.zeros((1, 5, 3, 8), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"^Query heads \(4\) must be a multiple of key heads \(3\)"):
+    with pytest.raises(
+        ValueError, match=r"^Query heads \(4\) must be a multiple of key heads \(3\)"
+    ):
         nnx.dot_product_attention(q, k, k)
     with pytest.raises(ValueError, match=r"^q, k, v must have same rank, but got 4, 3, 3\.$"):
         nnx.dot_product_attention(q, k[0], k[0])

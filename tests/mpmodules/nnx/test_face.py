@@ -1,6 +1,9 @@
-"""The wing's face: everything of Flax's is there, and what Flax does with its own modules works on ours."""
+"""The wing's face: everything of Flax's is there, and what Flax does with its own modules works on
+ours.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -16,7 +19,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx
 from mpmodules.nnx import apply_policy
-from mpmodules.nnx._obeying import LAYER_OF
+from mpmodules.nnx._registry import LAYER_OF
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 
@@ -69,7 +72,9 @@ def test_every_layer_of_ours_is_documented_and_has_flax_s_parameters():
         assert ours.__doc__ != theirs.__doc__
         names = [name for name in inspect.signature(ours).parameters if name != "dtype_policy"]
         assert names == list(inspect.signature(theirs.__init__).parameters)[1:]
-        assert list(inspect.signature(ours.__call__).parameters) == list(inspect.signature(theirs.__call__).parameters)
+        assert list(inspect.signature(ours.__call__).parameters) == list(
+            inspect.signature(theirs.__call__).parameters
+        )
 
 
 def test_help_describes_flaxs_arguments_and_ours():
@@ -81,8 +86,12 @@ def test_help_describes_flaxs_arguments_and_ours():
     ):
         assert text.count(line) == 1
     for theirs, ours in LAYER_OF.items():
-        for name in re.findall(r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE):
-            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), f"{ours.__name__}: {name}"
+        for name in re.findall(
+            r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE
+        ):
+            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), (
+                f"{ours.__name__}: {name}"
+            )
         assert (ours.__doc__ or "").count("  dtype_policy: ") == 1, ours.__name__
 
 
@@ -97,7 +106,8 @@ def test_tabulate_shows_ours_as_it_shows_flax_s():
     def table(module, **options):
         class Net(module.Module):
             def __init__(self, *, rngs):
-                # Classes of this test's own: tabulate leaves every inherited method behind on the classes that it saw.
+                # Classes of this test's own: tabulate leaves every inherited method behind on the
+                # classes that it saw.
                 self.linear = type("Linear", (module.Linear,), {})(4, 4, rngs=rngs)
                 self.norm = type("LayerNorm", (module.LayerNorm,), {})(4, rngs=rngs)
 
@@ -167,7 +177,9 @@ def test_capturing_every_method_s_output_shows_what_flax_shows(policy):
                 return self.norm(self.features(x))
 
         model = Model(rngs=module.Rngs(0), **options)
-        forward = flax_nnx.capture(model, flax_nnx.Intermediate, method_outputs=flax_nnx.Intermediate)
+        forward = flax_nnx.capture(
+            model, flax_nnx.Intermediate, method_outputs=flax_nnx.Intermediate
+        )
         out, state = forward(X)
         assert isinstance(model.linear, module.Linear)
         np.testing.assert_array_equal(model(X), out)

@@ -1,6 +1,9 @@
-"""What upstream gets wrong in low precision, first (skipped where a newer Flax repaired it), then what ours gives."""
+"""What upstream gets wrong in low precision, first (skipped where a newer Flax repaired it), then
+what ours gives.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -30,7 +33,9 @@ def ulp(dtype):
 
 
 def relaxed(function, *args, **kwargs):
-    """Upstream can't be traced under strict promotion here, so its figures are taken under standard promotion."""
+    """Upstream can't be traced under strict promotion here, so its figures are taken under standard
+    promotion.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return function(*args, **kwargs)
 
@@ -40,9 +45,9 @@ def repaired(condition):
         pytest.skip("this release of Flax has repaired it")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Embed's gradient is summed over a token's occurrences in float32
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 TOKENS = np.zeros((4096,), np.int32)
 
@@ -75,9 +80,9 @@ def test_our_embedding_gradient_counts_every_occurrence(half):
     np.testing.assert_array_equal(embedding_gradient(explicit)[0], 4096)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attention: float32 logits and softmax on every path
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _random = np.random.default_rng(0)
 QUERY = (3 * _random.normal(size=(1, 64, 4, 64))).astype(np.float32)
@@ -105,7 +110,10 @@ PATHS = {
     "plain": ({}, {}),
     "dropout rate, deterministic": ({"dropout_rate": 0.1, "deterministic": True}, {}),
     "mask": ({"mask": MASK}, {"mask": MASK}),
-    "bias": ({"bias": jnp.asarray(BIAS, BF16)}, {"bias": np.asarray(jnp.asarray(BIAS, BF16), np.float64)}),
+    "bias": (
+        {"bias": jnp.asarray(BIAS, BF16)},
+        {"bias": np.asarray(jnp.asarray(BIAS, BF16), np.float64)},
+    ),
     "causal": ({"is_causal": True}, {"mask": CAUSAL}),
     "causal and mask": (
         {"is_causal": True, "mask": MASK | np.eye(64, 512, dtype=bool)},
@@ -122,7 +130,9 @@ def attention_error(function, options, told, key=KEY, value=VALUE):
 
 
 def test_flax_s_attention_with_a_dropout_rate_rounds_its_softmax():
-    error = relaxed(attention_error, flax_nnx.dot_product_attention, *PATHS["dropout rate, deterministic"])
+    error = relaxed(
+        attention_error, flax_nnx.dot_product_attention, *PATHS["dropout rate, deterministic"]
+    )
     repaired(error < 0.013)
     assert error > 0.02
 
@@ -157,14 +167,18 @@ def test_the_gradients_of_our_attention_follow_float32():
     q, k, v = (jnp.asarray(x[:, :32, :2], BF16) for x in (QUERY, KEY, VALUE))
 
     def gradients(function, *args):
-        return jax.grad(lambda q, k, v: (function(q, k, v).astype(F32) ** 2).sum(), (0, 1, 2))(*args)
+        return jax.grad(lambda q, k, v: (function(q, k, v).astype(F32) ** 2).sum(), (0, 1, 2))(
+            *args
+        )
 
     ours = gradients(dot_product_attention, q, k, v)
     truth = gradients(flax_nnx.dot_product_attention, *(x.astype(F32) for x in (q, k, v)))
     for a, b in zip(ours, truth, strict=True):
         assert a.dtype == BF16
         scale = float(jnp.abs(b).max())
-        np.testing.assert_allclose(np.asarray(a, np.float32) / scale, np.asarray(b) / scale, atol=4 * ulp(BF16))
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32) / scale, np.asarray(b) / scale, atol=4 * ulp(BF16)
+        )
 
 
 ATTENTION = [
@@ -180,7 +194,9 @@ ATTENTION = [
 @pytest.mark.parametrize("options", ATTENTION, ids=str)
 def test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half(options, half):
     with use_policy(mixed(half)):
-        layer = flax_nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), decode=False, **options))
+        layer = flax_nnx.eval_shape(
+            lambda: nnx.MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), decode=False, **options)
+        )
     definition, state = flax_nnx.split(layer)
 
     def forward(state, x, mask):
@@ -190,7 +206,9 @@ def test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half(o
         text = str(jax.make_jaxpr(call)(state, jnp.ones((2, 3, 8)), jnp.ones((2, 1, 3, 3), bool)))
         narrow = {BF16: "bf16", F16: "f16"}[half]
         assert not re.search(rf":{narrow}\[[\d,]+,3,3\] = exp", text)
-        assert re.search(r":f32\[(2,4|2,2,2),3,3\] = exp", text)  # of grouped heads, those of each key head apart
+        assert re.search(
+            r":f32\[(2,4|2,2,2),3,3\] = exp", text
+        )  # of grouped heads, those of each key head apart
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -201,7 +219,9 @@ def test_decoding_runs_in_half_precision_from_its_first_step(half):
     assert layer.cached_key[...].dtype == half
     x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
     step = flax_nnx.jit(lambda layer, x: layer(x))
-    steps = np.concatenate([np.asarray(step(layer, x[:, i : i + 1]), np.float32) for i in range(3)], axis=1)
+    steps = np.concatenate(
+        [np.asarray(step(layer, x[:, i : i + 1]), np.float32) for i in range(3)], axis=1
+    )
     whole = np.asarray(layer(x, decode=False, is_causal=True), np.float32)
     np.testing.assert_allclose(steps, whole, atol=4 * ulp(half))
 
@@ -235,9 +255,9 @@ def test_our_float16_attention_works_under_jit(options):
     np.testing.assert_allclose(half, run(layer(), x), atol=8 * ulp(F16))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Normalisation: statistics before any rounding, and no cancellation
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 OFFSET = (1000 + np.random.default_rng(2).normal(size=(8, 32, 16))).astype(np.float32)
 WIDE = OFFSET.astype(np.float64)
@@ -256,7 +276,10 @@ def grouped(x):
 NORMS = {
     "LayerNorm": (lambda m, **k: m.LayerNorm(16, rngs=m.Rngs(0), **k), normalised(WIDE, -1, 1e-6)),
     "GroupNorm": (lambda m, **k: m.GroupNorm(16, num_groups=4, rngs=m.Rngs(0), **k), grouped(WIDE)),
-    "BatchNorm": (lambda m, **k: m.BatchNorm(16, rngs=m.Rngs(0), **k), normalised(WIDE, (0, 1), 1e-5)),
+    "BatchNorm": (
+        lambda m, **k: m.BatchNorm(16, rngs=m.Rngs(0), **k),
+        normalised(WIDE, (0, 1), 1e-5),
+    ),
     "RMSNorm": (
         lambda m, **k: m.RMSNorm(16, rngs=m.Rngs(0), **k),
         WIDE / np.sqrt((WIDE**2).mean(-1, keepdims=True) + 1e-6),
@@ -272,7 +295,9 @@ def test_flax_s_layer_norm_rounds_its_input_before_the_statistics():
 
 
 def test_flax_s_fast_variance_cancels_in_float32():
-    error = np.abs(flax_nnx.LayerNorm(16, rngs=flax_nnx.Rngs(0))(OFFSET) - NORMS["LayerNorm"][1]).max()
+    error = np.abs(
+        flax_nnx.LayerNorm(16, rngs=flax_nnx.Rngs(0))(OFFSET) - NORMS["LayerNorm"][1]
+    ).max()
     repaired(error < 1e-2)
     assert error > 0.05
 
@@ -300,7 +325,11 @@ def test_our_norms_gradients_under_a_policy_are_near_float64(name):
 
     def gradient(layer, x, weights):
         definition, state = flax_nnx.split(layer)
-        return jax.grad(lambda x: (flax_nnx.merge(definition, state, copy=True)(x).astype(x.dtype) * weights).sum())(x)
+        return jax.grad(
+            lambda x: (
+                flax_nnx.merge(definition, state, copy=True)(x).astype(x.dtype) * weights
+            ).sum()
+        )(x)
 
     ours = gradient(build(nnx, dtype_policy=mixed(BF16)), jnp.asarray(OFFSET), weights)
     with jax.enable_x64(True):
@@ -369,9 +398,9 @@ def test_our_batch_norm_in_eval_is_exact(given):
     np.testing.assert_allclose(out, (300 - 0.25) / np.sqrt(1e5 + 1e-5), rtol=ulp(F16))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Output dtypes and strict promotion
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _x = np.ones((2, 3, 4), np.float32)
 LAYERS = {
@@ -385,18 +414,33 @@ LAYERS = {
     "RMSNorm": (lambda m, **k: m.RMSNorm(4, rngs=m.Rngs(0), **k), _x),
     "GroupNorm": (lambda m, **k: m.GroupNorm(4, num_groups=2, rngs=m.Rngs(0), **k), _x),
     "BatchNorm": (lambda m, **k: m.BatchNorm(4, rngs=m.Rngs(0), **k), _x),
-    "BatchNormEval": (lambda m, **k: m.BatchNorm(4, use_running_average=True, rngs=m.Rngs(0), **k), _x),
+    "BatchNormEval": (
+        lambda m, **k: m.BatchNorm(4, use_running_average=True, rngs=m.Rngs(0), **k),
+        _x,
+    ),
     "MultiHeadAttention": (
-        lambda m, **k: m.MultiHeadAttention(2, 4, rngs=m.Rngs(0), normalize_qk=True, decode=False, **k),
+        lambda m, **k: m.MultiHeadAttention(
+            2, 4, rngs=m.Rngs(0), normalize_qk=True, decode=False, **k
+        ),
         _x,
     ),
 }
-POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16", "p=f32,c=bf16", "p=bf16,c=f32,o=bf16"]
+POLICIES = [
+    "float32",
+    "mixed_bfloat16",
+    "mixed_float16",
+    "bfloat16",
+    "float16",
+    "p=f32,c=bf16",
+    "p=bf16,c=f32,o=bf16",
+]
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("input_dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
-def test_every_layer_returns_what_the_policy_says_under_strict_promotion_forward_and_backward(name, input_dtype):
+def test_every_layer_returns_what_the_policy_says_under_strict_promotion_forward_and_backward(
+    name, input_dtype
+):
     build, x = LAYERS[name]
     x = jnp.asarray(x, input_dtype if x.dtype == np.float32 else None)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
@@ -408,7 +452,9 @@ def test_every_layer_returns_what_the_policy_says_under_strict_promotion_forward
                 return flax_nnx.merge(definition, state, rest, copy=True)(x)
 
             assert jax.eval_shape(forward, state, x, rest).dtype == layer.dtype_policy.output_dtype
-            gradients = jax.eval_shape(jax.grad(lambda *args, f=forward: f(*args).astype(F32).sum()), state, x, rest)
+            gradients = jax.eval_shape(
+                jax.grad(lambda *args, f=forward: f(*args).astype(F32).sum()), state, x, rest
+            )
             dtypes = {leaf.dtype for leaf in jax.tree.leaves(gradients)}
             assert dtypes == {layer.dtype_policy.param_dtype}
 
@@ -420,10 +466,16 @@ def test_flax_s_layers_return_float32_from_half_inputs():
     repaired(relaxed(layer, jnp.ones((1, 4), BF16)).dtype == BF16)
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "BatchNormEval"])
+@pytest.mark.parametrize(
+    "name", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "BatchNormEval"]
+)
 def test_without_a_policy_half_dtypes_are_widened_in_the_reduction_and_returned_as_flax_does(name):
     build, x = LAYERS[name]
-    for options, x_dtype in (({"dtype": BF16}, F32), ({"dtype": BF16}, BF16), ({"param_dtype": BF16}, BF16)):
+    for options, x_dtype in (
+        ({"dtype": BF16}, F32),
+        ({"dtype": BF16}, BF16),
+        ({"param_dtype": BF16}, BF16),
+    ):
         ours = build(nnx, **options)(jnp.asarray(x, x_dtype))
         theirs = relaxed(lambda o=options, d=x_dtype: build(flax_nnx, **o)(jnp.asarray(x, d)))
         assert ours.dtype == theirs.dtype
@@ -446,7 +498,9 @@ def test_flax_s_norms_and_attention_can_t_be_traced_under_strict_promotion():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_updates_its_running_statistics_as_flax_does(training):
-    ours, theirs = (m.BatchNorm(4, use_running_average=not training, rngs=m.Rngs(0)) for m in (nnx, flax_nnx))
+    ours, theirs = (
+        m.BatchNorm(4, use_running_average=not training, rngs=m.Rngs(0)) for m in (nnx, flax_nnx)
+    )
     for x in np.random.default_rng(5).normal(size=(3, 8, 4)).astype(np.float32):
         np.testing.assert_array_equal(ours(x), theirs(x))
     for name in ("mean", "var"):
@@ -463,4 +517,6 @@ def test_batch_norm_under_a_policy_keeps_float32_running_statistics():
     assert ours.scale[...].dtype == BF16
     for name in ("mean", "var"):
         assert getattr(ours, name)[...].dtype == F32
-        np.testing.assert_allclose(getattr(ours, name)[...], getattr(theirs, name)[...], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            getattr(ours, name)[...], getattr(theirs, name)[...], rtol=1e-5, atol=1e-7
+        )

@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 
 from mpmodules.nnx._gradients import grad, value_and_grad
-from policy.gradients import ScaledGradients
-from policy.gradients import value_and_grad as plain_value_and_grad
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.value_and_grad import ScaledGradients
+from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
 from policy.optim import apply_gradients, finite_of, loss_scale_of, mixed_precision
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
@@ -43,10 +43,16 @@ def test_gradients_and_updates_equal_flaxs():
     expected_value, expected = nnx.value_and_grad(loss_of)(theirs, X)
     np.testing.assert_array_equal(value, expected_value)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), gradients, expected)
-    for a, b in zip(leaves(nnx.state(ours, nnx.BatchStat)), leaves(nnx.state(theirs, nnx.BatchStat)), strict=True):
+    for a, b in zip(
+        leaves(nnx.state(ours, nnx.BatchStat)),
+        leaves(nnx.state(theirs, nnx.BatchStat)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(a, b)
     assert ours.norm.mean[...].any()  # moved, and still there
-    counts = [model.dropout.rngs.count[...] for model in (ours, theirs) if model.dropout.rngs is not None]
+    counts = [
+        model.dropout.rngs.count[...] for model in (ours, theirs) if model.dropout.rngs is not None
+    ]
     assert counts[0] == counts[1] > 0
 
 
@@ -58,7 +64,9 @@ def test_compute_gradients_are_still_scaled_and_rounded():
     assert {leaf.dtype for leaf in leaves(scaled.tree)} == {jnp.dtype(jnp.bfloat16)}
     plain = grad(loss_of)(model, X)
     jax.tree.map(
-        lambda s, p: np.testing.assert_allclose(s.astype(jnp.float32), p * 8, rtol=2.0**-8, atol=1e-6),
+        lambda s, p: np.testing.assert_allclose(
+            s.astype(jnp.float32), p * 8, rtol=2.0**-8, atol=1e-6
+        ),
         scaled.tree,
         plain,
     )
@@ -73,7 +81,9 @@ def test_aux_argnums_and_filters_work_as_in_flax():
     (value, aux), gradients = value_and_grad(loss, argnums=1, has_aux=True)(X, model)
     assert aux == "aux"
     assert value.dtype == jnp.float32
-    kernel_only = grad(loss, argnums=nnx.DiffState(1, nnx.PathContains("kernel")), has_aux=True)(X, model)[0]
+    kernel_only = grad(loss, argnums=nnx.DiffState(1, nnx.PathContains("kernel")), has_aux=True)(
+        X, model
+    )[0]
     assert len(leaves(kernel_only)) == 2 < len(leaves(gradients))
 
 
@@ -85,13 +95,19 @@ def test_half_precision_params_give_float32_gradients():
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 def test_nnx_optimizer_trains_skips_and_moves_its_scale(param_dtype):
     model = Net(param_dtype)
-    tx = mixed_precision(optax.adam(1e-2), "mixed_bfloat16", loss_scale=DynamicLossScale(2.0**10, period=2))
+    tx = mixed_precision(
+        optax.adam(1e-2), "mixed_bfloat16", loss_scale=DynamicLossScale(2.0**10, period=2)
+    )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, x):
-        value, gradients = value_and_grad(loss_of, loss_scale=loss_scale_of(optimizer.opt_state))(model, x)
-        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds float32 updates to bfloat16 params
+        value, gradients = value_and_grad(loss_of, loss_scale=loss_scale_of(optimizer.opt_state))(
+            model, x
+        )
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax.apply_updates adds float32 updates to bfloat16 params
             optimizer.update(model, gradients)
         return value
 
@@ -110,9 +126,13 @@ def test_nnx_optimizer_trains_skips_and_moves_its_scale(param_dtype):
 
 def test_flaxs_optimizer_rejects_scaled_gradients_and_names_ours():
     model = Net()
-    optimizer = nnx.Optimizer(model, mixed_precision(optax.sgd(0.1), "mixed_bfloat16"), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, mixed_precision(optax.sgd(0.1), "mixed_bfloat16"), wrt=nnx.Param
+    )
     scaled = grad(loss_of, grads="compute")(model, X)
-    with pytest.raises(TypeError, match=r"took it apart\. Use mpmodules\.nnx\.Optimizer, which keeps the scale"):
+    with pytest.raises(
+        TypeError, match=r"took it apart\. Use mpmodules\.nnx\.Optimizer, which keeps the scale"
+    ):
         optimizer.update(model, scaled)
 
 
@@ -132,20 +152,27 @@ def test_apply_gradients_steps_a_state_of_params():
 def test_the_framework_free_one_refuses_a_model_and_takes_its_state():
     model = Net()
     model.eval()
-    with pytest.raises(TypeError, match=r"Argument 0 holds nnx references \(Net\), and what loss_fn writes to them"):
+    with pytest.raises(
+        TypeError, match=r"Argument 0 holds nnx references \(Net\), and what loss_fn writes to them"
+    ):
         plain_value_and_grad(loss_of)(model, X)
     with pytest.raises(TypeError, match="Argument 0 holds nnx references"):
         plain_value_and_grad(lambda tree: loss_of(tree["model"], X))({"model": model, "w": X})
     with pytest.raises(TypeError, match="Argument 0 holds nnx references"):
         plain_value_and_grad(lambda kernel: jnp.sum(kernel[...]))(model.inner.kernel)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    _, gradients = plain_value_and_grad(lambda params: loss_of(nnx.merge(graphdef, params, rest), X))(params)
+    _, gradients = plain_value_and_grad(
+        lambda params: loss_of(nnx.merge(graphdef, params, rest), X)
+    )(params)
     expected = nnx.grad(loss_of)(model, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), gradients, expected)
 
 
 def test_a_bound_method_is_refused():
-    with pytest.raises(ValueError, match=r"take the model as an argument, but got Net\.loss of a model: bound methods"):
+    with pytest.raises(
+        ValueError,
+        match=r"take the model as an argument, but got Net\.loss of a model: bound methods",
+    ):
         value_and_grad(Net().loss)
 
 
@@ -174,7 +201,9 @@ def test_the_gradient_of_a_shared_parameter_stays_shared(graph_updates, loss_sca
     shared = nnx.Param(jnp.ones((), param_dtype))
     model = nnx.Dict(a=shared, b=nnx.List([shared, nnx.Param(jnp.ones((), param_dtype))]))
     gradients = grad(
-        lambda m: m["a"][...] * m["b"][0][...] + m["b"][1][...], loss_scale=loss_scale, graph_updates=graph_updates
+        lambda m: m["a"][...] * m["b"][0][...] + m["b"][1][...],
+        loss_scale=loss_scale,
+        graph_updates=graph_updates,
     )(model)
     state = gradients if graph_updates else nnx.state(gradients)
     assert [leaf.item() for leaf in jax.tree.leaves(state)] == [2.0, 1.0]

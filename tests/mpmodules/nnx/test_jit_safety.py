@@ -1,4 +1,6 @@
-"""Policies under JAX's and nnx's transforms: no stale program, one boundary each, outside the transform."""
+"""Policies under JAX's and nnx's transforms: no stale program, one boundary each, outside the
+transform.
+"""
 
 import re
 import threading
@@ -10,7 +12,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import nnx, set_policy, use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 X = np.ones((2, 4), np.float32)
 MIXED = "mixed_bfloat16"
@@ -31,9 +33,18 @@ def pure(model, call=lambda model, *args: model(*args)):
 
 
 def boundary_casts(function, *args):
-    """The casts that boundaries made while `function` was traced, as (from, to, inside which primitives)."""
-    casts = [s for s in walk(jax.make_jaxpr(function)(*args)) if s.name == "convert_element_type" and s.is_placed]
-    return [(str(s.equation.invars[0].aval.dtype), str(s.equation.outvars[0].aval.dtype), s.inside) for s in casts]
+    """The casts that boundaries made while `function` was traced, as (from, to, inside which
+    primitives).
+    """
+    casts = [
+        s
+        for s in walk(jax.make_jaxpr(function)(*args))
+        if s.name == "convert_element_type" and s.is_placed
+    ]
+    return [
+        (str(s.equation.invars[0].aval.dtype), str(s.equation.outvars[0].aval.dtype), s.inside)
+        for s in casts
+    ]
 
 
 ONE_BOUNDARY = [("float32", "bfloat16", ()), ("bfloat16", "float32", ())]
@@ -56,7 +67,7 @@ def test_a_jitted_function_traces_once_for_each_policy_of_the_model():
     assert len(traces) == 2
 
 
-def test_building_inside_jit_is_traced_anew_where_the_scope_changed_and_goes_back_to_the_first_program():
+def test_building_inside_jit_is_traced_anew_in_another_scope_and_goes_back_to_the_first_program():
     traces = []
 
     @jax.jit
@@ -68,7 +79,11 @@ def test_building_inside_jit_is_traced_anew_where_the_scope_changed_and_goes_bac
         with use_policy(policy):
             return forward(X).dtype
 
-    assert [under(p) for p in ("mixed_bfloat16", "f16", "mixed_bfloat16")] == [jnp.float32, jnp.float16, jnp.float32]
+    assert [under(p) for p in ("mixed_bfloat16", "f16", "mixed_bfloat16")] == [
+        jnp.float32,
+        jnp.float16,
+        jnp.float32,
+    ]
     assert len(traces) == 2
 
 
@@ -81,7 +96,10 @@ def test_a_change_of_mind_retraces_nnx_jit_and_going_back_reuses_the_program():
         traces.append(None)
         return model(x)
 
-    dtypes = [forward(nnx.apply_policy(model, policy), X).dtype for policy in ("p=f32,c=bf16", "f32", "p=f32,c=bf16")]
+    dtypes = [
+        forward(nnx.apply_policy(model, policy), X).dtype
+        for policy in ("p=f32,c=bf16", "f32", "p=f32,c=bf16")
+    ]
     assert dtypes == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
     assert len(traces) == 2
 
@@ -107,7 +125,9 @@ def test_a_model_in_lax_scan_and_checkpoint_keeps_one_boundary():
 
     assert jax.eval_shape(scanned, X).dtype == jnp.float32
     assert [cast[:2] for cast in boundary_casts(scanned, X)] == [cast[:2] for cast in ONE_BOUNDARY]
-    assert [cast[:2] for cast in boundary_casts(jax.checkpoint(model), X)] == [cast[:2] for cast in ONE_BOUNDARY]
+    assert [cast[:2] for cast in boundary_casts(jax.checkpoint(model), X)] == [
+        cast[:2] for cast in ONE_BOUNDARY
+    ]
 
 
 def jit_method(method):
@@ -198,14 +218,18 @@ def test_a_function_that_scans_over_a_built_model_from_outside_keeps_the_carry_s
 
     with use_policy(MIXED):
         layers = build(jax.random.split(jax.random.key(0), 3))
-    run = flax_nnx.scan(lambda x, layer: layer(x), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)
+    run = flax_nnx.scan(
+        lambda x, layer: layer(x), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry
+    )
     assert run(jnp.asarray(X), layers).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("by", ["vmap", "jit", "eval_shape"])
 def test_a_model_built_inside_a_transform_captures_the_policy_in_force(by):
     builders = {
-        "vmap": lambda: flax_nnx.vmap(lambda key: Net(rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2)),
+        "vmap": lambda: flax_nnx.vmap(lambda key: Net(rngs=nnx.Rngs(key)))(
+            jax.random.split(jax.random.key(0), 2)
+        ),
         "jit": lambda: flax_nnx.jit(lambda: Net(rngs=nnx.Rngs(0)))(),
         "eval_shape": lambda: flax_nnx.eval_shape(lambda: Net(rngs=nnx.Rngs(0))),
     }
@@ -220,7 +244,9 @@ def test_gradients_through_nnx_grad_are_float32_and_both_backward_matmuls_run_in
         model = Net(rngs=nnx.Rngs(0))
 
     def gradients(model, x):
-        return jax.tree.leaves(flax_nnx.grad(lambda model, x: (model(x) ** 2).sum(), argnums=(0, 1))(model, x))
+        return jax.tree.leaves(
+            flax_nnx.grad(lambda model, x: (model(x) ** 2).sum(), argnums=(0, 1))(model, x)
+        )
 
     text = str(jax.make_jaxpr(pure(model, gradients))(jnp.asarray(X)))
     dots = re.findall(r":(\w+)\[[\d,]*\] = dot_general", text)

@@ -18,7 +18,9 @@ POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32")
 
 def build(layers, name, **kwargs) -> Any:
     if name == "LoRA":
-        return layers.LoRA(8, 2, 4, b_initializer=flax_nnx.initializers.normal(), rngs=flax_nnx.Rngs(0), **kwargs)
+        return layers.LoRA(
+            8, 2, 4, b_initializer=flax_nnx.initializers.normal(), rngs=flax_nnx.Rngs(0), **kwargs
+        )
     initializer = {"b_initializer": flax_nnx.initializers.normal()}
     return layers.LoRALinear(8, 4, lora_rank=2, rngs=flax_nnx.Rngs(0), **initializer, **kwargs)
 
@@ -77,7 +79,10 @@ def test_what_a_base_module_returns_is_added_in_compute_dtype():
 
 
 def test_explicit_dtypes_of_the_low_rank_part_are_obeyed():
-    with use_policy("bfloat16"), pytest.warns(UserWarning, match="LoRA at 'lora' obeys its own dtype=float32"):
+    with (
+        use_policy("bfloat16"),
+        pytest.warns(UserWarning, match="LoRA at 'lora' obeys its own dtype=float32"),
+    ):
         layer = build(nnx, "LoRALinear", lora_dtype=jnp.float32, lora_param_dtype=jnp.float32)
     assert layer.lora.lora_a[...].dtype == jnp.float32 and layer.kernel[...].dtype == jnp.bfloat16
     assert layer.lora.dtype == jnp.float32 and layer(X).dtype == jnp.bfloat16
@@ -93,12 +98,18 @@ def test_a_policy_applied_to_flaxs_own_layer_holds(name):
 @pytest.mark.parametrize(("name", "over"), (("LoRA", ""), ("LoRA", "a layer"), ("LoRALinear", "")))
 def test_one_that_is_a_boundary_returns_accumulators_and_runs_backward_in_half(name, over):
     def make(policy):
-        base = {"base_module": nnx.Linear(8, 4, rngs=flax_nnx.Rngs(1), dtype_policy=policy)} if over else {}
+        base = (
+            {"base_module": nnx.Linear(8, 4, rngs=flax_nnx.Rngs(1), dtype_policy=policy)}
+            if over
+            else {}
+        )
         return build(nnx, name, dtype_policy=policy, **base)
 
     half, full = make("mixed_bfloat16"), make("float32")
     for layer in (half, full):
-        flax_nnx.update(layer, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state(layer)))
+        flax_nnx.update(
+            layer, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state(layer))
+        )
     x = X.astype(jnp.bfloat16).astype(jnp.float32)
     graph, params = flax_nnx.split(half)
     total = lambda params, x: flax_nnx.merge(graph, params, copy=True)(x).sum()  # noqa: E731

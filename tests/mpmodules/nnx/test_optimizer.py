@@ -1,4 +1,6 @@
-"""`nnx.Optimizer` around `mixed_precision`: hyperparameters, averages of masters, resync, without glue."""
+"""`nnx.Optimizer` around `mixed_precision`: hyperparameters, averages of masters, resync, without
+glue.
+"""
 
 from typing import Any
 
@@ -35,7 +37,9 @@ def loss_fn(model, x):
 def parts(param_dtype, learning_rate=0.05) -> Any:
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=jnp.float32)
     tx = mixed_precision(
-        optax.inject_hyperparams(optax.adamw)(learning_rate=learning_rate), "mixed_bfloat16", loss_scale="dynamic"
+        optax.inject_hyperparams(optax.adamw)(learning_rate=learning_rate),
+        "mixed_bfloat16",
+        loss_scale="dynamic",
     )
     return model, tx, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -43,7 +47,9 @@ def parts(param_dtype, learning_rate=0.05) -> Any:
 @nnx.jit
 def step(model, optimizer):
     _, gradients = nnx.value_and_grad(loss_fn, loss_scale=loss_scale_of(optimizer))(model, X)
-    with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds float32 updates to half-precision params
+    with jax.numpy_dtype_promotion(
+        "standard"
+    ):  # optax.apply_updates adds float32 updates to half-precision params
         optimizer.update(model, gradients)
 
 
@@ -83,7 +89,9 @@ def test_masters_are_read_with_the_models_own_state(param_dtype):
     params = nnx.state(model, nnx.Param)
     for holder in (optimizer, optimizer.opt_state):
         masters = master_params(params, holder)
-        assert jax.tree.structure(masters) == jax.tree.structure(params)  # Params: nnx.update takes them
+        assert jax.tree.structure(masters) == jax.tree.structure(
+            params
+        )  # Params: nnx.update takes them
         assert {leaf.dtype for leaf in values(masters)} == {np.dtype("float32")}
         for master, param in zip(values(masters), values(params), strict=True):
             np.testing.assert_array_equal(round_to(jnp.asarray(master), param_dtype), param)
@@ -104,7 +112,9 @@ def test_hyperparameters_are_read_and_set_in_float32_and_masters_stay():
     optimizer.opt_state = optax.tree.set(optimizer.opt_state, weight_decay=jnp.float32(0.0))
     masters = values(master_params(nnx.state(model, nnx.Param), optimizer))
     step(model, optimizer)
-    for a, b in zip(values(master_params(nnx.state(model, nnx.Param), optimizer)), masters, strict=True):
+    for a, b in zip(
+        values(master_params(nnx.state(model, nnx.Param), optimizer)), masters, strict=True
+    ):
         np.testing.assert_array_equal(a, b)  # a rate of 0
     assert optax.tree.get(optimizer.opt_state, "learning_rate").dtype == jnp.float32
 
@@ -117,7 +127,9 @@ def test_resync_follows_what_was_written_to_the_model(param_dtype):
     structure = jax.tree.structure(optimizer.opt_state)
     optimizer.opt_state = resync(nnx.state(model, nnx.Param), optimizer.opt_state)
     assert jax.tree.structure(optimizer.opt_state) == structure
-    np.testing.assert_array_equal(master_params(nnx.state(model, nnx.Param), optimizer)["kernel"][...], 0.25)
+    np.testing.assert_array_equal(
+        master_params(nnx.state(model, nnx.Param), optimizer)["kernel"][...], 0.25
+    )
     step(model, optimizer)
     assert finite_of(optimizer)
     assert not (np.asarray(model.kernel[...], np.float32) == 0.25).any()
@@ -126,7 +138,9 @@ def test_resync_follows_what_was_written_to_the_model(param_dtype):
 def test_params_of_another_tree_are_refused_by_name():
     _, _, optimizer = parts(jnp.bfloat16)
     other = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"params should be the tree .*, but got another, with 1 leaves: kernel"):
+    with pytest.raises(
+        ValueError, match=r"params should be the tree .*, but got another, with 1 leaves: kernel"
+    ):
         master_params(nnx.state(other, nnx.Param), optimizer)
 
 
@@ -138,12 +152,15 @@ def test_multi_steps_goes_inside():
     for expected_to_move in (False, True):
         step(model, optimizer)
         after = values(nnx.state(model, nnx.Param))
-        assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)) != expected_to_move
+        assert (
+            all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
+            != expected_to_move
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gradients that are still scaled
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Net(nnx.Module):
@@ -155,7 +172,9 @@ class Net(nnx.Module):
         return self.head(self.drop(nnx.relu(self.norm(self.up(x)))))
 
 
-def trained(policy, loss_scale: Any = "dynamic", optimizer_class: Any = nnx.Optimizer, **options) -> Any:
+def trained(
+    policy, loss_scale: Any = "dynamic", optimizer_class: Any = nnx.Optimizer, **options
+) -> Any:
     model = Net(nnx.Rngs(0), dtype_policy=policy)
     tx = mixed_precision(optax.adamw(0.05), policy, loss_scale=loss_scale, clip_global_norm=1.0)
     return model, optimizer_class(model, tx, **options)
@@ -165,7 +184,9 @@ def train_step(grads):
     @nnx.jit
     def step(model, optimizer, x):
         before = nnx.as_pure(nnx.state(model, nnx.BatchStat))
-        differentiated = nnx.value_and_grad(loss_fn, loss_scale=loss_scale_of(optimizer), grads=grads)
+        differentiated = nnx.value_and_grad(
+            loss_fn, loss_scale=loss_scale_of(optimizer), grads=grads
+        )
         loss, gradients = differentiated(model, x)
         updates = optimizer.update(model, gradients)
         after = nnx.as_pure(nnx.state(model, nnx.BatchStat))
@@ -188,12 +209,16 @@ def test_scaled_gradients_step_as_true_ones_do_within_their_rounding(policy):
         model, optimizer = trained(policy, wrt=nnx.Param)
         step = train_step(grads)
         _, _, updates = (step(model, optimizer, X)[1] for _ in range(3))
-        assert jax.tree.structure(updates) == jax.tree.structure(nnx.as_pure(nnx.state(model, nnx.Param)))
+        assert jax.tree.structure(updates) == jax.tree.structure(
+            nnx.as_pure(nnx.state(model, nnx.Param))
+        )
         assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
         assert (optimizer.opt_state.count[...], optimizer.step[...]) == (3, 3)
         ends[grads] = values(master_params(nnx.state(model, nnx.Param), optimizer))
     for scaled, true in zip(ends["compute"], ends["float32"], strict=True):
-        np.testing.assert_allclose(scaled, true, rtol=0, atol=0.01)  # three Adam steps of 0.05, from rounded gradients
+        np.testing.assert_allclose(
+            scaled, true, rtol=0, atol=0.01
+        )  # three Adam steps of 0.05, from rounded gradients
 
 
 @pytest.mark.parametrize("grads", ["float32", "compute"])
@@ -202,7 +227,9 @@ def test_a_skipped_step_leaves_params_statistics_and_moments_and_halves_the_scal
     step = train_step(grads)
     step(model, optimizer, X)
     kept = lambda: everything(  # noqa: E731
-        nnx.state(model, nnx.Param, nnx.BatchStat), optimizer.opt_state.inner, optimizer.opt_state.count
+        nnx.state(model, nnx.Param, nnx.BatchStat),
+        optimizer.opt_state.inner,
+        optimizer.opt_state.count,
     )
     before = kept()
     step(model, optimizer, X.at[0, 0].set(jnp.inf))
@@ -251,7 +278,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(policy, tmp_path):
 def test_the_optimizer_of_a_model_takes_them_too():
     _, optimizer = trained("mixed_float16", optimizer_class=nnx.ModelAndOptimizer)
     before = everything(optimizer.model)
-    gradients = nnx.grad(loss_fn, loss_scale=loss_scale_of(optimizer), grads="compute")(optimizer.model, X)
+    gradients = nnx.grad(loss_fn, loss_scale=loss_scale_of(optimizer), grads="compute")(
+        optimizer.model, X
+    )
     optimizer.update(gradients)
     assert any((a != b).any() for a, b in zip(everything(optimizer.model), before, strict=True))
 
@@ -271,7 +300,9 @@ def test_half_precision_params_step_under_strict_promotion_as_under_the_standard
 def test_a_plain_transform_refuses_them_and_a_call_without_gradients_is_flaxs_error():
     model, _ = trained("bfloat16", None, wrt=nnx.Param)
     optimizer: Any = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(TypeError, match=r"^grads are ScaledGradients, .* but tx is GradientTransformation\w*: make"):
+    with pytest.raises(
+        TypeError, match=r"^grads are ScaledGradients, .* but tx is GradientTransformation\w*: make"
+    ):
         optimizer.update(model, nnx.grad(loss_fn, grads="compute")(model, X))
     with pytest.raises(TypeError, match="Missing required argument `grads`"):
         optimizer.update(model)
@@ -287,7 +318,9 @@ def test_a_loss_that_was_scaled_by_hand_is_told():
         loss_scale = loss_scale_of(optimizer)
         optimizer.update(model, nnx.grad(lambda model: loss_scale.scale(loss_fn(model, x)))(model))
 
-    with pytest.warns(DtypePolicyWarning, match=r"reached mixed_precision without loss_scale\.unscale"):
+    with pytest.warns(
+        DtypePolicyWarning, match=r"reached mixed_precision without loss_scale\.unscale"
+    ):
         step(model, optimizer, X)
 
 

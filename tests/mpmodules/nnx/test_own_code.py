@@ -43,15 +43,21 @@ def test_nothing_is_left_in_float32_and_errors_are_those_of_autocast(policy):
     truth = nnx.jit(nnx.grad(loss))(wide, TOKENS)
     ours = error(nnx.jit(nnx.grad(loss))(half, TOKENS), truth)
     graph, params, rest = nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)
-    alone = jax.jit(jax.grad(autocast(lambda p: loss(nnx.merge(graph, p, rest, copy=True), TOKENS), policy, params=0)))
+    alone = jax.jit(
+        jax.grad(
+            autocast(lambda p: loss(nnx.merge(graph, p, rest, copy=True), TOKENS), policy, params=0)
+        )
+    )
     assert 0 < ours <= 1.1 * error(alone(params), truth)
 
 
 def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do():
     model = apply_policy(NnxNet(nnx.Rngs(0)), MIXED)
     text = (
-        r"^\d\d% of the FLOPs of NnxNet's matmuls are in code that no layer makes \(NnxProjection \d\d%, NnxBlock "
-        r"\d+%\), whose modules hold \d\d% of its parameters \(NnxProjection \d\d%\): apply_policy runs that code"
+        r"^\d\d% of the FLOPs of NnxNet's matmuls are in code that no layer makes \(NnxProjection "
+        r"\d\d%, NnxBlock "
+        r"\d+%\), whose modules hold \d\d% of its parameters \(NnxProjection \d\d%\): apply_policy "
+        r"runs that code"
     )
     with pytest.warns(DtypePolicyWarning, match=text) as told:
         nnx.eval_shape(lambda m: m(TOKENS), model)
@@ -67,7 +73,9 @@ def test_what_was_asked_for_is_silent_and_contradictions_are_refused():
         keeps = apply_policy(NnxProjection(16, 4, nnx.Rngs(0)), MIXED, own_code="keep")
         with jax.numpy_dtype_promotion("standard"):
             assert share(keeps, X) == 1
-    with pytest.raises(ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"):
+    with pytest.raises(
+        ValueError, match="own_code should be 'autocast', 'keep' or None, but got 'auto'"
+    ):
         apply_policy(NnxNet(nnx.Rngs(0)), MIXED, own_code="auto")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="leave out dtype_fields=True"):
         apply_policy(NnxNet(nnx.Rngs(0)), MIXED, own_code="autocast", dtype_fields=True)
@@ -75,7 +83,9 @@ def test_what_was_asked_for_is_silent_and_contradictions_are_refused():
 
 def test_a_model_whose_layers_multiply_is_the_program_that_it_was():
     def build(own_code):
-        layers = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), jax.nn.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+        layers = nnx.Sequential(
+            nnx.Linear(16, 8, rngs=nnx.Rngs(0)), jax.nn.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+        )
         model = apply_policy(layers, MIXED, own_code=own_code)
         return lambda x: model(x)
 
@@ -84,7 +94,9 @@ def test_a_model_whose_layers_multiply_is_the_program_that_it_was():
 
 def test_a_sequential_of_foreign_modules():
     rngs = nnx.Rngs(0)
-    model = nnx.Sequential(NnxProjection(16, 8, rngs), nnx.Linear(8, 8, rngs=rngs), NnxProjection(8, 4, rngs))
+    model = nnx.Sequential(
+        NnxProjection(16, 8, rngs), nnx.Linear(8, 8, rngs=rngs), NnxProjection(8, 4, rngs)
+    )
     assert share(ported(model), X) == 0
 
 
@@ -122,11 +134,17 @@ def test_state_is_updated_in_place_and_other_state_is_not_touched():
     out, truth = half(TOKENS), wide(TOKENS)
     assert error(out, truth) < 0.05  # another dropout mask would give 0.5
     mean, var = half.bn.mean[...], half.bn.var[...]
-    assert mean.dtype == jnp.float32 and error((mean, var), (wide.bn.mean[...], wide.bn.var[...])) < 0.01
+    assert (
+        mean.dtype == jnp.float32
+        and error((mean, var), (wide.bn.mean[...], wide.bn.var[...])) < 0.01
+    )
     assert half.block.dropout.rngs is not None
     assert half.block.dropout.rngs.count[...] == wide.block.dropout.rngs.count[...] == 1  # pyright: ignore
     assert all(
-        a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(nnx.state(half, nnx.Param)), strict=True)
+        a is b
+        for a, b in zip(
+            jax.tree.leaves(before), jax.tree.leaves(nnx.state(half, nnx.Param)), strict=True
+        )
     )
 
 
@@ -160,7 +178,11 @@ def test_transformations_of_nnx():
 def test_rules_hold_for_own_code_and_for_layers():
     model = ported(NnxNet(nnx.Rngs(0)), rules={"block/qkv": "float32", "head": "float32"})
     found = audit(lambda m, x: m(x), model, TOKENS)
-    wide = {op.path for op in found.operations if op.primitive == "dot_general" and "float32" in op.operands}
+    wide = {
+        op.path
+        for op in found.operations
+        if op.primitive == "dot_general" and "float32" in op.operands
+    }
     assert wide == {"block/qkv", "head"}
 
 
@@ -173,7 +195,9 @@ def test_other_methods_and_parts_of_a_model():
 def test_copies_are_equal_and_run_alike():
     model, again = ported(NnxBlock(nnx.Rngs(0))), ported(NnxBlock(nnx.Rngs(0)))
     assert nnx.graphdef(model) == nnx.graphdef(again)
-    assert nnx.graphdef(model) != nnx.graphdef(apply_policy(NnxBlock(nnx.Rngs(0)), MIXED, own_code="keep"))
+    assert nnx.graphdef(model) != nnx.graphdef(
+        apply_policy(NnxBlock(nnx.Rngs(0)), MIXED, own_code="keep")
+    )
     for other in (copy.deepcopy(model), nnx.clone(model), pickle.loads(pickle.dumps(model))):
         assert_same_program(lambda x, m=other: nnx.clone(m)(x), lambda x: nnx.clone(model)(x), (X,))
 
@@ -183,7 +207,9 @@ def test_half_parameters():
     gradients = nnx.eval_shape(nnx.grad(loss), model, TOKENS)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
     assert share(model) == 0 and model(TOKENS).dtype == jnp.bfloat16
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        "bfloat16"
+    }
 
 
 class OwnCell(nnx.RNNCellBase):
@@ -217,7 +243,10 @@ def test_loops_over_a_cell_of_the_models_own():
     for loop in loops:
         model = ported(loop())
         assert share(model, X) == 0
-        assert error(nnx.jit(lambda m, x: m(x))(model, X), nnx.jit(lambda m, x: m(x))(loop(), X)) < 0.01
+        assert (
+            error(nnx.jit(lambda m, x: m(x))(model, X), nnx.jit(lambda m, x: m(x))(loop(), X))
+            < 0.01
+        )
 
 
 class Modes(nnx.Module):
@@ -267,7 +296,9 @@ def test_all_kinds_of_state_are_changed_as_a_plain_call_changes_them():
         for _ in range(2):
             model(X)
     assert (half.calls, half.mode) == (wide.calls, wide.mode) == (2, "used")
-    for ours, theirs in zip(jax.tree.leaves(nnx.state(half)), jax.tree.leaves(nnx.state(wide)), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(half)), jax.tree.leaves(nnx.state(wide)), strict=True
+    ):
         assert ours.dtype == theirs.dtype and jnp.array_equal(ours, theirs)
     assert half.pair.get_value()[1][0] == half.raw[0] == 2 and half.none.get_value() is None
 
@@ -287,14 +318,19 @@ def test_a_port_inside_of_a_module_of_ours():
         def __call__(self, x):
             return self.inner(x)
 
-    for outer in (Outer(ported(NnxBlock(nnx.Rngs(0)))), nnx.Sequential(ported(NnxBlock(nnx.Rngs(0))))):
+    for outer in (
+        Outer(ported(NnxBlock(nnx.Rngs(0)))),
+        nnx.Sequential(ported(NnxBlock(nnx.Rngs(0)))),
+    ):
         assert share(outer, X) == 0
 
 
 def test_rows_are_added_up_in_float32():
     class Graph(nnx.Module):
         def __init__(self):
-            self.dense = nnx.Linear(4, 8, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+            self.dense = nnx.Linear(
+                4, 8, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0)
+            )
 
         def __call__(self, x):
             return jax.ops.segment_sum(self.dense(x), jnp.zeros(len(x), int), num_segments=2)

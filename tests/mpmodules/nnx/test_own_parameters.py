@@ -1,4 +1,6 @@
-"""Parameters of a user's nnx modules: stored in param_dtype, read in compute_dtype, gradients summed in float32."""
+"""Parameters of a user's nnx modules: stored in param_dtype, read in compute_dtype, gradients
+summed in float32.
+"""
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -21,7 +23,14 @@ from tests.programs import named, operations
 
 X = jnp.ones((2, 4))
 MANY = jnp.zeros(4096, int)
-POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float16", "float32", "p=f32,c=f32,o=bf16")
+POLICIES = (
+    "mixed_bfloat16",
+    "mixed_float16",
+    "bfloat16",
+    "float16",
+    "float32",
+    "p=f32,c=f32,o=bf16",
+)
 
 
 class Table(nnx.Module):
@@ -54,7 +63,11 @@ class Linear(nnx.Module):
 def pure(model: Any) -> tuple[Any, Any]:
     """A loss of the state, and the state."""
     graph, state, rest = flax_nnx.split(model, flax_nnx.Param, ...)
-    return (lambda call, state: call(flax_nnx.merge(graph, state, rest, copy=True)).astype(jnp.float32).sum()), state
+    return (
+        lambda call, state: (
+            call(flax_nnx.merge(graph, state, rest, copy=True)).astype(jnp.float32).sum()
+        )
+    ), state
 
 
 def gradient_ops(model: Any, call: Any) -> list[Any]:
@@ -62,7 +75,8 @@ def gradient_ops(model: Any, call: Any) -> list[Any]:
     return operations(jax.grad(lambda state: loss(call, state)), state)
 
 
-# --- dtypes -----------------------------------------------------------------------------------------------------------
+# --- dtypes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -75,7 +89,10 @@ def test_a_parameter_is_stored_and_differentiated_in_the_policys_dtypes(text: st
     gradient = jax.grad(lambda state: loss(lambda m: m(MANY), state))(state)
     assert gradient["table"].get_value().dtype == wanted.param_dtype
     assert gradient["table"].get_value()[0, 0] == 4096
-    assert flax_nnx.grad(lambda m: m(MANY).astype(jnp.float32).sum())(model)["table"].get_value()[0, 0] == 4096
+    assert (
+        flax_nnx.grad(lambda m: m(MANY).astype(jnp.float32).sum())(model)["table"].get_value()[0, 0]
+        == 4096
+    )
 
 
 READS: dict[str, Any] = {
@@ -116,14 +133,23 @@ class Kept(nnx.Module):
     keep_params = ("scale",)
 
     def __init__(self, seen: list[Any]) -> None:
-        self.scale, self.asked = nnx.Param(jnp.ones(4)), nnx.Param(jnp.ones(4), compute_dtype=jnp.float32)
-        self.list, self.dict = nnx.List([nnx.Param(jnp.ones(2))]), nnx.Dict(a=nnx.Param(jnp.ones(2)))
+        self.scale, self.asked = (
+            nnx.Param(jnp.ones(4)),
+            nnx.Param(jnp.ones(4), compute_dtype=jnp.float32),
+        )
+        self.list, self.dict = (
+            nnx.List([nnx.Param(jnp.ones(2))]),
+            nnx.Dict(a=nnx.Param(jnp.ones(2))),
+        )
         self.integers, self.key = nnx.Param(jnp.arange(2)), nnx.Param(jax.random.key(0))
         self.variable, self.stat = nnx.Variable(jnp.ones(4)), nnx.BatchStat(jnp.ones(4))
         self.note = seen.append
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        read = {name: getattr(self, name) for name in ("scale", "asked", "integers", "key", "variable", "stat")}
+        read = {
+            name: getattr(self, name)
+            for name in ("scale", "asked", "integers", "key", "variable", "stat")
+        }
         read |= {"list": self.list[0], "dict": self.dict.a}
         self.note({name: str(value[...].dtype) for name, value in read.items()})
         return x
@@ -144,7 +170,9 @@ def test_what_is_named_or_no_float_is_read_as_stored(text: str) -> None:
 
 def test_names_to_keep_are_a_tuple_of_names() -> None:
     for names in ("scale", 3, (1,)):
-        with pytest.raises(TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"):
+        with pytest.raises(
+            TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"
+        ):
             type("Wrong", (nnx.Module,), {"keep_params": names, "__module__": __name__})
 
 
@@ -169,15 +197,23 @@ def test_layers_and_their_subclasses_keep_their_parameters() -> None:
             self.layer = Mine(4, 4, rngs=nnx.Rngs(0))
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            assert self.layer.kernel_dtype() == self.layer.kernel[...].dtype == self.layer.kernel.dtype == jnp.float32
+            assert (
+                self.layer.kernel_dtype()
+                == self.layer.kernel[...].dtype
+                == self.layer.kernel.dtype
+                == jnp.float32
+            )
             return self.layer(x)
 
     model = Uses(dtype_policy="mixed_bfloat16")
     assert model(X).dtype == jnp.float32
-    assert {op.inputs for op in named(operations(lambda x: model(x), X), "dot_general")} == {("bfloat16",) * 2}
+    assert {op.inputs for op in named(operations(lambda x: model(x), X), "dot_general")} == {
+        ("bfloat16",) * 2
+    }
 
 
-# --- sharing ----------------------------------------------------------------------------------------------------------
+# --- sharing
+# --------------------------------------------------------------------------------------------------
 
 
 class Head(nnx.Module):
@@ -230,7 +266,8 @@ def test_a_parameter_that_a_method_writes_back_is_read_as_stored() -> None:
     assert model.average[...] == plain.average[...]
 
 
-# --- transformations --------------------------------------------------------------------------------------------------
+# --- transformations
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["__call__", "jitted", "rematerialised", "vmap", "function"])
@@ -257,7 +294,10 @@ def test_copies_inside_of_transformations_read_in_half(how: str) -> None:
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.w, self.b = nnx.Param(jax.random.normal(rngs.params(), (4, 4))), nnx.Param(jnp.zeros(4))
+        self.w, self.b = (
+            nnx.Param(jax.random.normal(rngs.params(), (4, 4))),
+            nnx.Param(jnp.zeros(4)),
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.tanh(x @ self.w + self.b[None])
@@ -282,17 +322,24 @@ def test_scanned_modules_read_in_half_and_sum_in_float32(remat: bool, position: 
     ops = gradient_ops(model, lambda m: m(jnp.ones((300, 4))))
     assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16",) * 2}
     assert {op.outputs for op in named(ops, "reduce_sum") if op.is_backward} == {("float32",)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(model, flax_nnx.Param))} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(model, flax_nnx.Param))} == {
+        jnp.dtype("float32")
+    }
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state
+# --------------------------------------------------------------------------------------------------
 
 
 class Busy(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.w = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
         self.dropout, self.norm = nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
-        self.scale, self.calls, self.count = nnx.Param(jnp.ones((1, 4))), 0, nnx.Variable(jnp.zeros((), int))
+        self.scale, self.calls, self.count = (
+            nnx.Param(jnp.ones((1, 4))),
+            0,
+            nnx.Variable(jnp.zeros((), int)),
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         self.calls += 1
@@ -302,7 +349,9 @@ class Busy(nnx.Module):
 
 def test_state_and_random_streams_are_those_of_flax() -> None:
     x = jax.random.normal(jax.random.key(2), (16, 4))
-    plain, half = (Busy(nnx.Rngs(0, dropout=1), dtype_policy=text) for text in (None, "mixed_bfloat16"))
+    plain, half = (
+        Busy(nnx.Rngs(0, dropout=1), dtype_policy=text) for text in (None, "mixed_bfloat16")
+    )
     for call in (lambda m: m(x), flax_nnx.jit(lambda m: m(x))):
         np.testing.assert_array_equal(call(plain) == 0, call(half) == 0)
     for model in (plain, half):
@@ -318,7 +367,11 @@ class Lends(nnx.Module):
     """Hands out what it holds, and makes more of it."""
 
     def __init__(self) -> None:
-        self.w, self.layer, self.count = nnx.Param(jnp.ones((1, 4))), nnx.List([Linear()]), nnx.Variable(jnp.array(0))
+        self.w, self.layer, self.count = (
+            nnx.Param(jnp.ones((1, 4))),
+            nnx.List([Linear()]),
+            nnx.Variable(jnp.array(0)),
+        )
 
     def child(self) -> Any:
         return {"layer": self.layer[0], "w": self.w}
@@ -392,7 +445,9 @@ def test_the_parts_of_a_module_are_those_seen_from_outside() -> None:
     model = Lends(dtype_policy="mixed_bfloat16")
     assert model.parts()[0] == flax_nnx.split(model)[0]
     assert not [name for name in model.gradient(X)["w"].get_metadata() if name.startswith("policy")]
-    assert not [name for name in flax_nnx.clone(model).w.get_metadata() if name.startswith("policy")]
+    assert not [
+        name for name in flax_nnx.clone(model).w.get_metadata() if name.startswith("policy")
+    ]
 
 
 def test_abstract_models_and_states_hold() -> None:
@@ -428,13 +483,22 @@ def test_without_a_policy_the_program_is_flaxs() -> None:
                 return x @ self.w
 
         loss, state = pure(Plain())
-        programs.append(str(jax.make_jaxpr(jax.grad(lambda state, loss=loss: loss(lambda m: m(X), state)))(state)))
+        programs.append(
+            str(
+                jax.make_jaxpr(jax.grad(lambda state, loss=loss: loss(lambda m: m(X), state)))(
+                    state
+                )
+            )
+        )
     assert programs[0] == programs[1]
 
 
 def test_scopes_do_not_change_how_a_built_model_reads() -> None:
     model = Table()
-    with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match="changes no nnx layer"):
+    with (
+        use_policy("mixed_bfloat16"),
+        pytest.warns(DtypePolicyWarning, match="changes no nnx layer"),
+    ):
         assert model(MANY).dtype == jnp.float32
 
 

@@ -1,4 +1,6 @@
-"""A port changes one import line: same tree, same values, and the program a careful author threads by hand."""
+"""A port changes one import line: same tree, same values, and the program a careful author threads
+by hand.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx, use_policy
 
-# One text, run once with Flax's nnx and once with ours; `dtypes` is what an author threads through it by hand.
+# One text, run once with Flax's nnx and once with ours; `dtypes` is what an author threads through
+# it by hand.
 MODEL = """
 class Block(nnx.Module):
     def __init__(self, features, *, rngs):
@@ -44,16 +47,23 @@ def net(module, **dtypes):
 
 
 def abstract(build, *args, **kwargs):
-    """What `build` builds, shapes and dtypes only: programs can be lowered from it, and no initialiser is compiled."""
+    """What `build` builds, shapes and dtypes only: programs can be lowered from it, and no
+    initialiser is compiled.
+    """
     return flax_nnx.eval_shape(lambda: build(*args, **kwargs))
 
 
 def leaves(model):
-    return {"/".join(map(str, path)): leaf for path, leaf in flax_nnx.to_flat_state(flax_nnx.state(model))}
+    return {
+        "/".join(map(str, path)): leaf
+        for path, leaf in flax_nnx.to_flat_state(flax_nnx.state(model))
+    }
 
 
 def assert_same_initializer(ours, theirs):
-    """The same state tree, and the same program that fills it: the values are the same without compiling it."""
+    """The same state tree, and the same program that fills it: the values are the same without
+    compiling it.
+    """
 
     def initial_state(build):
         return jax.jit(lambda: flax_nnx.state(build())).lower()
@@ -75,15 +85,23 @@ def assert_same_tree_and_values(ours, theirs):
         np.testing.assert_array_equal(a, b, err_msg=path)
 
 
-def lowered(model, *args, before=lambda x: x, after=lambda x: x, method="__call__", grad=True, biases=False):
-    """The StableHLO text of a call of `model`, or of its sum's gradient by the parameters and the first argument.
+def lowered(
+    model, *args, before=lambda x: x, after=lambda x: x, method="__call__", grad=True, biases=False
+):
+    """The StableHLO text of a call of `model`, or of its sum's gradient by the parameters and the
+    first argument.
 
-    Biases are frozen but on demand: the sum of their gradient is ours, the rest is the program threaded by hand.
+    Biases are frozen but on demand: the sum of their gradient is ours, the rest is the program
+    threaded by hand.
     """
     graphdef, params, rest = flax_nnx.split(model, flax_nnx.Param, ...)
 
     def frozen(path, leaf):
-        return jax.lax.stop_gradient(leaf) if any(getattr(key, "key", None) == "bias" for key in path) else leaf
+        return (
+            jax.lax.stop_gradient(leaf)
+            if any(getattr(key, "key", None) == "bias" for key in path)
+            else leaf
+        )
 
     def program(params, first, rest):
         params = params if biases else jax.tree_util.tree_map_with_path(frozen, params)
@@ -120,7 +138,9 @@ def test_without_a_policy_the_port_is_the_same_program(grad):
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "grad"])
-@pytest.mark.parametrize("text", ["mixed_bfloat16", "mixed_float16", "float32", "p=bf16,c=bf16,o=f32", "p=f32,c=bf16"])
+@pytest.mark.parametrize(
+    "text", ["mixed_bfloat16", "mixed_float16", "float32", "p=bf16,c=bf16,o=f32", "p=f32,c=bf16"]
+)
 def test_with_a_policy_the_port_is_the_program_threaded_by_hand(text, grad):
     with use_policy(text):
         ported = abstract(net, nnx)
@@ -141,7 +161,9 @@ def test_a_policy_on_the_model_itself_is_the_same_program_as_one_in_scope():
     exec(MODEL, namespace)
     with use_policy("mixed_bfloat16"):
         scoped = abstract(lambda: namespace["Net"](rngs=nnx.Rngs(0, dropout=1)))
-    given = abstract(lambda: namespace["Net"](rngs=nnx.Rngs(0, dropout=1), dtype_policy="mixed_bfloat16"))
+    given = abstract(
+        lambda: namespace["Net"](rngs=nnx.Rngs(0, dropout=1), dtype_policy="mixed_bfloat16")
+    )
     assert lowered(scoped, IMAGES) == lowered(given, IMAGES)
 
 
@@ -164,7 +186,10 @@ IDS = np.array([[0, 2, 6], [6, 6, 1]])
 # Every layer of ours: how it is built, and what it is called with.
 LAYERS = {
     "Linear": (lambda m, r, **k: m.Linear(4, 3, rngs=r, **k), (X,)),
-    "LinearGeneral": (lambda m, r, **k: m.LinearGeneral((5, 4), (2, 3), axis=(-2, -1), rngs=r, **k), (X,)),
+    "LinearGeneral": (
+        lambda m, r, **k: m.LinearGeneral((5, 4), (2, 3), axis=(-2, -1), rngs=r, **k),
+        (X,),
+    ),
     "Einsum": (lambda m, r, **k: m.Einsum("btc,cd->btd", (4, 3), (3,), rngs=r, **k), (X,)),
     "Conv": (lambda m, r, **k: m.Conv(4, 3, (3,), rngs=r, **k), (X,)),
     "ConvTranspose": (lambda m, r, **k: m.ConvTranspose(4, 3, (3,), rngs=r, **k), (X,)),
@@ -173,16 +198,33 @@ LAYERS = {
     "RMSNorm": (lambda m, r, **k: m.RMSNorm(4, rngs=r, **k), (X,)),
     "GroupNorm": (lambda m, r, **k: m.GroupNorm(4, num_groups=2, rngs=r, **k), (X,)),
     "BatchNorm": (lambda m, r, **k: m.BatchNorm(4, rngs=r, **k), (X,)),
-    "BatchNormEval": (lambda m, r, **k: m.BatchNorm(4, use_running_average=True, rngs=r, **k), (X,)),
-    "MultiHeadAttention": (lambda m, r, **k: m.MultiHeadAttention(2, 4, rngs=r, decode=False, **k), (X,)),
+    "BatchNormEval": (
+        lambda m, r, **k: m.BatchNorm(4, use_running_average=True, rngs=r, **k),
+        (X,),
+    ),
+    "MultiHeadAttention": (
+        lambda m, r, **k: m.MultiHeadAttention(2, 4, rngs=r, decode=False, **k),
+        (X,),
+    ),
     "MultiHeadAttentionAllOptions": (
         lambda m, r, **k: m.MultiHeadAttention(
-            4, 4, num_kv_heads=2, normalize_qk=True, dropout_rate=0.5, deterministic=False, rngs=r, decode=False, **k
+            4,
+            4,
+            num_kv_heads=2,
+            normalize_qk=True,
+            dropout_rate=0.5,
+            deterministic=False,
+            rngs=r,
+            decode=False,
+            **k,
         ),
         (X,),
     ),
     "Dropout": (lambda m, r: m.Dropout(0.5, rngs=r), (X,)),
-    "Sequential": (lambda m, r: m.Sequential(m.Linear(4, 3, rngs=r), m.relu, m.LayerNorm(3, rngs=r)), (X,)),
+    "Sequential": (
+        lambda m, r: m.Sequential(m.Linear(4, 3, rngs=r), m.relu, m.LayerNorm(3, rngs=r)),
+        (X,),
+    ),
 }
 
 
@@ -191,7 +233,9 @@ def test_each_layer_has_flax_s_tree_and_initial_values_under_every_policy(name):
     build, _ = LAYERS[name]
     for policy in (None, "mixed_bfloat16", "float32"):
         with use_policy(policy):
-            assert_same_initializer(lambda: build(nnx, nnx.Rngs(3)), lambda: build(flax_nnx, flax_nnx.Rngs(3)))
+            assert_same_initializer(
+                lambda: build(nnx, nnx.Rngs(3)), lambda: build(flax_nnx, flax_nnx.Rngs(3))
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("Dropout", "Sequential")])
@@ -199,7 +243,8 @@ def test_each_layer_stores_half_parameters_as_flax_does(name):
     build, _ = LAYERS[name]
     with use_policy("bfloat16"):
         assert_same_initializer(
-            lambda: build(nnx, nnx.Rngs(3)), lambda: build(flax_nnx, flax_nnx.Rngs(3), param_dtype=jnp.bfloat16)
+            lambda: build(nnx, nnx.Rngs(3)),
+            lambda: build(flax_nnx, flax_nnx.Rngs(3), param_dtype=jnp.bfloat16),
         )
 
 
@@ -218,7 +263,13 @@ def test_embed_attend_without_a_policy_is_flax_s_own_program():
 
 @pytest.mark.parametrize(
     "options",
-    [{"mask": True}, {"is_causal": True}, {"sow_weights": True}, {"deterministic": True}, {"deterministic": False}],
+    [
+        {"mask": True},
+        {"is_causal": True},
+        {"sow_weights": True},
+        {"deterministic": True},
+        {"deterministic": False},
+    ],
     ids=str,
 )
 def test_attention_in_float32_gives_flax_s_values_with_every_option(options):

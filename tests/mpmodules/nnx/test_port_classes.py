@@ -1,6 +1,9 @@
-"""A port leaves classes as they are: exact types, override checks, identities of methods, and instances not ported."""
+"""A port leaves classes as they are: exact types, override checks, identities of methods, and
+instances not ported.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportIncompatibleMethodOverride=false, reportFunctionMemberAccess=false
 
@@ -19,8 +22,8 @@ from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
 from mpmodules import autocast, get_policy, nnx, use_policy
+from mpmodules._nnx_names import named_modules
 from mpmodules.nnx import apply_policy
-from mpmodules.nnx._tracing import named_modules
 from tests.programs import named, operations
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -88,8 +91,12 @@ class Net(flax_nnx.Module):
     def __init__(self, *, rngs):
         self.graph = Other(rngs=rngs)
         self.gate = Gated(4, 4, rngs=rngs)
-        self.heads = flax_nnx.Dict(a=flax_nnx.Linear(4, 2, rngs=rngs), b=flax_nnx.Linear(4, 2, rngs=rngs))
-        self.norms = flax_nnx.List([flax_nnx.LayerNorm(4, rngs=rngs), flax_nnx.BatchNorm(4, rngs=rngs)])
+        self.heads = flax_nnx.Dict(
+            a=flax_nnx.Linear(4, 2, rngs=rngs), b=flax_nnx.Linear(4, 2, rngs=rngs)
+        )
+        self.norms = flax_nnx.List(
+            [flax_nnx.LayerNorm(4, rngs=rngs), flax_nnx.BatchNorm(4, rngs=rngs)]
+        )
         self.attn = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
         self.rnn = flax_nnx.RNN(flax_nnx.LSTMCell(4, 4, rngs=rngs))
         self.block = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.relu)
@@ -112,7 +119,11 @@ def net():
 
 
 def types_of(model):
-    return {path: type(node) for path, node in flax_nnx.iter_graph(model) if isinstance(node, flax_nnx.Pytree)}
+    return {
+        path: type(node)
+        for path, node in flax_nnx.iter_graph(model)
+        if isinstance(node, flax_nnx.Pytree)
+    }
 
 
 def pure(model):
@@ -130,7 +141,10 @@ def test_the_type_of_every_module_stays():
     before = types_of(model)
     apply_policy(model, MIXED)
     assert types_of(model) == before
-    assert type(model) is Net and type(model.heads["a"]) is type(model.block.layers[0]) is flax_nnx.Linear
+    assert (
+        type(model) is Net
+        and type(model.heads["a"]) is type(model.block.layers[0]) is flax_nnx.Linear
+    )
     assert isinstance(model.gate, nnx.Linear) and isinstance(model.rnn.cell, nnx.LSTMCell)
     assert model(X).dtype == F32
 
@@ -144,31 +158,48 @@ def test_override_checks_and_the_identity_of_methods_stay():
             for a, b in pairs
             for name in names
         }
-        found |= {("alias", cls.__name__): cls.alias is cls.update for cls in (Plain, Other, Convolved)}
+        found |= {
+            ("alias", cls.__name__): cls.alias is cls.update for cls in (Plain, Other, Convolved)
+        }
         return found | {
             "layer": Gated.__call__ is flax_nnx.Linear.__call__,
             "super": issubclass(Gated, flax_nnx.Linear),
         }
 
     before = checks()
-    statics = [vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")]
+    statics = [
+        vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")
+    ]
     for cls in (Plain, Other):
         apply_policy(cls(rngs=flax_nnx.Rngs(0)), "bf16")
     apply_policy(net(), "bf16")
     assert checks() == before
     assert before["Plain", "Convolved", "make"] and not before["Other", "Convolved", "make"]
-    assert [vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")] == statics
+    assert [
+        vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")
+    ] == statics
     assert apply_policy(Plain(rngs=flax_nnx.Rngs(0)), "bf16")(X).dtype == BF16
-    assert Convolved.update.__name__ == "update" and Convolved.update.__qualname__ == "Convolved.update"
+    assert (
+        Convolved.update.__name__ == "update"
+        and Convolved.update.__qualname__ == "Convolved.update"
+    )
 
 
 def test_a_method_called_by_super_or_from_inside_is_no_second_boundary():
     model = apply_policy(Other(rngs=flax_nnx.Rngs(0)), MIXED)
-    assert model(X).dtype == model.make(X).dtype == model.update(X).dtype == model.described(X).dtype == F32
+    assert (
+        model(X).dtype
+        == model.make(X).dtype
+        == model.update(X).dtype
+        == model.described(X).dtype
+        == F32
+    )
     assert model.seen == "bfloat16"
     assert len([op for op in operations(pure(model), X) if op.is_placed]) == 2
     own = apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), MIXED)
-    assert ":bf16[2,4] = dot_general" in program(own, X)  # super()'s is no boundary: the gate is in bfloat16
+    assert ":bf16[2,4] = dot_general" in program(
+        own, X
+    )  # super()'s is no boundary: the gate is in bfloat16
     assert own(X).dtype == F32
 
 
@@ -230,9 +261,9 @@ assert ":bf16[2,4] = dot_general" in str(jax.make_jaxpr(lambda x: model(x))(x))
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a ported model is used with
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_graph_definitions_and_flax_s_transformations_hold():
@@ -242,8 +273,13 @@ def test_graph_definitions_and_flax_s_transformations_hold():
     assert types_of(flax_nnx.merge(*flax_nnx.split(one))) == types_of(one)
     loss = lambda model, x: jnp.square(model(x)).mean()  # noqa: E731
     expected = program(one, X)
-    jitted, remat = flax_nnx.jit(lambda model, x: model(x)), flax_nnx.remat(lambda model, x: model(x))
-    np.testing.assert_allclose(jitted(flax_nnx.clone(one), X), remat(flax_nnx.clone(one), X), rtol=0.02, atol=0.02)
+    jitted, remat = (
+        flax_nnx.jit(lambda model, x: model(x)),
+        flax_nnx.remat(lambda model, x: model(x)),
+    )
+    np.testing.assert_allclose(
+        jitted(flax_nnx.clone(one), X), remat(flax_nnx.clone(one), X), rtol=0.02, atol=0.02
+    )
     gradients = flax_nnx.jit(flax_nnx.grad(loss))(one, X)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {F32}
     assert np.any(one.norms[1].mean[...] != 0)  # a statistic that the view of a layer updated
@@ -264,7 +300,9 @@ def test_stacked_layers_are_ported_and_scanned():
 
     stack = apply_policy(build(jax.random.split(jax.random.key(0), 3)), "p=f32,c=bf16,o=bf16")
     assert type(stack) is Other
-    found = named(operations(lambda x: layers(flax_nnx.clone(stack), x), X.astype(BF16)), "dot_general")
+    found = named(
+        operations(lambda x: layers(flax_nnx.clone(stack), x), X.astype(BF16)), "dot_general"
+    )
     assert {op.inputs for op in found} == {("bfloat16", "bfloat16")}
 
 
@@ -312,7 +350,9 @@ def test_a_dict_has_no_other_items_after_a_port_and_a_list_no_boundaries():
 
 
 def test_parameters_in_lists_and_dicts_of_flax_s_are_cast():
-    holder = flax_nnx.Dict(w=flax_nnx.Param(jnp.ones(2)), more=flax_nnx.List([flax_nnx.Param(jnp.ones(2))]))
+    holder = flax_nnx.Dict(
+        w=flax_nnx.Param(jnp.ones(2)), more=flax_nnx.List([flax_nnx.Param(jnp.ones(2))])
+    )
     apply_policy(holder, "bf16")
     assert holder.w.dtype == holder.more[0].dtype == BF16
 
@@ -400,13 +440,19 @@ def test_transformed_methods_keep_their_attributes_on_the_class():
 
 def test_summaries_and_representations_are_of_the_model_s_own_classes():
     rngs = flax_nnx.Rngs(0)
-    parts = Gated(4, 4, rngs=rngs), Other(rngs=rngs), flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+    parts = (
+        Gated(4, 4, rngs=rngs),
+        Other(rngs=rngs),
+        flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs),
+    )
     model = apply_policy(flax_nnx.Sequential(*parts), MIXED)
     options = {"console_kwargs": {"width": 300, "no_color": True, "force_terminal": False}}
     methods = lambda cls: {name: value for name, value in vars(cls).items() if callable(value)}  # noqa: E731
     before = {cls: methods(cls) for cls in types_of(model).values()}
     table = nnx.tabulate(model, X, **options)
-    assert all(name in table for name in ("Gated", "Other", "MultiHeadAttention", "p=f32,c=bf16,o=f32"))
+    assert all(
+        name in table for name in ("Gated", "Other", "MultiHeadAttention", "p=f32,c=bf16,o=f32")
+    )
     assert {cls: methods(cls) for cls in before} == before
     assert "Gated(" in repr(model) and "_policy_port" not in repr(model)
 

@@ -1,6 +1,9 @@
-"""Options of `apply_policy`: dtype attributes of modules that are not layers, and casts of what they hand on."""
+"""Options of `apply_policy`: dtype attributes of modules that are not layers, and casts of what
+they hand on.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import warnings
@@ -53,7 +56,10 @@ def test_dtype_fields_of_foreign_modules_follow_the_policy_at_their_path():
     plain = apply_policy(Holds(Projection(), Projection()), MIXED, own_code="keep")
     assert matmuls(plain) == ["float32"] * 2 and plain.layers[0].dtype == F32
     model = apply_policy(
-        Holds(Projection(), Projection(None), Projection()), MIXED, {"layers/2": "f16"}, dtype_fields=True
+        Holds(Projection(), Projection(None), Projection()),
+        MIXED,
+        {"layers/2": "f16"},
+        dtype_fields=True,
     )
     assert matmuls(model) == ["bfloat16", "bfloat16", "float16"]
     assert [layer.dtype for layer in model.layers] == [BF16, BF16, F16]
@@ -82,7 +88,13 @@ def test_fields_that_hold_no_floating_dtype_are_left():
 
 
 def test_a_dtype_field_is_spelled_as_it_was():
-    pairs = ("float32", "bfloat16"), (F32, BF16), (None, BF16), (jnp.float32, jnp.bfloat16), (np.float32, jnp.bfloat16)
+    pairs = (
+        ("float32", "bfloat16"),
+        (F32, BF16),
+        (None, BF16),
+        (jnp.float32, jnp.bfloat16),
+        (np.float32, jnp.bfloat16),
+    )
     for given, expected in pairs:
         model = apply_policy(Projection(given), MIXED, dtype_fields=True)
         assert model.dtype == expected and type(model.dtype) is type(expected)
@@ -92,7 +104,10 @@ def test_a_dtype_field_is_spelled_as_it_was():
 
 def test_dtype_fields_are_not_kept_and_replaced_at_once():
     model = Holds(Projection(jnp.float16))
-    with pytest.raises(ValueError, match=r"keep_explicit=True keeps the dtypes .* and dtype_fields=True replaces them"):
+    with pytest.raises(
+        ValueError,
+        match=r"keep_explicit=True keeps the dtypes .* and dtype_fields=True replaces them",
+    ):
         apply_policy(model, MIXED, keep_explicit=True, dtype_fields=True)
     assert not hasattr(model, "dtype_policy") and model.layers[0].dtype == F16
 
@@ -206,9 +221,9 @@ def test_methods_that_a_module_calls_itself_layers_and_carries_are_not_cast():
     assert apply_policy(Outer(), MIXED, cast_submodules=True)(X).dtype == F32
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls while a module is being built
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():
@@ -230,7 +245,11 @@ def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():
 
     with warnings.catch_warnings(), use_policy(MIXED):
         warnings.simplefilter("error")
-        models = [Built(rngs=nnx.Rngs(0)), Built(rngs=nnx.Rngs(0), dtype_policy="bf16"), Derived(rngs=nnx.Rngs(0))]
+        models = [
+            Built(rngs=nnx.Rngs(0)),
+            Built(rngs=nnx.Rngs(0), dtype_policy="bf16"),
+            Derived(rngs=nnx.Rngs(0)),
+        ]
     assert [model.dtype_policy for model in models] == [MIXED, get_policy("bf16"), MIXED]
 
 
@@ -241,5 +260,8 @@ def test_another_module_that_was_built_under_no_policy_still_warns_when_init_cal
         def __init__(self):
             self.width = plain(jnp.ones((1, 4))).shape[-1]
 
-    with use_policy(MIXED), pytest.warns(DtypePolicyWarning, match="^Sequential was built under no policy"):
+    with (
+        use_policy(MIXED),
+        pytest.warns(DtypePolicyWarning, match="^Sequential was built under no policy"),
+    ):
         Calls()

@@ -1,6 +1,9 @@
-"""Ports of modules declared with ``pytree=False``, which hold their layers in plain lists, tuples and dicts."""
+"""Ports of modules declared with ``pytree=False``, which hold their layers in plain lists, tuples
+and dicts.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import copy
@@ -24,7 +27,10 @@ X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 class Net(flax_nnx.Module, pytree=False):
     def __init__(self, *, rngs):
         layer = lambda: flax_nnx.Linear(4, 4, rngs=rngs)  # noqa: E731
-        self.blocks = [{"linear": layer(), "norms": [flax_nnx.LayerNorm(4, rngs=rngs)]}, {"linear": layer()}]
+        self.blocks = [
+            {"linear": layer(), "norms": [flax_nnx.LayerNorm(4, rngs=rngs)]},
+            {"linear": layer()},
+        ]
         self.pair = (layer(), [layer()])
         self.shared = {"head": self.pair[0]}
         self.scales = [flax_nnx.Param(jnp.ones(4))]
@@ -51,7 +57,11 @@ def test_the_state_and_the_structure_of_the_graph_stay():
     assert type(model) is Net
     assert len(jax.tree.leaves(after)) == 11
     assert jax.tree.structure(after) == jax.tree.structure(before)
-    assert flax_nnx.graphdef(model) == flax_nnx.graphdef(apply_policy(net(), MIXED)) != flax_nnx.graphdef(net())
+    assert (
+        flax_nnx.graphdef(model)
+        == flax_nnx.graphdef(apply_policy(net(), MIXED))
+        != flax_nnx.graphdef(net())
+    )
     merged = flax_nnx.merge(*flax_nnx.split(model))
     assert merged.blocks[0]["linear"].dtype_policy == MIXED
     np.testing.assert_array_equal(merged(X), model(X))
@@ -66,7 +76,8 @@ def test_layers_in_nested_lists_tuples_and_dicts_obey_rules_by_their_paths():
     assert model.pair[1][0].kernel.dtype == BF16 and model.blocks[1]["linear"].kernel.dtype == F32
     assert model(X).dtype == F32
     with pytest.raises(
-        ValueError, match=r"Modules seen: blocks/0/linear, blocks/0/norms/0, .*pair/0, pair/1/0, shared"
+        ValueError,
+        match=r"Modules seen: blocks/0/linear, blocks/0/norms/0, .*pair/0, pair/1/0, shared",
     ):
         apply_policy(net(), MIXED, {"blocks/2": "f32"})
 
@@ -86,17 +97,23 @@ def test_training_changes_the_parameters():
 
     @flax_nnx.jit
     def step(model, optimizer, x):
-        loss, gradients = flax_nnx.value_and_grad(lambda model: jnp.square(model(x) - 1).mean())(model)
+        loss, gradients = flax_nnx.value_and_grad(lambda model: jnp.square(model(x) - 1).mean())(
+            model
+        )
         optimizer.update(model, gradients)
         return loss
 
     losses = [float(step(model, optimizer, X)) for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
-    changed = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, flax_nnx.state(model, flax_nnx.Param))
+    changed = jax.tree.map(
+        lambda a, b: bool(np.any(a != b)), before, flax_nnx.state(model, flax_nnx.Param)
+    )
     assert all(jax.tree.leaves(changed))
 
 
-@pytest.mark.parametrize("copied", [flax_nnx.clone, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "copied", [flax_nnx.clone, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 def test_copies_obey(copied):
     model = apply_policy(net(), MIXED)
     twin = copied(model)

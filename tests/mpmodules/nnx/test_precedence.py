@@ -1,7 +1,9 @@
-"""The order of precedence, from strongest to weakest: an argument of the layer, dtype_policy=, a rule, the enclosing
-module or block, the global policy, none. One test for each neighbouring pair."""
+"""The order of precedence, from strongest to weakest: an argument of the layer, dtype_policy=, a
+rule, the enclosing module or block, the global policy, none. One test for each neighbouring pair.
+"""
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs, are unknown to it.
+# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
+# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
@@ -55,7 +57,10 @@ def test_a_dtype_policy_is_stronger_than_a_path_rule_of_apply_policy():
     with use_policy("f32"):
         model: Any = nnx.Sequential(linear(), linear(dtype_policy="f16"))
     nnx.apply_policy(model, "mixed_bfloat16", {"layers/.*": "bf16"})
-    assert [str(layer.dtype_policy.compute_dtype) for layer in model.layers] == ["bfloat16", "float16"]
+    assert [str(layer.dtype_policy.compute_dtype) for layer in model.layers] == [
+        "bfloat16",
+        "float16",
+    ]
 
 
 def test_a_rule_is_stronger_than_the_enclosing_module_and_block():
@@ -101,7 +106,8 @@ def test_global_class_rules_hold_everywhere(global_policy):
     assert nnx.LayerNorm(4, rngs=nnx.Rngs(0)).dtype_policy == get_policy("f32")
 
 
-# The effective policy, field by field: own or inherited policy, arguments -> (param, compute, output, reduction).
+# The effective policy, field by field: own or inherited policy, arguments -> (param, compute,
+# output, reduction).
 FIELDS = [
     ("inherited", {}, (F32, BF16, F32, F32)),
     ("inherited", {"dtype": F16}, (F32, F16, F16, F32)),
@@ -121,7 +127,9 @@ def test_the_effective_policy_is_formed_field_by_field(layer, given, arguments, 
         "Linear": lambda **k: nnx.Linear(4, 4, rngs=nnx.Rngs(0), **k),
         "LayerNorm": lambda **k: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **k),
         "Embed": lambda **k: nnx.Embed(4, 4, rngs=nnx.Rngs(0), **k),
-        "MultiHeadAttention": lambda **k: nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=False, **k),
+        "MultiHeadAttention": lambda **k: nnx.MultiHeadAttention(
+            2, 4, rngs=nnx.Rngs(0), decode=False, **k
+        ),
     }[layer]
 
     def built():
@@ -140,7 +148,10 @@ def test_the_effective_policy_is_formed_field_by_field(layer, given, arguments, 
 def test_a_param_dtype_of_float32_that_was_given_differs_from_one_that_was_not():
     with use_policy("bf16"):
         assert linear().kernel.dtype == BF16
-        with pytest.warns(DtypePolicyWarning, match=r"obeys its own param_dtype=float32 against the policy in force"):
+        with pytest.warns(
+            DtypePolicyWarning,
+            match=r"obeys its own param_dtype=float32 against the policy in force",
+        ):
             assert linear(param_dtype=F32).kernel.dtype == F32
 
 
@@ -152,8 +163,10 @@ def test_a_dtype_of_none_that_was_given_counts_as_not_given():
 
 def test_an_explicit_dtype_that_defeats_the_policy_warns_once_and_is_obeyed():
     expected = (
-        r"^Linear at 'Linear' obeys its own dtype=float32 and param_dtype=float16 against the policy in force, "
-        r"'params=float32,compute=bfloat16,output=float32'\. Delete the argument to let the policy decide, or give the "
+        r"^Linear at 'Linear' obeys its own dtype=float32 and param_dtype=float16 against the "
+        r"policy in force, "
+        r"'params=float32,compute=bfloat16,output=float32'\. Delete the argument to let the policy "
+        r"decide, or give the "
         r"layer a dtype_policy\.$"
     )
     with warnings.catch_warnings(record=True) as caught:
@@ -161,7 +174,9 @@ def test_an_explicit_dtype_that_defeats_the_policy_warns_once_and_is_obeyed():
         with use_policy("mixed_bfloat16"):
             layers = [linear(dtype=F32, param_dtype=F16) for _ in range(3)]
     assert len(caught) == 1
-    assert {(layer.dtype, layer.kernel.dtype) for layer in layers} == {(jnp.dtype(F32), jnp.dtype(F16))}
+    assert {(layer.dtype, layer.kernel.dtype) for layer in layers} == {
+        (jnp.dtype(F32), jnp.dtype(F16))
+    }
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         linear(dtype=F32, param_dtype=F16)
 

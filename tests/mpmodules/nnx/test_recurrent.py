@@ -1,4 +1,6 @@
-"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary casts a carry."""
+"""Recurrent cells compute, return and keep their carry in what the policy says, and no boundary
+casts a carry.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,20 @@ from flax import nnx as flax_nnx
 from mpmodules import nnx as our_nnx
 from mpmodules.nnx import apply_policy
 from policy import DtypePolicyWarning, get_policy, use_policy
-from policy.inspection.walk import walk
+from policy._jaxpr.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 HALVES = ("bfloat16", "float16")
 CASES: dict[str, Callable[..., Any]] = {
     "SimpleCell": lambda nnx, **kw: nnx.SimpleCell(WIDTH, HIDDEN, rngs=nnx.Rngs(0), **kw),
-    "SimpleCell residual": lambda nnx, **kw: nnx.SimpleCell(WIDTH, HIDDEN, residual=True, rngs=nnx.Rngs(0), **kw),
+    "SimpleCell residual": lambda nnx, **kw: nnx.SimpleCell(
+        WIDTH, HIDDEN, residual=True, rngs=nnx.Rngs(0), **kw
+    ),
     "LSTMCell": lambda nnx, **kw: nnx.LSTMCell(WIDTH, HIDDEN, rngs=nnx.Rngs(0), **kw),
-    "OptimizedLSTMCell": lambda nnx, **kw: nnx.OptimizedLSTMCell(WIDTH, HIDDEN, rngs=nnx.Rngs(0), **kw),
+    "OptimizedLSTMCell": lambda nnx, **kw: nnx.OptimizedLSTMCell(
+        WIDTH, HIDDEN, rngs=nnx.Rngs(0), **kw
+    ),
     "GRUCell": lambda nnx, **kw: nnx.GRUCell(WIDTH, HIDDEN, rngs=nnx.Rngs(0), **kw),
 }
 EACH_CELL = pytest.mark.parametrize("name", CASES)
@@ -88,7 +94,9 @@ def matmul_dtypes(jaxpr: Any) -> set[str]:
 
 
 def gradients(module: Any, *args: Any) -> Any:
-    """A function of state and inputs to the gradients of the sum of squares of the output, and the state."""
+    """A function of state and inputs to the gradients of the sum of squares of the output, and the
+    state.
+    """
     graphdef, state = flax_nnx.split(module)
 
     def loss(module: Any, *args: Any) -> Any:
@@ -111,9 +119,9 @@ def standard_promotion(test: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What Flax does
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @standard_promotion
@@ -150,9 +158,9 @@ def test_flaxs_gru_can_t_create_half_parameters_and_ours_draws_in_float32(half):
         pytest.skip("repaired upstream")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One table of cells
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -179,7 +187,9 @@ def test_without_a_policy_dtypes_are_inferred_as_flax_infers_them(name):
     carry, x = first_carry(theirs), sequence()[:, 0].astype(jnp.bfloat16)
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), carry)
     assert shapes(ours, carry, x) == shapes(theirs, carry, x)
-    if not name.startswith("SimpleCell"):  # its dtype is float32 by default, and Flax's residual rounds to none
+    if not name.startswith(
+        "SimpleCell"
+    ):  # its dtype is float32 by default, and Flax's residual rounds to none
         assert shapes(ours, half, x) == shapes(theirs, half, x)
 
 
@@ -221,7 +231,9 @@ def test_parameters_have_flaxs_tree_and_initial_values(name, policy):
     assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
     assert dtypes(ours) == {"bfloat16"}
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        if b.ndim == 2 and b.shape[0] == HIDDEN:  # the orthogonal ones; what runs in half draws there, as in Flax
+        if (
+            b.ndim == 2 and b.shape[0] == HIDDEN
+        ):  # the orthogonal ones; what runs in half draws there, as in Flax
             assert_same_bits(a, b.astype(jnp.bfloat16))
 
 
@@ -246,7 +258,9 @@ def test_a_ported_rnn_obeys_as_ours_does(name, policy):
         programs = []
         for rnn in (ours, ported):
             fn, state = pure(rnn)
-            programs.append(jax.jit(lambda state, x, fn=fn: fn(state, x)).lower(state, sequence()).as_text())
+            programs.append(
+                jax.jit(lambda state, x, fn=fn: fn(state, x)).lower(state, sequence()).as_text()
+            )
     assert programs[0] == programs[1]
     assert param_dtypes(ported) == {get_policy(policy).param_dtype.name}
     assert isinstance(ported.cell, getattr(our_nnx, name.split()[0]))
@@ -262,7 +276,9 @@ def test_half_precision_is_close_to_float32_and_jit_changes_nothing_beyond_round
         eager = rnn(sequence()) if policy == "mixed_bfloat16" else half
     ulp = float(jnp.finfo(get_policy(policy).compute_dtype).eps)
     assert half.dtype == eager.dtype == jnp.float32
-    np.testing.assert_allclose(half, full, rtol=0, atol=4 * ulp)  # values below 1, five steps of feedback
+    np.testing.assert_allclose(
+        half, full, rtol=0, atol=4 * ulp
+    )  # values below 1, five steps of feedback
     np.testing.assert_allclose(eager, half, rtol=0, atol=2 * ulp)
 
 
@@ -279,9 +295,9 @@ def test_a_hand_threaded_cell_lowers_to_the_same_program(name):
     assert programs[0] == programs[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Carries
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -312,7 +328,11 @@ def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_car
     cell = CASES[name](our_nnx, dtype_policy="mixed_bfloat16")
     carry, x = first_carry(cell), sequence()[:, 0]
     new_carry, y = shapes(cell, carry, x)
-    assert (dtypes(carry), dtypes(new_carry), dtypes(y)) == ({"bfloat16"}, {"bfloat16"}, {"float32"})
+    assert (dtypes(carry), dtypes(new_carry), dtypes(y)) == (
+        {"bfloat16"},
+        {"bfloat16"},
+        {"float32"},
+    )
     fn, state = pure(cell)
     assert jax.eval_shape(lambda state: fn(state, carry=carry, inputs=x), state) == (new_carry, y)
 
@@ -380,16 +400,20 @@ def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_o
     assert (types(last), dtypes(ys), int(last[0])) == (types(carry), {"float32"}, TIME)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # RNN and Bidirectional
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "seq_lengths": {"seq_lengths": np.array([2, 5])},
     "reverse": {"reverse": True},
     "reverse, keep_order": {"reverse": True, "keep_order": True},
-    "reverse, keep_order, seq_lengths": {"reverse": True, "keep_order": True, "seq_lengths": np.array([4, 1])},
+    "reverse, keep_order, seq_lengths": {
+        "reverse": True,
+        "keep_order": True,
+        "seq_lengths": np.array([4, 1]),
+    },
     "time_major": {"time_major": True},
 }
 
@@ -408,7 +432,11 @@ def test_every_option_of_an_rnn_does_what_it_does_in_flax(option, return_carry):
         out = run(our_nnx)
     carry, y = out if return_carry else ((), out)
     assert (dtypes(carry), dtypes(y)) == ({"bfloat16"} if return_carry else set(), {"float32"})
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, rtol=0, atol=2**-6), out, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, rtol=0, atol=2**-6),
+        out,
+        expected,
+    )
 
 
 @pytest.mark.parametrize("given", ["float32", "bfloat16", "float16"])
@@ -461,7 +489,9 @@ def test_a_cell_may_have_a_policy_of_its_own_and_a_policy_that_a_cell_can_t_foll
     with use_policy("bfloat16"):
         full = our_nnx.RNN(CASES["LSTMCell"](our_nnx, dtype_policy="float32"), return_carry=True)
         assert outputs(full) == ({"float32"}, {"float32"}, {"bfloat16"})
-    with pytest.raises(ValueError, match=r"^RNN\(dtype_policy='.*'\): .*LSTMCell.* had been built before"):
+    with pytest.raises(
+        ValueError, match=r"^RNN\(dtype_policy='.*'\): .*LSTMCell.* had been built before"
+    ):
         our_nnx.RNN(CASES["LSTMCell"](our_nnx), dtype_policy="mixed_bfloat16")  # type: ignore[call-arg]
 
 
@@ -473,7 +503,11 @@ def test_rules_by_path_and_class_reach_a_cell(nnx, pattern):
     carry, y = shapes(model, sequence())
     fn, state = pure(model)
     assert matmul_dtypes(jaxpr_of(fn, state, sequence())) == {"float32"}
-    assert (param_dtypes(model), dtypes(carry), dtypes(y)) == ({"float32"}, {"float32"}, {"bfloat16"})
+    assert (param_dtypes(model), dtypes(carry), dtypes(y)) == (
+        {"float32"},
+        {"float32"},
+        {"bfloat16"},
+    )
 
 
 def test_class_rules_in_a_scope_reach_a_cell_that_is_built_there():
@@ -484,7 +518,9 @@ def test_class_rules_in_a_scope_reach_a_cell_that_is_built_there():
 
 def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too():
     model = apply_policy(
-        our_nnx.RNN(CASES["LSTMCell"](our_nnx), return_carry=True), "mixed_bfloat16", [("cell/h.", "float32")]
+        our_nnx.RNN(CASES["LSTMCell"](our_nnx), return_carry=True),
+        "mixed_bfloat16",
+        [("cell/h.", "float32")],
     )
     carry, y = shapes(model, sequence())
     fn, state = pure(model)
@@ -493,7 +529,10 @@ def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too():
 
 
 def test_an_explicit_dtype_is_obeyed_with_a_warning():
-    expected = r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, 'params=float32,compute"
+    expected = (
+        r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, "
+        r"'params=float32,compute"
+    )
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         cell = CASES["GRUCell"](our_nnx, dtype=jnp.float32)
     carry = first_carry(cell)
@@ -510,9 +549,9 @@ def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
     assert dtypes(shapes(apply_policy(model(), "mixed_bfloat16"), sequence())[0]) == {"bfloat16"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Lifted and stacked
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype():
@@ -544,15 +583,20 @@ def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype(
     assert matmul_dtypes(jaxpr) == {"bfloat16"}
     assert (y.dtype, y.shape) == (jnp.float32, x.shape)
     backward, state = gradients(model)
-    assert dtypes(flax_nnx.filter_state(jax.eval_shape(backward, state, x), flax_nnx.Param)) == {"float32"}
+    assert dtypes(flax_nnx.filter_state(jax.eval_shape(backward, state, x), flax_nnx.Param)) == {
+        "float32"
+    }
 
 
 def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype():
     rngs = flax_nnx.Rngs(0)
     with use_policy("mixed_bfloat16"):
-        cells = our_nnx.Sequential(our_nnx.LSTMCell(4, 4, rngs=rngs), our_nnx.LSTMCell(4, 4, rngs=rngs))
+        cells = our_nnx.Sequential(
+            our_nnx.LSTMCell(4, 4, rngs=rngs), our_nnx.LSTMCell(4, 4, rngs=rngs)
+        )
         rnns = our_nnx.Sequential(
-            our_nnx.RNN(our_nnx.GRUCell(4, 3, rngs=rngs)), our_nnx.RNN(our_nnx.SimpleCell(3, 2, rngs=rngs))
+            our_nnx.RNN(our_nnx.GRUCell(4, 3, rngs=rngs)),
+            our_nnx.RNN(our_nnx.SimpleCell(3, 2, rngs=rngs)),
         )
         carry = our_nnx.LSTMCell(4, 4, rngs=rngs).initialize_carry((BATCH, WIDTH), rngs)
         for model, args in ((cells, (carry, sequence()[:, 0])), (rnns, (sequence(),))):
@@ -562,20 +606,23 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype():
             casts = [
                 eqn
                 for eqn in equations(jaxpr)
-                if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32
+                if eqn.primitive.name == "convert_element_type"
+                and eqn.outvars[0].aval.dtype == jnp.float32
             ]
             assert jax.tree.leaves(out)[-1].dtype == jnp.float32
             assert matmul_dtypes(jaxpr) == {"bfloat16"}
             assert len(casts) == len(jax.tree.leaves(out))  # on the way out, and nowhere between
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CELL
-def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_residuals_are_half(name):
+def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_residuals_are_half(
+    name,
+):
     x = sequence(steps=7)
     with use_policy("p=f32,c=bf16,o=bf16"):
         rnn: Any = our_nnx.RNN(CASES[name](our_nnx))
@@ -583,25 +630,35 @@ def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_r
         jaxpr = jaxpr_of(backward, state, x)
     first, last = (e for e in equations(jaxpr) if e.primitive.name == "scan")
     assert {v.aval.dtype.name for v in first.outvars if 7 in v.aval.shape} == {"bfloat16"}
-    kernels = {leaf.shape for leaf in jax.tree.leaves(flax_nnx.state(rnn, flax_nnx.Param)) if leaf.ndim > 1}
+    kernels = {
+        leaf.shape for leaf in jax.tree.leaves(flax_nnx.state(rnn, flax_nnx.Param)) if leaf.ndim > 1
+    }
     sums = [v for v in last.outvars if v.aval.shape in kernels]
     assert sums
     assert {v.aval.dtype.name for v in sums} == {"float32"}
 
 
 def test_the_gradient_of_a_512_step_rnn_is_accurate():
-    x = np.random.default_rng(1).uniform(0.5, 1.5, size=(1, 512, WIDTH))  # one sign: rounding errors can't cancel
+    x = np.random.default_rng(1).uniform(
+        0.5, 1.5, size=(1, 512, WIDTH)
+    )  # one sign: rounding errors can't cancel
     zeros = jax.nn.initializers.zeros
 
     def gradient(**dtypes: Any) -> Any:
-        cell = our_nnx.SimpleCell(WIDTH, HIDDEN, recurrent_kernel_init=zeros, rngs=flax_nnx.Rngs(0), **dtypes)
+        cell = our_nnx.SimpleCell(
+            WIDTH, HIDDEN, recurrent_kernel_init=zeros, rngs=flax_nnx.Rngs(0), **dtypes
+        )
         rnn: Any = our_nnx.RNN(cell)
         fn = flax_nnx.jit(flax_nnx.grad(lambda rnn, x: rnn(x).astype(jnp.float32).sum()))
-        return rnn.cell.dense_i.kernel[...], fn(rnn, jnp.asarray(x, jnp.float32)).cell.dense_i.kernel[...]
+        return rnn.cell.dense_i.kernel[...], fn(
+            rnn, jnp.asarray(x, jnp.float32)
+        ).cell.dense_i.kernel[...]
 
     kernel, _ = gradient()
     kernel = np.asarray(kernel, np.float64)
-    truth = np.einsum("tw,th->wh", x[0], 1 - np.tanh(x[0] @ kernel) ** 2)  # of the sum of all outputs
+    truth = np.einsum(
+        "tw,th->wh", x[0], 1 - np.tanh(x[0] @ kernel) ** 2
+    )  # of the sum of all outputs
 
     def error(policy: str) -> float:
         with use_policy(policy):

@@ -1,5 +1,7 @@
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-"""Rotary position embedding: angles in float32, the result in the input's dtype. Older versions of Flax lack it."""
+"""Rotary position embedding: angles in float32, the result in the input's dtype. Older versions of
+Flax lack it.
+"""
 
 import functools
 from typing import Any
@@ -61,7 +63,10 @@ def test_half_is_rounded_once(dtype, policy):
     y = rope(x, positions)
     assert y.dtype == dtype
     np.testing.assert_allclose(
-        np.asarray(y, np.float64), rotated(x, positions), rtol=0.51 * float(jnp.finfo(dtype).eps), atol=2e-4
+        np.asarray(y, np.float64),
+        rotated(x, positions),
+        rtol=0.51 * float(jnp.finfo(dtype).eps),
+        atol=2e-4,
     )
     assert rope.cached_sin[...].dtype == jnp.float32
     assert jax.grad(lambda x: jnp.sum(rope(x).astype(jnp.float32)))(x).dtype == dtype
@@ -72,7 +77,9 @@ def test_a_boundary_leaves_positions_alone():
     x, positions = Q[0, :, 0], jnp.arange(6.0) + 1001
     y = rope(x, positions)
     assert y.dtype == jnp.float32
-    np.testing.assert_allclose(y, rotated(x, positions), atol=1e-3)  # nothing was rounded on the way in or out
+    np.testing.assert_allclose(
+        y, rotated(x, positions), atol=1e-3
+    )  # nothing was rounded on the way in or out
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -82,7 +89,9 @@ def test_attention_with_rope_keeps_dtype_and_accuracy(dtype):
     y = jax.jit(lambda q: nnx.dot_product_attention_with_rope(q, q, q, rope=rope))(half)
     expected = nnx.dot_product_attention_with_rope(*(half.astype(jnp.float32),) * 3, rope=rope)
     assert y.dtype == dtype
-    np.testing.assert_allclose(np.asarray(y, np.float32), expected, atol=4 * float(jnp.finfo(dtype).eps))
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), expected, atol=4 * float(jnp.finfo(dtype).eps)
+    )
 
 
 def test_each_token_of_a_batch_may_have_its_own_position():
@@ -90,7 +99,9 @@ def test_each_token_of_a_batch_may_have_its_own_position():
     positions = jnp.stack([jnp.arange(6), jnp.arange(6) + 5])
     y = nnx.dot_product_attention_with_rope(Q, Q, Q, rope=rope, input_positions=positions)
     for i in range(2):
-        alone = nnx.dot_product_attention_with_rope(*(Q[i : i + 1],) * 3, rope=rope, input_positions=positions[i])
+        alone = nnx.dot_product_attention_with_rope(
+            *(Q[i : i + 1],) * 3, rope=rope, input_positions=positions[i]
+        )
         np.testing.assert_allclose(y[i], alone[0], atol=1e-6)
 
 

@@ -45,11 +45,18 @@ def net():
 
 
 def lines_of(table):
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+    return [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in table.splitlines()
+        if "│" in line
+    ]
 
 
 def cells(table):
-    header = [cell.strip() for cell in next(line for line in table.splitlines() if "┃" in line).split("┃")[1:-1]]
+    header = [
+        cell.strip()
+        for cell in next(line for line in table.splitlines() if "┃" in line).split("┃")[1:-1]
+    ]
     assert header[2:4] == ["policy", "policy source"]
     return {line[0]: (line[2], line[3]) for line in lines_of(table) if line[1]}
 
@@ -69,7 +76,10 @@ def test_every_source_is_named(net):
         "own": (half, "argument: dtype_policy"),
         "own/encode": (half, "argument: dtype_policy"),
         "own/linear": (half, "enclosing module: Block"),
-        "own/explicit": ("p=f16,c=f32,o=f32", "argument: dtype=float32; else enclosing module: Block"),
+        "own/explicit": (
+            "p=f16,c=f32,o=f32",
+            "argument: dtype=float32; else enclosing module: Block",
+        ),
         "own/theirs": ("", "none: Flax's own"),
         "attn": rule,
         "attn/query": rule,
@@ -80,11 +90,17 @@ def test_every_source_is_named(net):
 
 
 def test_apply_policy_names_paths(net):
-    nnx.apply_policy(net, MIXED, {"blocks/0/(linear|theirs)": "f32", nnx.MultiHeadAttention: "bf16"})
+    nnx.apply_policy(
+        net, MIXED, {"blocks/0/(linear|theirs)": "f32", nnx.MultiHeadAttention: "bf16"}
+    )
     rows = shown(net)
     assert rows[""] == (SHORT, "argument: apply_policy")
     assert rows["blocks/0"] == (SHORT, "enclosing module: Net")
-    assert rows["blocks/0/linear"] == rows["blocks/0/theirs"] == (FULL, "rule: 'blocks/0/(linear|theirs)'")
+    assert (
+        rows["blocks/0/linear"]
+        == rows["blocks/0/theirs"]
+        == (FULL, "rule: 'blocks/0/(linear|theirs)'")
+    )
     assert rows["own/theirs"] == ("p=f16,c=f16,o=f16", "enclosing module: own")
     assert rows["attn/query"] == ("p=bf16,c=bf16,o=bf16", "rule: MultiHeadAttention")
 
@@ -92,11 +108,15 @@ def test_apply_policy_names_paths(net):
 def test_the_global_policy_and_none_are_told_apart():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     assert shown(linear, policy_columns=True) == {"": ("", "none")}
-    assert "policy" not in nnx.tabulate(linear, X, console_kwargs=CONSOLE)  # without a policy it is Flax's table
+    assert "policy" not in nnx.tabulate(
+        linear, X, console_kwargs=CONSOLE
+    )  # without a policy it is Flax's table
     set_policy("bf16")
     assert shown(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) == {"": ("p=bf16,c=bf16,o=bf16", "global")}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # built under no policy: the scope around the call changes nothing
+        warnings.simplefilter(
+            "ignore"
+        )  # built under no policy: the scope around the call changes nothing
         assert shown(linear, policy_columns=True) == {"": ("", "none")}
 
 
@@ -108,8 +128,17 @@ def test_what_gave_a_policy_tells_no_two_models_apart():
 
 
 def test_the_rest_of_the_table_is_flaxs(net):
-    options = {"console_kwargs": CONSOLE, "depth": 1, "compute_flops": True, "compute_vjp_flops": True}
-    options |= {"table_kwargs": {"expand": False}, "column_kwargs": {"justify": "right"}, "method": "encode"}
+    options = {
+        "console_kwargs": CONSOLE,
+        "depth": 1,
+        "compute_flops": True,
+        "compute_vjp_flops": True,
+    }
+    options |= {
+        "table_kwargs": {"expand": False},
+        "column_kwargs": {"justify": "right"},
+        "method": "encode",
+    }
     options |= {"row_filter": lambda row: "theirs" not in row.path}
     block = net.blocks[0]
     plain = nnx.tabulate(block, X, policy_columns=False, **options)

@@ -1,4 +1,6 @@
-"""InstanceNorm, WeightNorm and SpectralNorm: statistics and norms in float32, parameters kept as they are stored."""
+"""InstanceNorm, WeightNorm and SpectralNorm: statistics and norms in float32, parameters kept as
+they are stored.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,10 @@ def state(model):
 
 
 def dtypes(model):
-    return {jax.tree_util.keystr(p): leaf.dtype.name for p, leaf in jax.tree_util.tree_leaves_with_path(state(model))}
+    return {
+        jax.tree_util.keystr(p): leaf.dtype.name
+        for p, leaf in jax.tree_util.tree_leaves_with_path(state(model))
+    }
 
 
 def equal(a, b):
@@ -52,14 +57,18 @@ def test_upstreams_weight_norm_overwrites_live_weights_with_half():
     assert set(dtypes(ours).values()) == {"float32"}
 
 
-@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32", "p=bf16,c=f32"))
+@pytest.mark.parametrize(
+    "policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32", "p=bf16,c=f32")
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_parameters_and_gradients_keep_param_dtype(wrapper, policy):
     policy = get_policy(policy)
     with use_policy(policy):
         model = build(nnx, wrapper)
     before = dtypes(model)
-    assert {d for name, d in before.items() if "batch_stats" not in name} == {policy.param_dtype.name}
+    assert {d for name, d in before.items() if "batch_stats" not in name} == {
+        policy.param_dtype.name
+    }
     assert {d for name, d in before.items() if "batch_stats" in name} <= {"float32"}
     y = model(X)
     assert y.dtype == policy.output_dtype and dtypes(model) == before
@@ -94,7 +103,9 @@ def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(wrapper):
 
 def test_statistics_of_a_model_built_in_half_are_widened_when_it_is_ported():
     model = flax_nnx.SpectralNorm(
-        flax_nnx.Linear(5, 6, rngs=flax_nnx.Rngs(0)), param_dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0)
+        flax_nnx.Linear(5, 6, rngs=flax_nnx.Rngs(0)),
+        param_dtype=jnp.bfloat16,
+        rngs=flax_nnx.Rngs(0),
     )
     nnx.apply_policy(model, "mixed_bfloat16")
     model(X)
@@ -105,7 +116,9 @@ def test_statistics_of_a_model_built_in_half_are_widened_when_it_is_ported():
 def test_instance_norm_keeps_an_offset_input_accurate(dtype):
     x = (1000 + jax.random.normal(jax.random.key(0), (2, 8, 8, 3))).astype(jnp.float32)
     true = np.asarray(x, np.float64)
-    true = (true - true.mean((1, 2), keepdims=True)) / np.sqrt(true.var((1, 2), keepdims=True) + 1e-6)
+    true = (true - true.mean((1, 2), keepdims=True)) / np.sqrt(
+        true.var((1, 2), keepdims=True) + 1e-6
+    )
     layer = nnx.InstanceNorm(3, rngs=flax_nnx.Rngs(0), dtype_policy=Policy("f32", dtype, dtype))
     y = layer(x)
     assert y.dtype == dtype and set(dtypes(layer).values()) == {"float32"}
@@ -121,7 +134,9 @@ def test_the_layer_inside_gets_unrounded_weights_and_half_ones_stay_stored(name)
     with use_policy("p=f16,c=f32,o=f32"):
         layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
         kernel = layer.kernel[...]
-        model = getattr(nnx, name)(layer, rngs=nnx.Rngs(1), **({"n_steps": 50} if name == "SpectralNorm" else {}))
+        model = getattr(nnx, name)(
+            layer, rngs=nnx.Rngs(1), **({"n_steps": 50} if name == "SpectralNorm" else {})
+        )
     y = model(x)
     wide = np.asarray(kernel, np.float64)
     normalised = wide / np.linalg.norm(wide, axis=0 if name == "WeightNorm" else None, ord=2)

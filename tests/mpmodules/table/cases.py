@@ -1,4 +1,6 @@
-"""Every layer of both wings, in each setting that changes what it computes: the rows of the table of contracts."""
+"""Every layer of both wings, in each setting that changes what it computes: the rows of the table
+of contracts.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,15 @@ class Case:
     Attributes:
       layer: its name in the catalogue.
       setting: what the case is about, beside the layer's name.
-      make: makes it, from Flax's wing or from ours, with the dtype arguments given. linen: ``make(nn, **dtypes)``;
-        nnx: ``make(nnx, rngs, **dtypes)``.
+      make: makes it, from Flax's wing or from ours, with the dtype arguments given. linen:
+        ``make(nn, **dtypes)``; nnx: ``make(nnx, rngs, **dtypes)``.
       inputs: what it is initialised, and called, with. A cell's are its carry and these.
       call: keyword arguments of the call.
       method: what is called.
       steps: what it is called with where that differs from what it is initialised with.
       prepare: what is done to an nnx layer before its call.
-      is_module: whether its call is a boundary as a root under a scope: containers and attention are modules.
+      is_module: whether its call is a boundary as a root under a scope: containers and attention
+        are modules.
     """
 
     layer: str
@@ -61,12 +64,14 @@ class Case:
         return f"{self.layer} {self.setting}".strip()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # linen
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def _attention(layer: str, setting: str, inputs: tuple[np.ndarray, ...], *, call: Any = (), **arguments: Any) -> Case:
+def _attention(
+    layer: str, setting: str, inputs: tuple[np.ndarray, ...], *, call: Any = (), **arguments: Any
+) -> Case:
     def make(nn: Any, **dtypes: Any) -> Any:
         return getattr(nn, layer)(num_heads=2, **arguments, **dtypes)
 
@@ -106,9 +111,17 @@ _LINEN_CELLS: dict[str, Any] = _CELLS | {
 
 def _linen_recurrent(name: str) -> list[Case]:
     layer, _, setting = name.partition(" ")
-    step, steps = (ROWS, SEQUENCE[:, :, None]) if layer == "ConvLSTMCell" else (ROWS[:, 0], SEQUENCE)
+    step, steps = (
+        (ROWS, SEQUENCE[:, :, None]) if layer == "ConvLSTMCell" else (ROWS[:, 0], SEQUENCE)
+    )
     cell = Case(layer, setting, lambda nn, **dtypes: _linen_cell(name, nn, **dtypes), (step,))
-    rnn = Case("RNN", f"over {name}", lambda nn, **kw: nn.RNN(_linen_cell(name, nn, **kw)), (steps,), is_module=True)
+    rnn = Case(
+        "RNN",
+        f"over {name}",
+        lambda nn, **kw: nn.RNN(_linen_cell(name, nn, **kw)),
+        (steps,),
+        is_module=True,
+    )
     return [cell, rnn]
 
 
@@ -116,15 +129,34 @@ LINEN = [
     Case("Dense", "", lambda nn, **kw: nn.Dense(6, **kw)),
     Case("Dense", "without bias", lambda nn, **kw: nn.Dense(6, use_bias=False, **kw)),
     Case("DenseGeneral", "", lambda nn, **kw: nn.DenseGeneral((2, 3), axis=-1, **kw)),
-    Case("DenseGeneral", "over batches", lambda nn, **kw: nn.DenseGeneral(3, batch_dims=(0,), **kw)),
+    Case(
+        "DenseGeneral", "over batches", lambda nn, **kw: nn.DenseGeneral(3, batch_dims=(0,), **kw)
+    ),
     Case("Einsum", "", lambda nn, **kw: nn.Einsum((4, 6), "abc,cd->abd", **kw)),
     Case("Conv", "", lambda nn, **kw: nn.Conv(6, (3, 3), **kw), (IMAGE,)),
-    Case("Conv", "in groups", lambda nn, **kw: nn.Conv(6, (3, 3), feature_group_count=2, **kw), (IMAGE,)),
+    Case(
+        "Conv",
+        "in groups",
+        lambda nn, **kw: nn.Conv(6, (3, 3), feature_group_count=2, **kw),
+        (IMAGE,),
+    ),
     Case("Conv", "causal", lambda nn, **kw: nn.Conv(6, (3,), padding="CAUSAL", **kw), (SEQUENCE,)),
-    Case("Conv", "circular", lambda nn, **kw: nn.Conv(6, (3, 3), padding="CIRCULAR", **kw), (IMAGE,)),
+    Case(
+        "Conv", "circular", lambda nn, **kw: nn.Conv(6, (3, 3), padding="CIRCULAR", **kw), (IMAGE,)
+    ),
     Case("ConvLocal", "", lambda nn, **kw: nn.ConvLocal(2, (3, 3), **kw), (IMAGE,)),
-    Case("ConvTranspose", "", lambda nn, **kw: nn.ConvTranspose(6, (3, 3), strides=(2, 2), **kw), (IMAGE,)),
-    Case("ConvTranspose", "circular", lambda nn, **kw: nn.ConvTranspose(6, (3, 3), padding="CIRCULAR", **kw), (IMAGE,)),
+    Case(
+        "ConvTranspose",
+        "",
+        lambda nn, **kw: nn.ConvTranspose(6, (3, 3), strides=(2, 2), **kw),
+        (IMAGE,),
+    ),
+    Case(
+        "ConvTranspose",
+        "circular",
+        lambda nn, **kw: nn.ConvTranspose(6, (3, 3), padding="CIRCULAR", **kw),
+        (IMAGE,),
+    ),
     Case("Embed", "", lambda nn, **kw: nn.Embed(5, 4, **kw), (TOKENS,)),
     Case("Embed", "of one token", lambda nn, **kw: nn.Embed(1, 4, **kw), (TOKENS * 0,)),
     Case("Embed", "attend", lambda nn, **kw: nn.Embed(5, 4, **kw), method="attend"),
@@ -134,7 +166,10 @@ LINEN = [
     _norm("RMSNorm"),
     _norm("GroupNorm", num_groups=2),
     _norm("InstanceNorm"),
-    *(_norm(name, "masked", call={"mask": IMAGE > -0.5}) for name in ("LayerNorm", "RMSNorm", "InstanceNorm")),
+    *(
+        _norm(name, "masked", call={"mask": IMAGE > -0.5})
+        for name in ("LayerNorm", "RMSNorm", "InstanceNorm")
+    ),
     _norm("GroupNorm", "masked", num_groups=2, call={"mask": IMAGE > -0.5}),
     _norm("BatchNorm", "in training", use_running_average=False),
     _norm("BatchNorm", "in evaluation", use_running_average=True),
@@ -162,7 +197,13 @@ LINEN = [
     _attention(_DOT, "normalised", (QUERIES,), normalize_qk=True),
     _attention(_DOT, "forced", (QUERIES,), force_fp32_for_softmax=True),
     _attention("MultiHeadAttention", "", (QUERIES, KEYS, KEYS)),
-    _attention("MultiHeadAttention", "all at once", (QUERIES,), call={"sow_weights": True, "mask": CAUSAL}, **_DROPOUT),
+    _attention(
+        "MultiHeadAttention",
+        "all at once",
+        (QUERIES,),
+        call={"sow_weights": True, "mask": CAUSAL},
+        **_DROPOUT,
+    ),
     _attention("SelfAttention", "", (QUERIES,)),
     _attention("SelfAttention", "decoding", (QUERIES,), decode=True),
     *(case for name in _LINEN_CELLS for case in _linen_recurrent(name)),
@@ -177,7 +218,9 @@ LINEN = [
     Case(
         "Bidirectional",
         "",
-        lambda nn, **kw: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **kw)), nn.RNN(nn.GRUCell(3, **kw))),
+        lambda nn, **kw: nn.Bidirectional(
+            nn.RNN(nn.LSTMCell(3, **kw)), nn.RNN(nn.GRUCell(3, **kw))
+        ),
         (SEQUENCE,),
         is_module=True,
     ),
@@ -186,15 +229,19 @@ LINEN = [
     Case(
         "Sequential",
         "",
-        lambda nn, **kw: nn.Sequential([nn.Dense(6, **kw), nn.LayerNorm(**kw), nn.relu, nn.Dense(4, **kw)]),
+        lambda nn, **kw: nn.Sequential(
+            [nn.Dense(6, **kw), nn.LayerNorm(**kw), nn.relu, nn.Dense(4, **kw)]
+        ),
         is_module=True,
     ),
-    Case("PReLU", "", lambda nn, **kw: nn.PReLU(**{name: kw[name] for name in kw if name != "dtype"})),
+    Case(
+        "PReLU", "", lambda nn, **kw: nn.PReLU(**{name: kw[name] for name in kw if name != "dtype"})
+    ),
 ]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # nnx
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _nnx_norm(layer: str, setting: str = "", *, call: Any = (), **arguments: Any) -> Case:
@@ -204,7 +251,9 @@ def _nnx_norm(layer: str, setting: str = "", *, call: Any = (), **arguments: Any
     return Case(layer, setting, make, (IMAGE,), call=dict(call))
 
 
-def _nnx_attention(setting: str, inputs: tuple[np.ndarray, ...], *, call: Any = (), **arguments: Any) -> Case:
+def _nnx_attention(
+    setting: str, inputs: tuple[np.ndarray, ...], *, call: Any = (), **arguments: Any
+) -> Case:
     decode = arguments.pop("decode", False)
 
     def make(nnx: Any, rngs: Any, **dtypes: Any) -> Any:
@@ -213,7 +262,14 @@ def _nnx_attention(setting: str, inputs: tuple[np.ndarray, ...], *, call: Any = 
     prepare = (lambda layer: layer.init_cache(QUERIES.shape)) if decode else None
     steps = (QUERIES[:, :1],) if decode else None
     return Case(
-        "MultiHeadAttention", setting, make, inputs, call=dict(call), steps=steps, prepare=prepare, is_module=True
+        "MultiHeadAttention",
+        setting,
+        make,
+        inputs,
+        call=dict(call),
+        steps=steps,
+        prepare=prepare,
+        is_module=True,
     )
 
 
@@ -229,7 +285,12 @@ def _nnx_recurrent(name: str) -> list[Case]:
         return nnx.RNN(_nnx_cell(name, nnx, rngs, **dtypes), rngs=rngs)
 
     return [
-        Case(layer, setting, lambda nnx, rngs, **dtypes: _nnx_cell(name, nnx, rngs, **dtypes), (ROWS[:, 0],)),
+        Case(
+            layer,
+            setting,
+            lambda nnx, rngs, **dtypes: _nnx_cell(name, nnx, rngs, **dtypes),
+            (ROWS[:, 0],),
+        ),
         Case("RNN", f"over {name}", rnn, (SEQUENCE,), is_module=True),
     ]
 
@@ -240,7 +301,11 @@ def _rnn(nnx: Any, rngs: Any, cell: str, dtypes: Any, **arguments: Any) -> Any:
 
 NNX = [
     Case("Linear", "", lambda nnx, r, **kw: nnx.Linear(4, 6, **kw, rngs=r)),
-    Case("Linear", "without bias", lambda nnx, r, **kw: nnx.Linear(4, 6, use_bias=False, **kw, rngs=r)),
+    Case(
+        "Linear",
+        "without bias",
+        lambda nnx, r, **kw: nnx.Linear(4, 6, use_bias=False, **kw, rngs=r),
+    ),
     Case("LinearGeneral", "", lambda nnx, r, **kw: nnx.LinearGeneral(4, (2, 3), **kw, rngs=r)),
     Case(
         "LinearGeneral",
@@ -250,10 +315,23 @@ NNX = [
     Case("Einsum", "", lambda nnx, r, **kw: nnx.Einsum("abc,cd->abd", (4, 6), (6,), **kw, rngs=r)),
     Case("Conv", "", lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), **kw, rngs=r), (IMAGE,)),
     Case(
-        "Conv", "in groups", lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), feature_group_count=2, **kw, rngs=r), (IMAGE,)
+        "Conv",
+        "in groups",
+        lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), feature_group_count=2, **kw, rngs=r),
+        (IMAGE,),
     ),
-    Case("Conv", "causal", lambda nnx, r, **kw: nnx.Conv(4, 6, (3,), padding="CAUSAL", **kw, rngs=r), (SEQUENCE,)),
-    Case("Conv", "circular", lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), padding="CIRCULAR", **kw, rngs=r), (IMAGE,)),
+    Case(
+        "Conv",
+        "causal",
+        lambda nnx, r, **kw: nnx.Conv(4, 6, (3,), padding="CAUSAL", **kw, rngs=r),
+        (SEQUENCE,),
+    ),
+    Case(
+        "Conv",
+        "circular",
+        lambda nnx, r, **kw: nnx.Conv(4, 6, (3, 3), padding="CIRCULAR", **kw, rngs=r),
+        (IMAGE,),
+    ),
     Case(
         "ConvTranspose",
         "",
@@ -267,7 +345,9 @@ NNX = [
         (IMAGE,),
     ),
     Case("Embed", "", lambda nnx, r, **kw: nnx.Embed(5, 4, **kw, rngs=r), (TOKENS,)),
-    Case("Embed", "of one token", lambda nnx, r, **kw: nnx.Embed(1, 4, **kw, rngs=r), (TOKENS * 0,)),
+    Case(
+        "Embed", "of one token", lambda nnx, r, **kw: nnx.Embed(1, 4, **kw, rngs=r), (TOKENS * 0,)
+    ),
     Case("Embed", "attend", lambda nnx, r, **kw: nnx.Embed(5, 4, **kw, rngs=r), method="attend"),
     _nnx_norm("LayerNorm"),
     _nnx_norm("LayerNorm", "over an image", reduction_axes=(1, 2, 3)),
@@ -275,7 +355,10 @@ NNX = [
     _nnx_norm("RMSNorm"),
     _nnx_norm("GroupNorm", num_groups=2),
     _nnx_norm("InstanceNorm"),
-    *(_nnx_norm(name, "masked", call={"mask": IMAGE > -0.5}) for name in ("LayerNorm", "RMSNorm", "InstanceNorm")),
+    *(
+        _nnx_norm(name, "masked", call={"mask": IMAGE > -0.5})
+        for name in ("LayerNorm", "RMSNorm", "InstanceNorm")
+    ),
     _nnx_norm("GroupNorm", "masked", num_groups=2, call={"mask": IMAGE > -0.5}),
     _nnx_norm("BatchNorm", "in training", use_running_average=False),
     _nnx_norm("BatchNorm", "in evaluation", use_running_average=True),
@@ -304,7 +387,13 @@ NNX = [
     _nnx_attention("of grouped queries", (QUERIES,), num_kv_heads=1),
     _nnx_attention("decoding", (QUERIES,), decode=True),
     _nnx_attention("normalised", (QUERIES,), normalize_qk=True),
-    _nnx_attention("all at once", (QUERIES,), call={"sow_weights": True, "mask": CAUSAL}, num_kv_heads=1, **_DROPOUT),
+    _nnx_attention(
+        "all at once",
+        (QUERIES,),
+        call={"sow_weights": True, "mask": CAUSAL},
+        num_kv_heads=1,
+        **_DROPOUT,
+    ),
     *(case for name in _CELLS for case in _nnx_recurrent(name)),
     Case(
         "RNN",
@@ -317,17 +406,24 @@ NNX = [
     Case(
         "Bidirectional",
         "",
-        lambda nnx, r, **kw: nnx.Bidirectional(_rnn(nnx, r, "LSTMCell", kw), _rnn(nnx, r, "GRUCell", kw), rngs=r),
+        lambda nnx, r, **kw: nnx.Bidirectional(
+            _rnn(nnx, r, "LSTMCell", kw), _rnn(nnx, r, "GRUCell", kw), rngs=r
+        ),
         (SEQUENCE,),
         is_module=True,
     ),
     Case("Dropout", "", lambda nnx, r, **_: nnx.Dropout(0.5, deterministic=False, rngs=r)),
-    Case("Dropout", "deterministic", lambda nnx, r, **_: nnx.Dropout(0.5, deterministic=True, rngs=r)),
+    Case(
+        "Dropout", "deterministic", lambda nnx, r, **_: nnx.Dropout(0.5, deterministic=True, rngs=r)
+    ),
     Case(
         "Sequential",
         "",
         lambda nnx, r, **kw: nnx.Sequential(
-            nnx.Linear(4, 6, **kw, rngs=r), nnx.LayerNorm(6, **kw, rngs=r), nnx.relu, nnx.Linear(6, 4, **kw, rngs=r)
+            nnx.Linear(4, 6, **kw, rngs=r),
+            nnx.LayerNorm(6, **kw, rngs=r),
+            nnx.relu,
+            nnx.Linear(6, 4, **kw, rngs=r),
         ),
         is_module=True,
     ),
@@ -336,14 +432,21 @@ NNX = [
     Case(
         "LoRA",
         "over a layer",
-        lambda nnx, r, **kw: nnx.LoRA(4, 2, 6, base_module=nnx.Linear(4, 6, **kw, rngs=r), **kw, rngs=r),
+        lambda nnx, r, **kw: nnx.LoRA(
+            4, 2, 6, base_module=nnx.Linear(4, 6, **kw, rngs=r), **kw, rngs=r
+        ),
     ),
     Case("LoRALinear", "", lambda nnx, r, **kw: nnx.LoRALinear(4, 6, lora_rank=2, **kw, rngs=r)),
 ]
 if hasattr(flax.nnx, "RoPE"):
     NNX += [
         Case("RoPE", "", lambda nnx, r, **_: nnx.RoPE(), (ROWS,)),
-        Case("RoPE", "of tables", lambda nnx, r, **_: nnx.RoPE(embedding_size=4, max_seq_len=8), (ROWS,)),
+        Case(
+            "RoPE",
+            "of tables",
+            lambda nnx, r, **_: nnx.RoPE(embedding_size=4, max_seq_len=8),
+            (ROWS,),
+        ),
         Case(
             "RoPE",
             "at positions",

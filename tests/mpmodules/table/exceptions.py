@@ -1,4 +1,6 @@
-"""What runs in less than reduction_dtype and may, with the reason. One that is not needed fails the table."""
+"""What runs in less than reduction_dtype and may, with the reason. One that is not needed fails the
+table.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ELEMENTWISE: dict[str, dict[str, str]] = {
     **dict.fromkeys(("RNN", "Bidirectional"), _LSTM),
 }
 
-_FLIP = {"scatter-add": "the transpose of reversing a sequence: a permutation, each place is added to once"}
+_FLIP = {
+    "scatter-add": "the transpose of reversing a sequence: a permutation, each place added to once"
+}
 
 # By wing, case and primitive: sums that round nothing.
 UNROUNDED_SUMS: dict[tuple[str, str], dict[str, str]] = {

@@ -15,9 +15,9 @@ import numpy as np
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from policy.inspection.findings import findings_of
-from policy.inspection.graph import Graph
-from policy.inspection.report import Finding
+from policy._jaxpr.graph import Graph
+from policy.audit.findings import findings_of
+from policy.audit.report import Finding
 from tests.mpmodules.table.cases import Case
 from tests.programs import Operation, operations_of
 
@@ -64,11 +64,19 @@ class NnxComposite(nnx.Module):
 
 def in_dtype(inputs: Any, dtype: Any) -> Any:
     """Inputs with their floating arrays in `dtype`."""
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else x.dtype), inputs)
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else x.dtype), inputs
+    )
 
 
 def program(
-    wing: str, case: Case, modules: Any = None, *, composite: bool = False, inputs_in: Any = jnp.float32, **dtypes: Any
+    wing: str,
+    case: Case,
+    modules: Any = None,
+    *,
+    composite: bool = False,
+    inputs_in: Any = jnp.float32,
+    **dtypes: Any,
 ) -> Program:
     """The case in `wing`, from our modules or from `modules`.
 
@@ -81,7 +89,9 @@ def program(
     return make(case, OURS[wing] if modules is None else modules, composite, inputs_in, dtypes)
 
 
-def linen_program(case: Case, nn: Any, composite: bool, inputs_in: Any, dtypes: dict[str, Any]) -> Program:
+def linen_program(
+    case: Case, nn: Any, composite: bool, inputs_in: Any, dtypes: dict[str, Any]
+) -> Program:
     layer = case.make(nn, **dtypes)
     model = LinenComposite(layer, case.method) if composite else layer
     carry = (layer.initialize_carry(CALL_KEY, case.inputs[0].shape),) if case.is_cell else ()
@@ -107,7 +117,9 @@ def linen_program(case: Case, nn: Any, composite: bool, inputs_in: Any, dtypes: 
     return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
 
 
-def nnx_program(case: Case, modules: Any, composite: bool, inputs_in: Any, dtypes: dict[str, Any]) -> Program:
+def nnx_program(
+    case: Case, modules: Any, composite: bool, inputs_in: Any, dtypes: dict[str, Any]
+) -> Program:
     graphs: list[Any] = []
     method = "__call__" if composite else case.method
 
@@ -128,7 +140,11 @@ def nnx_program(case: Case, modules: Any, composite: bool, inputs_in: Any, dtype
         out = getattr(model, method)(*inputs, **case.call)
         return out, flax.nnx.to_pure_dict(flax.nnx.state(model, flax.nnx.Not(flax.nnx.Param)))
 
-    carry = (make(CALL_KEY).initialize_carry(case.inputs[0].shape, flax.nnx.Rngs(0)),) if case.is_cell else ()
+    carry = (
+        (make(CALL_KEY).initialize_carry(case.inputs[0].shape, flax.nnx.Rngs(0)),)
+        if case.is_cell
+        else ()
+    )
     return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
 
 
@@ -178,9 +194,22 @@ def _trace(run: Program) -> Trace:
         out, backward, state = jax.vjp(out_of, params, floats, has_aux=True)
         return out, state, backward(jax.tree.map(jnp.ones_like, out))
 
-    jaxpr, (out, state, gradients) = jax.make_jaxpr(both_ways, return_shape=True)(params, rest, floats)
+    jaxpr, (out, state, gradients) = jax.make_jaxpr(both_ways, return_shape=True)(
+        params, rest, floats
+    )
     ops, findings = operations_of(jaxpr), findings_of(Graph(jaxpr))
-    return Trace(params, rest, out, state, gradients[0], floats, gradients[1], operations_of(init), ops, findings)
+    return Trace(
+        params,
+        rest,
+        out,
+        state,
+        gradients[0],
+        floats,
+        gradients[1],
+        operations_of(init),
+        ops,
+        findings,
+    )
 
 
 def _floating(inputs: Any) -> dict[int, Any]:

@@ -1,7 +1,9 @@
-"""Every layer of both wings under every policy: what is stored, multiplied, summed, returned and differentiated.
+"""Every layer of both wings under every policy: what is stored, multiplied, summed, returned and
+differentiated.
 
-Nothing here is run: each case is traced once for each policy, its gradients by parameters and by floating inputs
-included, and the contracts are read from that. The suite traces under strict dtype and rank promotion.
+Nothing here is run: each case is traced once for each policy, its gradients by parameters and by
+floating inputs included, and the contracts are read from that. The suite traces under strict dtype
+and rank promotion.
 """
 
 from __future__ import annotations
@@ -67,10 +69,14 @@ FUNCTIONS = frozenset(
         "cos",
     ]
 )
-CALLS = frozenset(["jit", "pjit", "scan", "while", "cond", "checkpoint", "custom_jvp_call", "custom_vjp_call"])
+CALLS = frozenset(
+    ["jit", "pjit", "scan", "while", "cond", "checkpoint", "custom_jvp_call", "custom_vjp_call"]
+)
 HALVES = frozenset(["bfloat16", "float16"])
 
-EACH_CASE = pytest.mark.parametrize(("wing", "case"), CASES, ids=[f"{wing}-{case}" for wing, case in CASES])
+EACH_CASE = pytest.mark.parametrize(
+    ("wing", "case"), CASES, ids=[f"{wing}-{case}" for wing, case in CASES]
+)
 
 
 _traces: dict[Any, Trace] = {}
@@ -84,16 +90,25 @@ def trace_of(wing: str, case: Case, policy: str | None, composite: bool = False)
 
 
 def both(wing: str, case: Case, policy: str) -> Iterator[Operation]:
-    """The operations of a case as the root, and inside a model, whose boundary hands it compute_dtype."""
+    """The operations of a case as the root, and inside a model, whose boundary hands it
+    compute_dtype.
+    """
     yield from trace_of(wing, case, policy).ops
     if policy in INSIDE:
         yield from trace_of(wing, case, policy, composite=True).ops
 
 
 def narrow(ops: Iterable[Operation], names: frozenset[str], policy: Policy) -> set[str]:
-    """Which of `names` run on something narrower than reduction_dtype, plain sums of one term each left out."""
+    """Which of `names` run on something narrower than reduction_dtype, plain sums of one term each
+    left out.
+    """
     found = (op for op in ops if op.name in names and op.terms != 1)
-    return {op.name for op in found for dtype in op.inputs if dtype in HALVES and policy.reduction_dtype.name != dtype}
+    return {
+        op.name
+        for op in found
+        for dtype in op.inputs
+        if dtype in HALVES and policy.reduction_dtype.name != dtype
+    }
 
 
 @pytest.mark.parametrize("wing", ("linen", "nnx"))
@@ -105,7 +120,11 @@ def test_the_table_holds_every_layer_of_the_catalogue(wing):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "make_layers", catalogue)
         spec.loader.exec_module(catalogue)
-    listed = {row.name for row in catalogue.LAYERS if wing in row.tests and hasattr(THEIRS[wing], row.name)}
+    listed = {
+        row.name
+        for row in catalogue.LAYERS
+        if wing in row.tests and hasattr(THEIRS[wing], row.name)
+    }
     names = [str(case) for at, case in CASES if at == wing]
     assert {case.layer for at, case in CASES if at == wing} == listed
     assert len(set(names)) == len(names)
@@ -116,7 +135,9 @@ def parameters_are_stored_in_param_dtype_and_statistics_in_float32(wing, case, p
     assert dtypes_of(trace.params) <= {policy.param_dtype.name}
     kept = policy.compute_dtype.name if case.setting == "decoding" else "float32"
     if (wing, case.layer) == ("nnx", "WeightNorm"):
-        kept = policy.param_dtype.name  # its scales are parameters, in a type of Variable of their own
+        kept = (
+            policy.param_dtype.name
+        )  # its scales are parameters, in a type of Variable of their own
     assert dtypes_of(trace.rest) <= {kept}
     sown = {policy.compute_dtype.name} if case.call.get("sow_weights") else set()
     assert dtypes_of(trace.state) <= {kept} | sown
@@ -148,20 +169,30 @@ def every_sum_and_matmul_of_init_runs_in_the_dtypes_of_a_call(wing, case, policy
 
 
 def every_function_of_statistics_runs_in_reduction_dtype_forward_and_backward(wing, case, policy):
-    assert narrow(both(wing, case, policy), FUNCTIONS, get_policy(policy)) <= set(ELEMENTWISE.get(case.layer, {}))
+    assert narrow(both(wing, case, policy), FUNCTIONS, get_policy(policy)) <= set(
+        ELEMENTWISE.get(case.layer, {})
+    )
 
 
 def test_no_exception_is_out_of_use():
     """Layers without exceptions have none in use: every contract says so of them."""
     policy = get_policy("mixed_bfloat16")
-    exempt = [(wing, case) for wing, case in CASES if case.layer in ELEMENTWISE or (wing, str(case)) in UNROUNDED_SUMS]
+    exempt = [
+        (wing, case)
+        for wing, case in CASES
+        if case.layer in ELEMENTWISE or (wing, str(case)) in UNROUNDED_SUMS
+    ]
     sums, functions = {}, {}
     for wing, case in exempt:
         ops = list(both(wing, case, str(policy)))
         sums[wing, str(case)] = narrow(ops, SUMS, policy)
         functions.setdefault(case.layer, set()).update(narrow(ops, FUNCTIONS, policy))
-    assert {key: set(names) for key, names in UNROUNDED_SUMS.items()} == {k: v for k, v in sums.items() if v}
-    assert {layer: set(names) for layer, names in ELEMENTWISE.items()} == {k: v for k, v in functions.items() if v}
+    assert {key: set(names) for key, names in UNROUNDED_SUMS.items()} == {
+        k: v for k, v in sums.items() if v
+    }
+    assert {layer: set(names) for layer, names in ELEMENTWISE.items()} == {
+        k: v for k, v in functions.items() if v
+    }
 
 
 def a_root_returns_what_it_is_and_a_model_around_it_returns_output_dtype(wing, case, policy):
@@ -169,7 +200,9 @@ def a_root_returns_what_it_is_and_a_model_around_it_returns_output_dtype(wing, c
     root = resolved.output_dtype if case.is_module else resolved.compute_dtype
     assert dtypes_of(trace_of(wing, case, policy).out) == {root.name}
     if policy in INSIDE:
-        assert dtypes_of(trace_of(wing, case, policy, composite=True).out) == {resolved.output_dtype.name}
+        assert dtypes_of(trace_of(wing, case, policy, composite=True).out) == {
+            resolved.output_dtype.name
+        }
 
 
 def gradients_come_back_in_the_dtypes_of_parameters_and_inputs(wing, case, policy):
@@ -210,26 +243,32 @@ def test_every_contract_holds_under_every_policy(wing, case):
             contract(wing, case, policy)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # No policy
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @EACH_CASE
 def test_with_no_policy_float32_stays_float32(wing, case):
     trace = trace_of(wing, case, None)
-    assert dtypes_of((trace.params, trace.rest, trace.out, trace.state, trace.param_gradients)) <= {"float32"}
+    assert dtypes_of((trace.params, trace.rest, trace.out, trace.state, trace.param_gradients)) <= {
+        "float32"
+    }
     assert not {dtype for op in trace.ops for dtype in op.inputs} & (HALVES | {"float64"})
 
 
 def is_repaired(wing: str, case: Case) -> bool:
-    """Whether Flax's result is float32 from ``dtype=bfloat16``, or an error, and ours follows `dtype`."""
+    """Whether Flax's result is float32 from ``dtype=bfloat16``, or an error, and ours follows
+    `dtype`.
+    """
     repaired = case.is_cell or case.layer in ("RNN", "Bidirectional")
     return repaired or (wing, case.layer, case.setting) == ("nnx", "MultiHeadAttention", "decoding")
 
 
 @pytest.mark.parametrize("given", ({}, {"dtype": jnp.bfloat16}), ids=("inferred", "bfloat16"))
-@pytest.mark.parametrize("inputs_in", (jnp.float32, jnp.bfloat16), ids=("f32 inputs", "bf16 inputs"))
+@pytest.mark.parametrize(
+    "inputs_in", (jnp.float32, jnp.bfloat16), ids=("f32 inputs", "bf16 inputs")
+)
 @EACH_CASE
 def test_with_no_policy_outputs_have_the_dtypes_that_flax_gives_them(wing, case, inputs_in, given):
     with jax.numpy_dtype_promotion("standard"):
@@ -250,7 +289,8 @@ def shapes_of(wing: str, case: Case, modules: Any, inputs_in: Any, given: dict[s
 
 @EACH_CASE
 def test_with_no_policy_an_explicit_half_dtype_sums_in_float32(wing, case):
-    # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a half one
+    # Flax multiplies float32 weights by half values there, and adds a float32 low-rank part to a
+    # half one
     mixes = case.setting == "forced" or case.layer == "LoRALinear"
     with jax.numpy_dtype_promotion("standard" if mixes else "strict"):
         ops = traced(wing, case, None, dtype=jnp.bfloat16).ops
@@ -262,11 +302,14 @@ REFUSED = (TypeError, ValueError, FutureWarning, np.exceptions.ComplexWarning)
 OF_NUMBERS = [
     (wing, case)
     for wing, case in CASES  # a cell's carry is real
-    if not (case.is_cell or case.layer == "RNN") and all(x.dtype == np.float32 for x in case.called_with)
+    if not (case.is_cell or case.layer == "RNN")
+    and all(x.dtype == np.float32 for x in case.called_with)
 ]
 
 
-@pytest.mark.parametrize(("wing", "case"), OF_NUMBERS, ids=[f"{wing}-{case}" for wing, case in OF_NUMBERS])
+@pytest.mark.parametrize(
+    ("wing", "case"), OF_NUMBERS, ids=[f"{wing}-{case}" for wing, case in OF_NUMBERS]
+)
 def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
     with jax.numpy_dtype_promotion("standard"):
         try:
@@ -278,9 +321,9 @@ def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
     assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # x64
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -294,11 +337,17 @@ def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
     trace = traced(wing, case, "mixed_bfloat16")
     found = {op.name for op in trace.ops if "float64" in (*op.inputs, *op.outputs)} - CALLS
     if case.layer == "Dropout" or case.setting in ("with dropout", "all at once"):
-        found = {name for name in found if name in MATMULS or name in SUMS}  # JAX draws the masks in float64
+        found = {
+            name for name in found if name in MATMULS or name in SUMS
+        }  # JAX draws the masks in float64
     if case.layer == "RoPE":
-        found = {name for name in found if name in MATMULS or name in SUMS}  # Flax's angles are float64 then
+        found = {
+            name for name in found if name in MATMULS or name in SUMS
+        }  # Flax's angles are float64 then
     assert not found
-    tables = () if case.layer == "RoPE" else (trace.rest, trace.state)  # and so are its tables of them
+    tables = (
+        () if case.layer == "RoPE" else (trace.rest, trace.state)
+    )  # and so are its tables of them
     assert "float64" not in dtypes_of((trace.params, trace.out, tables))
 
 
@@ -306,18 +355,28 @@ def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
 IN_FLOAT64 = [(wing, case) for wing, case in CASES if (wing, case.setting) != ("linen", "forced")]
 
 
-@pytest.mark.parametrize(("wing", "case"), IN_FLOAT64, ids=[f"{wing}-{case}" for wing, case in IN_FLOAT64])
+@pytest.mark.parametrize(
+    ("wing", "case"), IN_FLOAT64, ids=[f"{wing}-{case}" for wing, case in IN_FLOAT64]
+)
 def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, wing, case):
     trace = traced(wing, case, "float64", inputs_in=jnp.float64)
-    assert dtypes_of((trace.params, trace.rest, trace.out, trace.state, trace.param_gradients)) == {"float64"}
-    assert not {dtype for op in trace.ops if op.name in SUMS | set(MATMULS) for dtype in floats(op)} - {"float64"}
+    assert dtypes_of((trace.params, trace.rest, trace.out, trace.state, trace.param_gradients)) == {
+        "float64"
+    }
+    assert not {
+        dtype for op in trace.ops if op.name in SUMS | set(MATMULS) for dtype in floats(op)
+    } - {"float64"}
 
 
 def floats(op: Operation) -> set[str]:
-    return {dtype for dtype in (*op.inputs, *op.outputs) if dtype in HALVES | {"float32", "float64"}}
+    return {
+        dtype for dtype in (*op.inputs, *op.outputs) if dtype in HALVES | {"float32", "float64"}
+    }
 
 
-@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # nnx BatchNorm's statistics
+@pytest.mark.filterwarnings(
+    "ignore:scatter inputs have incompatible types:FutureWarning"
+)  # nnx BatchNorm's statistics
 @EACH_CASE
 def test_with_x64_and_no_policy_float64_inputs_give_what_flax_gives(x64, wing, case):
     with jax.numpy_dtype_promotion("standard"):

@@ -1,4 +1,6 @@
-"""Half-precision parameters: gradients that are summed in float32 all the same, and initialisers that run."""
+"""Half-precision parameters: gradients that are summed in float32 all the same, and initialisers
+that run.
+"""
 
 from typing import Any
 
@@ -11,7 +13,12 @@ from flax import nnx as flax_nnx
 from mpmodules import linen, nnx
 from policy import DtypePolicyWarning, use_policy
 
-CELLS = [("linen", "SimpleCell"), ("linen", "LSTMCell"), ("linen", "OptimizedLSTMCell"), ("nnx", "GRUCell")]
+CELLS = [
+    ("linen", "SimpleCell"),
+    ("linen", "LSTMCell"),
+    ("linen", "OptimizedLSTMCell"),
+    ("nnx", "GRUCell"),
+]
 ORTHOGONAL = jax.nn.initializers.orthogonal()
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300, 4)), jnp.float32)
 KEY = jax.random.key(0)
@@ -36,7 +43,9 @@ def gradients(wing: str, cell: str, policy: str, params: Any = None) -> Any:
 def test_a_half_recurrent_weights_gradient_is_summed_over_the_steps_in_float32(wing, cell):
     _, params = gradients(wing, cell, "bfloat16")
     found, _ = gradients(wing, cell, "bfloat16", params)
-    wide, _ = gradients(wing, cell, "mixed_bfloat16", jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    wide, _ = gradients(
+        wing, cell, "mixed_bfloat16", jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"bfloat16"}
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wide), strict=True):
         # one rounding; summed in half over 300 steps it is 3% to 6% off
@@ -58,7 +67,9 @@ def test_an_initialiser_that_fails_in_half_runs_in_float32(policy):
     with use_policy(policy):
         trees = [
             linen.Dense(4, kernel_init=ORTHOGONAL).init(KEY, x),
-            linen.Dense(4, kernel_init=linen.with_partitioning(ORTHOGONAL, ("a", "b"))).init(KEY, x),
+            linen.Dense(4, kernel_init=linen.with_partitioning(ORTHOGONAL, ("a", "b"))).init(
+                KEY, x
+            ),
             linen.Embed(4, 4, embedding_init=ORTHOGONAL).init(KEY, jnp.zeros(2, int)),
             linen.MultiHeadDotProductAttention(2, kernel_init=ORTHOGONAL).init(KEY, x),
             flax_nnx.state(nnx.Linear(4, 4, kernel_init=ORTHOGONAL, rngs=flax_nnx.Rngs(0))),
@@ -98,13 +109,16 @@ def test_an_nnx_scan_whose_body_changes_its_carrys_dtype_is_explained():
 
         def __call__(self, x):
             body = lambda block, x, _: (block(x), None)  # noqa: E731
-            return flax_nnx.scan(body, in_axes=(None, flax_nnx.Carry, 0))(self.block, x, jnp.arange(2))[0]
+            return flax_nnx.scan(body, in_axes=(None, flax_nnx.Carry, 0))(
+                self.block, x, jnp.arange(2)
+            )[0]
 
     model: Any = Model(flax_nnx.Rngs(0), dtype_policy="bfloat16")  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="carry") as caught:
         model(X[0])
     assert any(
-        "boundaries with a policy of their own: 'Block' (returns float32 by argument dtype_policy)" in note
+        "boundaries with a policy of their own: 'Block' (returns float32 by argument dtype_policy)"
+        in note
         and "lift its class" not in note
         for note in caught.value.__notes__
     )

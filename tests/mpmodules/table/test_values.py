@@ -29,7 +29,8 @@ EACH_LAYER = pytest.mark.parametrize(
     ids=[f"{wing}-{layer}" for wing, layer in FIRST],
 )
 KEY = jax.random.key(0)
-# In half precision Flax can't initialise cells, rounds normalised weights, and keeps LoRALinear's low rank in float32.
+# In half precision Flax can't initialise cells, rounds normalised weights, and keeps LoRALinear's
+# low rank in float32.
 REPAIRED = ("RNN", "Bidirectional", "WeightNorm", "SpectralNorm", "LoRALinear")
 
 
@@ -52,7 +53,9 @@ def test_a_layer_has_flaxs_tree_and_initial_values(wing, case, policy):
     with jax.numpy_dtype_promotion("standard"):
         theirs = initial_values(wing, case, THEIRS[wing], **given)
         expected = theirs.lower(KEY)
-    types, wanted = ([str(x) for x in jax.tree.leaves(program.out_info)] for program in (lowered, expected))
+    types, wanted = (
+        [str(x) for x in jax.tree.leaves(program.out_info)] for program in (lowered, expected)
+    )
     assert types == wanted
     if lowered.as_text() != expected.as_text():
         for a, b in zip(jax.tree.leaves(ours(KEY)), jax.tree.leaves(theirs(KEY)), strict=True):
@@ -71,14 +74,26 @@ def test_jit_changes_nothing(wing, case, policy):
 
     def close(a: jax.Array, b: jax.Array) -> None:
         assert a.dtype == b.dtype
-        # XLA rounds what it does not fuse: an ulp of compute_dtype at each step, of the largest value
+        # XLA rounds what it does not fuse: an ulp of compute_dtype at each step, of the largest
+        # value
         atol = 4 * float(jnp.finfo(resolved.compute_dtype).eps) * max(1.0, float(jnp.abs(b).max()))
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=atol)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=atol
+        )
 
     jax.tree.map(close, jitted, plain)
 
 
-MATMULS = ("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "Conv", "ConvLocal", "ConvTranspose")
+MATMULS = (
+    "Dense",
+    "DenseGeneral",
+    "Linear",
+    "LinearGeneral",
+    "Einsum",
+    "Conv",
+    "ConvLocal",
+    "ConvTranspose",
+)
 NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm")
 COMPLEX = [
     (wing, case)
@@ -87,9 +102,13 @@ COMPLEX = [
 ]
 
 
-@pytest.mark.parametrize(("wing", "case"), COMPLEX, ids=[f"{wing}-{case.layer}" for wing, case in COMPLEX])
+@pytest.mark.parametrize(
+    ("wing", "case"), COMPLEX, ids=[f"{wing}-{case.layer}" for wing, case in COMPLEX]
+)
 def test_complex_inputs_pass_through_as_in_flax(wing, case):
-    """A policy casts no complex numbers: where Flax takes them, so does the layer, and returns what Flax's does."""
+    """A policy casts no complex numbers: where Flax takes them, so does the layer, and returns what
+    Flax's does.
+    """
 
     def result(modules: Any, policy: str | None) -> Any:
         with warnings.catch_warnings(), scope_of(policy), jax.numpy_dtype_promotion("standard"):
@@ -97,6 +116,8 @@ def test_complex_inputs_pass_through_as_in_flax(wing, case):
             run = program(wing, case, modules)
             params, rest = jax.eval_shape(run.init, KEY)
             inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.complex64), run.inputs)
-            return jax.eval_shape(lambda params, rest: run.apply(params, rest, inputs)[0], params, rest)
+            return jax.eval_shape(
+                lambda params, rest: run.apply(params, rest, inputs)[0], params, rest
+            )
 
     assert str(result(None, "mixed_bfloat16")) == str(result(THEIRS[wing], None))

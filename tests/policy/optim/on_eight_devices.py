@@ -1,4 +1,4 @@
-"""Faults, norms, shardings and donation on eight devices. `test_eight_devices.py` runs this file where there are."""
+"""Faults, norms, shardings and donation on eight devices, run by `test_eight_devices.py`."""
 
 import functools
 import itertools
@@ -41,7 +41,7 @@ from tests.policy.across_devices import (
 
 
 def unchanged(params, state):
-    """What a skipped step leaves alone: all but the scale, the flag and the number of skipped steps."""
+    """Returns the state without the scale, the flag and the number of skipped steps."""
     return params, state.inner, state.masters, state.count
 
 
@@ -54,7 +54,7 @@ def assert_only_the_scale_moved(before, after):
 
 
 def accumulating(dtype, mode: Any = "auto", axis_name=None):
-    """Adam on the mean of two steps' gradients, params of `dtype`, and the places of the params and of the state."""
+    """Returns Adam on two steps' mean gradients, params of `dtype`, and the shardings of both."""
     tx = mixed_precision(
         optax.MultiSteps(optax.adam(1e-2), 2),  # pyright: ignore[reportArgumentType]
         "mixed_bfloat16",
@@ -100,7 +100,13 @@ def test_a_fault_in_the_batch_of_any_device_of_eight_skips_the_step_on_all(kind,
 
 @pytest.mark.parametrize(
     ("mode", "axis_name"),
-    [("full", None), ("remainder", None), ("kahan", None), ("stochastic", None), ("remainder", "data")],
+    [
+        ("full", None),
+        ("remainder", None),
+        ("kahan", None),
+        ("stochastic", None),
+        ("remainder", "data"),
+    ],
 )
 def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode, axis_name):
     tx, params, places = accumulating(jnp.bfloat16, mode, axis_name)
@@ -108,7 +114,11 @@ def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode, axis_n
 
     @jax.jit
     @functools.partial(
-        jax.shard_map, mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs, check_vma=axis_name is None
+        jax.shard_map,
+        mesh=MESH,
+        in_specs=(*specs, specs[0]),
+        out_specs=specs,
+        check_vma=axis_name is None,
     )
     def step(params, state, grads):
         return apply_gradients(tx, params, state, grads)[:2]
@@ -148,16 +158,25 @@ def test_under_vmap_a_fault_in_one_devices_part_skips_its_own_lane_on_all_device
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_norm_of_sharded_gradients_is_the_single_devices(check_vma):
-    make = functools.partial(mixed_precision, optax.sgd(0.1), "float32", clip_global_norm=1e-2, loss_scale=4.0)
+    make = functools.partial(
+        mixed_precision, optax.sgd(0.1), "float32", clip_global_norm=1e-2, loss_scale=4.0
+    )
     one, tx = make(), make(axis_name=None if check_vma else "data")
     params, shardings = fully_sharded(jnp.float32)
     specs = jax.tree.map(lambda s: s.spec, (shardings, state_shardings(tx, params)))
     state = tx.init(F32)
-    found = curve(sharded_step(tx, f32_loss, *specs, check_vma=check_vma), params, state, BATCH, 2)[1]
+    found = curve(sharded_step(tx, f32_loss, *specs, check_vma=check_vma), params, state, BATCH, 2)[
+        1
+    ]
     truth = curve(plain_step(one, f32_loss, "float32"), F32, state, BATCH, 2)[1]
     moved = jax.tree.map(lambda a, b: a - b, truth, F32)
     np.testing.assert_allclose(optax.tree.norm(moved), 2 * 0.1 * 1e-2, rtol=0.05)  # it does clip
-    jax.tree.map(lambda a, b, p: np.testing.assert_allclose(a - p, b - p, rtol=1e-3, atol=1e-7), found, truth, F32)
+    jax.tree.map(
+        lambda a, b, p: np.testing.assert_allclose(a - p, b - p, rtol=1e-3, atol=1e-7),
+        found,
+        truth,
+        F32,
+    )
 
 
 def test_the_norm_counts_a_replicated_leaf_once_and_a_sharded_one_all_over():
@@ -179,7 +198,9 @@ def test_the_norm_counts_a_replicated_leaf_once_and_a_sharded_one_all_over():
 def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode):
     params, shardings = fully_sharded(jnp.bfloat16)
     key = jax.random.key(0) if mode == "stochastic" else None
-    tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", master_weights=mode, key=key)
+    tx = mixed_precision(
+        optax.adam(1e-2), "bfloat16", loss_scale="dynamic", master_weights=mode, key=key
+    )
     places = state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=places)(params)
     assert jax.tree.map(lambda x: x.sharding, state) == places
@@ -188,7 +209,9 @@ def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode
         assert kept["hidden"].addressable_shards[0].data.shape == (4, 2)
 
     def one(params, state, batch):
-        fn = value_and_grad(loss_fn, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute")
+        fn = value_and_grad(
+            loss_fn, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute"
+        )
         return apply_gradients(tx, params, state, fn(params, batch)[1])
 
     # a donated buffer that could not be used warns, and warnings are errors here
@@ -206,7 +229,9 @@ def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode
 
 def test_a_state_made_without_jit_lies_as_its_params_too_and_stays_there():
     params, shardings = fully_sharded(jnp.bfloat16)
-    tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", moment_dtype="bfloat16")
+    tx = mixed_precision(
+        optax.adam(1e-2), "bfloat16", loss_scale="dynamic", moment_dtype="bfloat16"
+    )
     state: Any = tx.init(params)
     step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2], donate_argnums=(0, 1))
     for _ in range(2):
@@ -224,19 +249,28 @@ def test_a_step_under_jit_works_on_a_mesh_of_explicit_axes(is_sharded):
     tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", clip_global_norm=0.5)
 
     def whole_of(param):  # what is written by hand where types say how arrays lie
-        return jax.reshard(param, EVERYWHERE) if is_sharded and not jax.typeof(param).sharding.mesh.empty else param
+        return (
+            jax.reshard(param, EVERYWHERE)
+            if is_sharded and not jax.typeof(param).sharding.mesh.empty
+            else param
+        )
 
     @jax.jit
     def step(params, state, batch):
         gathered = lambda p, b: loss_fn(jax.tree.map(whole_of, p), b)  # noqa: E731
-        fn = value_and_grad(gathered, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute")
+        fn = value_and_grad(
+            gathered, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute"
+        )
         value, grads = accumulate_gradients(fn, params, split_batch(batch, 2))
         return *apply_gradients(tx, params, state, grads), value
 
     truth, end = curve(step, whole, tx.init(whole), BATCH, 3)
     with jax.set_mesh(mesh):
         place = SPLIT if is_sharded else EVERYWHERE
-        params = {"hidden": jax.reshard(whole["hidden"], EVERYWHERE), "head": jax.reshard(whole["head"], place)}
+        params = {
+            "hidden": jax.reshard(whole["hidden"], EVERYWHERE),
+            "head": jax.reshard(whole["head"], place),
+        }
         losses, params = curve(step, params, tx.init(params), jax.reshard(BATCH, SPLIT), 3)
         assert params["head"].sharding.spec[0] == ("data" if is_sharded else None)
     np.testing.assert_allclose(losses, truth, rtol=0.01)

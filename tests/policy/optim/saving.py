@@ -1,4 +1,4 @@
-"""A training of every storage mode that is saved in mid-growth, and the process that goes on with it.
+"""A training of every storage mode that is saved, and the process that goes on with it.
 
     python -m tests.policy.optim.saving FOLDER
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, mixed_precision
 
 MODES = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
@@ -46,14 +46,19 @@ def start() -> Any:
     trees = {}
     for mode in MODES:
         other = jnp.float16 if mode in ("auto", "full") else jnp.bfloat16
-        params = {name: jnp.asarray(wide, d) for name, d in zip("abc", (jnp.float32, jnp.bfloat16, other), strict=True)}
+        params = {
+            name: jnp.asarray(wide, d)
+            for name, d in zip("abc", (jnp.float32, jnp.bfloat16, other), strict=True)
+        }
         trees[mode] = (params, transform(mode).init(params))
     return trees
 
 
 @jax.jit
 def _step(trees: Any, step: Any) -> Any:
-    value = jnp.where(step == 2, jnp.nan, 0.1 * jnp.cos(step.astype(jnp.float32)))  # one step is skipped
+    value = jnp.where(
+        step == 2, jnp.nan, 0.1 * jnp.cos(step.astype(jnp.float32))
+    )  # one step is skipped
     stepped = {}
     for mode, (params, state) in trees.items():
         gradients = jax.tree.map(lambda p: jnp.full(p.shape, value), params)

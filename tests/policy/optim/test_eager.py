@@ -10,10 +10,23 @@ import optax
 import pytest
 from jax import monitoring
 
-from policy.gradients import ScaledGradients
+from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import apply_gradients, mixed_precision
 
-NAMES = ("sgd", "adam", "adamw", "lion", "rmsprop", "adagrad", "lamb", "lars", "novograd", "radam", "yogi", "adabelief")
+NAMES = (
+    "sgd",
+    "adam",
+    "adamw",
+    "lion",
+    "rmsprop",
+    "adagrad",
+    "lamb",
+    "lars",
+    "novograd",
+    "radam",
+    "yogi",
+    "adabelief",
+)
 PARAMS = {"w": jnp.ones((5, 3), jnp.bfloat16), "b": jnp.ones(3)}
 WIDE = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
 GRADIENTS = jax.tree.map(lambda p: jnp.full(p.shape, 0.1), PARAMS)
@@ -67,7 +80,9 @@ def test_eager_steps_compile_no_more_programs_than_optax(through_optax):
 @pytest.mark.parametrize("scale", [None, 4.0, jnp.float32(4)])
 @pytest.mark.parametrize("mode", ["remainder", "full", "none"])
 def test_a_second_eager_step_compiles_nothing(mode, scale):
-    tx = mixed_precision(optax.inject_hyperparams(optax.adam)(1e-2), "bfloat16", master_weights=mode)
+    tx = mixed_precision(
+        optax.inject_hyperparams(optax.adam)(1e-2), "bfloat16", master_weights=mode
+    )
     gradients = GRADIENTS if scale is None else ScaledGradients(GRADIENTS, scale)
     params, state, _ = apply_gradients(tx, PARAMS, tx.init(PARAMS), gradients)
     updates, state = tx.update(gradients, state, params)
@@ -122,8 +137,12 @@ def test_an_inner_transform_may_branch_on_numbers_that_it_is_given(value):
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         return (updates if extra_args["value"] < 1 else params), state
 
-    tx = mixed_precision(optax.GradientTransformationExtraArgs(lambda params: (), update), "float32")
+    tx = mixed_precision(
+        optax.GradientTransformationExtraArgs(lambda params: (), update), "float32"
+    )
     params = {"w": jnp.ones(3)}
-    new, _, finite = apply_gradients(tx, params, tx.init(params), {"w": jnp.full(3, 0.5)}, value=value)
+    new, _, finite = apply_gradients(
+        tx, params, tx.init(params), {"w": jnp.full(3, 0.5)}, value=value
+    )
     assert finite
     np.testing.assert_array_equal(new["w"], 1.5)

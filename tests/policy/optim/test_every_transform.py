@@ -1,4 +1,4 @@
-"""Every transform of optax, in every pair of dtypes: state types fixed, params keep theirs, masters as in float32."""
+"""Every transform of optax, in every pair of dtypes: types stay, masters are as in float32."""
 
 import warnings
 from typing import Any
@@ -14,7 +14,9 @@ from tests.policy.optim.transforms import PAIRED, PER_EXAMPLE, extra_arguments, 
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 PAIRS = [(F32, BF16), (BF16, BF16), (F32, F16), (F16, F16), (BF16, F32), (F16, F32)]
-RUN_PAIRS = {name: PAIRS[index % len(PAIRS)] for index, name in enumerate(found())}  # one each, all of them in turn
+RUN_PAIRS = {
+    name: PAIRS[index % len(PAIRS)] for index, name in enumerate(found())
+}  # one each, all of them in turn
 RNG = np.random.default_rng(0)
 VALUES = {"b": RNG.normal(size=3), "w": RNG.normal(size=(2, 4))}
 GRADIENTS = {name: RNG.normal(size=(3, *value.shape)) for name, value in VALUES.items()}
@@ -51,7 +53,9 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
     tx = mixed_precision(make(name, FACTORIES[name]), "float32", loss_scale="dynamic")
 
     def step(params, state, gradients):
-        return apply_gradients(tx, params, state, gradients, **extra_arguments(name, params, gradients))[:2]
+        return apply_gradients(
+            tx, params, state, gradients, **extra_arguments(name, params, gradients)
+        )[:2]
 
     for params_dtype, gradient_dtype in PAIRS:
         params = params_for(name, params_dtype)
@@ -75,7 +79,11 @@ def test_masters_move_as_in_an_all_float32_run(name):
         def step(carry, gradients):
             params, state = carry
             params, state, finite = apply_gradients(
-                tx, params, state, gradients, **extra_arguments(name, master_params(params, state), gradients)
+                tx,
+                params,
+                state,
+                gradients,
+                **extra_arguments(name, master_params(params, state), gradients),
             )
             return (params, state), finite
 
@@ -87,17 +95,25 @@ def test_masters_move_as_in_an_all_float32_run(name):
         state = tx.init(params)
         for index in range(3):  # not a scan: some of optax's states change their weak types
             gradient = jax.tree.map(lambda g: g[index].astype(F32), gradients)  # noqa: B023
-            updates, state = tx.update(gradient, state, params, **extra_arguments(name, params, gradient))
+            updates, state = tx.update(
+                gradient, state, params, **extra_arguments(name, params, gradient)
+            )
             params = optax.apply_updates(params, updates)
         return params
 
-    with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        warnings.catch_warnings(),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         warnings.simplefilter("ignore")
         expected = jax.jit(plain, compiler_options=FAST)(wide, gradients)
     new, masters, finite = jax.jit(ours, compiler_options=FAST)(params, gradients)
     assert finite.all()
     assert len(jax.tree.leaves(new)) == len(jax.tree.leaves(params))
-    for stored, master, end, start in zip(*map(jax.tree.leaves, (new, masters, expected, wide)), strict=True):
+    for stored, master, end, start in zip(
+        *map(jax.tree.leaves, (new, masters, expected, wide)), strict=True
+    ):
         assert stored.dtype == params_dtype
         assert jnp.isfinite(stored).all()
         moved = np.abs(np.asarray(end) - start).max()
@@ -107,7 +123,10 @@ def test_masters_move_as_in_an_all_float32_run(name):
 @pytest.mark.parametrize("name", PER_EXAMPLE)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_what_adds_noise_to_gradients_per_example_draws_it_from_its_key(name, dtype):
-    params, gradients = params_for(name, dtype), jax.tree.map(lambda g: g[0], gradients_for(name, dtype))
+    params, gradients = (
+        params_for(name, dtype),
+        jax.tree.map(lambda g: g[0], gradients_for(name, dtype)),
+    )
 
     def step(seed):
         tx = mixed_precision(private(name, seed), "float32")
@@ -117,12 +136,16 @@ def test_what_adds_noise_to_gradients_per_example_draws_it_from_its_key(name, dt
 
     one, same, other = step(0), step(0), step(1)
     jax.tree.map(np.testing.assert_array_equal, one, same)
-    assert all((a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    assert all(
+        (a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
 
 
 def private(name, seed) -> Any:
     if name == "dpsgd":
-        with warnings.catch_warnings():  # optax 0.2.8 deprecates the argument, and has no other here
+        with (
+            warnings.catch_warnings()
+        ):  # optax 0.2.8 deprecates the argument, and has no other here
             warnings.simplefilter("ignore", DeprecationWarning)
             return optax.contrib.dpsgd(0.01, 1.0, 0.1, seed)
     return optax.contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(seed))
@@ -133,7 +156,8 @@ def test_gradients_per_example_are_refused_by_what_takes_none(name):
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, BF16)
     tx = mixed_precision(make(name, FACTORIES[name]), "float32")
     text = (
-        r"takes no gradients per example: average them over their first axis, .* b is float32\[3, 3\] for float32\[3\]"
+        r"takes no gradients per example: average them over their first axis, "
+        r".* b is float32\[3, 3\] for float32\[3\]"
     )
     with pytest.raises(ValueError, match=text):
         apply_gradients(tx, params, tx.init(params), gradients)
@@ -142,7 +166,9 @@ def test_gradients_per_example_are_refused_by_what_takes_none(name):
 def test_one_clip_for_all_examples_is_refused():
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, F32)
     tx = mixed_precision(private("dpsgd", 0), "float32", clip_global_norm=1.0)
-    with pytest.raises(ValueError, match="clip_global_norm clips one gradient, but gradients are per example"):
+    with pytest.raises(
+        ValueError, match="clip_global_norm clips one gradient, but gradients are per example"
+    ):
         apply_gradients(tx, params, tx.init(params), gradients)
 
 
@@ -161,16 +187,22 @@ def test_sam_takes_its_own_gradients_of_float32_params():
     new, state, finite = apply_gradients(tx, params, tx.init(params), gradients, grad_fn=gradient)
     assert finite
     assert set(seen) == {jnp.dtype(F32)}
-    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(master_params(new, state)), strict=True):
+    for before, after in zip(
+        jax.tree.leaves(params), jax.tree.leaves(master_params(new, state)), strict=True
+    ):
         # one step of 0.1 on gradients taken 0.05 away at most
-        np.testing.assert_allclose(after, 0.8 * np.asarray(before, np.float32), atol=0.2 * 0.05 + 1e-6)
+        np.testing.assert_allclose(
+            after, 0.8 * np.asarray(before, np.float32), atol=0.2 * 0.05 + 1e-6
+        )
 
 
 def test_lookaheads_pair_is_stepped_and_skipped_as_one():
     pair = params_for("lookahead", BF16)
     overwritten = {"_overwrite_with_gradient": {"s": jnp.ones(2)}}
     pair = optax.LookaheadParams({**pair.fast, **overwritten}, {**pair.slow, **overwritten})
-    tx = mixed_precision(optax.lookahead(optax.sgd(0.1), 2, 0.5), "bfloat16", clip_global_norm=100.0)
+    tx = mixed_precision(
+        optax.lookahead(optax.sgd(0.1), 2, 0.5), "bfloat16", clip_global_norm=100.0
+    )
     gradients = {**tree(VALUES, F32), "_overwrite_with_gradient": {"s": jnp.full(2, 3.0)}}
     state: Any = tx.init(pair)
     new: Any = pair

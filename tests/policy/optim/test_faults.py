@@ -1,4 +1,4 @@
-"""A NaN or an infinity anywhere changes nothing but the scale, in every storage mode, and training goes on."""
+"""A NaN or an infinity anywhere changes the scale alone, in every mode, and training goes on."""
 
 from typing import Any
 
@@ -8,12 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from policy.gradients import value_and_grad
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.value_and_grad import value_and_grad
 from policy.optim import apply_gradients, loss_scale_of, mixed_precision
 
 MODES = ["full", "remainder", "kahan", "stochastic", "none"]
-PARAMS = {"a": jnp.linspace(-1, 1, 6).astype(jnp.bfloat16), "b": {"c": jnp.ones((2, 2)), "d": jnp.bfloat16(0.3)}}
+PARAMS = {
+    "a": jnp.linspace(-1, 1, 6).astype(jnp.bfloat16),
+    "b": {"c": jnp.ones((2, 2)), "d": jnp.bfloat16(0.3)},
+}
 LEAVES = len(jax.tree.leaves(PARAMS))
 PERIOD = 3
 
@@ -22,7 +25,9 @@ def wrapped(mode, tx=None, **options):
     inner: Any = tx or optax.adamw(0.1)
     key = jax.random.key(0) if mode == "stochastic" else None
     scale = DynamicLossScale(2.0**10, period=PERIOD)
-    return mixed_precision(inner, "float32", loss_scale=scale, master_weights=mode, key=key, **options)
+    return mixed_precision(
+        inner, "float32", loss_scale=scale, master_weights=mode, key=key, **options
+    )
 
 
 def gradients(leaf=-1, value: Any = 0.0):
@@ -49,7 +54,9 @@ def assert_same_bits(a, b):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("through_optax", [False, True])
-def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_only(mode, through_optax):
+def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_only(
+    mode, through_optax
+):
     tx = wrapped(mode)
 
     @jax.jit
@@ -83,11 +90,16 @@ def test_a_fault_in_the_loss_skips_the_step(value):
     state = tx.init(PARAMS)
 
     def loss_fn(params, factor):
-        return sum(jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)) * factor
+        return (
+            sum(jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params))
+            * factor
+        )
 
     @jax.jit
     def step(params, state, factor):
-        loss, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(state), grads="compute")(params, factor)
+        loss, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(state), grads="compute")(
+            params, factor
+        )
         return loss, *apply_gradients(tx, params, state, grads)
 
     loss, new, after, finite = step(PARAMS, state, value)
@@ -149,5 +161,7 @@ def test_hyperparameters_are_read_and_changed_in_float32_through_the_wrapper():
         assert rate.dtype == jnp.float32
         assert not jax.typeof(rate).weak_type
         assert rate == np.float32(1e-3)
-    eager = apply_gradients(tx, params, optax.tree_utils.tree_set(state, learning_rate=1e-3), {"w": jnp.ones(3)})[1]
+    eager = apply_gradients(
+        tx, params, optax.tree_utils.tree_set(state, learning_rate=1e-3), {"w": jnp.ones(3)}
+    )[1]
     assert optax.tree_utils.tree_get(eager, "learning_rate") == np.float32(1e-3)

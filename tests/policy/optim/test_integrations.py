@@ -1,4 +1,4 @@
-"""Optax's own wrappers inside of ours, TrainState around it, averages beside it: nothing has to be glued."""
+"""Optax's own wrappers inside of ours, TrainState around it, averages beside it."""
 
 import functools
 from typing import Any
@@ -11,24 +11,37 @@ import pytest
 from flax.training.train_state import TrainState
 
 from policy import select_tree
-from policy.gradients import value_and_grad
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.value_and_grad import value_and_grad
 from policy.optim import apply_gradients, finite_of, loss_scale_of, master_params, mixed_precision
 
 RNG = np.random.default_rng(0)
-PARAMS = {"b": jnp.asarray(RNG.normal(size=3), jnp.bfloat16), "w": jnp.asarray(RNG.normal(size=(2, 3)), jnp.bfloat16)}
-GRADIENTS = jax.tree.map(lambda p: jnp.asarray(RNG.normal(size=(12, *p.shape)), jnp.bfloat16), PARAMS)
+PARAMS = {
+    "b": jnp.asarray(RNG.normal(size=3), jnp.bfloat16),
+    "w": jnp.asarray(RNG.normal(size=(2, 3)), jnp.bfloat16),
+}
+GRADIENTS = jax.tree.map(
+    lambda p: jnp.asarray(RNG.normal(size=(12, *p.shape)), jnp.bfloat16), PARAMS
+)
 ON_W = {"b": False, "w": True}
 LABELS = {"b": "slow", "w": "fast"}
 
 INSIDE: dict[str, Any] = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2), 3),
-    "MultiSteps, its own transform": lambda: optax.MultiSteps(optax.adamw(1e-2), 3).gradient_transformation(),
+    "MultiSteps, its own transform": lambda: optax.MultiSteps(
+        optax.adamw(1e-2), 3
+    ).gradient_transformation(),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-    "an injected schedule": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 1e-3, 10)),
+    "an injected schedule": lambda: optax.inject_hyperparams(optax.adamw)(
+        optax.linear_schedule(1e-2, 1e-3, 10)
+    ),
     "a schedule": lambda: optax.sgd(optax.exponential_decay(1e-2, 3, 0.5), momentum=0.9),
-    "masked": lambda: optax.chain(optax.masked(optax.adam(1e-2), ON_W), optax.masked(optax.set_to_zero(), flipped())),
-    "multi_transform": lambda: optax.multi_transform({"fast": optax.adam(1e-2), "slow": optax.sgd(1e-4)}, LABELS),
+    "masked": lambda: optax.chain(
+        optax.masked(optax.adam(1e-2), ON_W), optax.masked(optax.set_to_zero(), flipped())
+    ),
+    "multi_transform": lambda: optax.multi_transform(
+        {"fast": optax.adam(1e-2), "slow": optax.sgd(1e-4)}, LABELS
+    ),
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
 }
 
@@ -56,11 +69,17 @@ def test_what_goes_inside_moves_the_master_as_in_an_all_float32_run(name):
             params = optax.apply_updates(carry[0], updates)
         return (params, state), params
 
-    (params, state), masters = jax.jit(functools.partial(jax.lax.scan, ours))((PARAMS, tx.init(PARAMS)), GRADIENTS)
+    (params, state), masters = jax.jit(functools.partial(jax.lax.scan, ours))(
+        (PARAMS, tx.init(PARAMS)), GRADIENTS
+    )
     start = wide(PARAMS)
-    _, expected = jax.jit(functools.partial(jax.lax.scan, plain))((start, inner.init(start)), wide(GRADIENTS))
-    # the same operations, compiled once with a cast in front and once without: a few ulps of float32
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), masters, expected)
+    _, expected = jax.jit(functools.partial(jax.lax.scan, plain))(
+        (start, inner.init(start)), wide(GRADIENTS)
+    )
+    # the same operations, compiled with a cast in front and without: a few ulps of float32
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), masters, expected
+    )
     assert state.count == 12
     assert params["w"].dtype == jnp.bfloat16
     assert not np.array_equal(masters["w"][-1], start["w"])
@@ -85,7 +104,9 @@ def test_an_injected_schedule_keeps_every_float32_value_on_half_precision_params
     def body(carry, _):
         params, state, _ = apply_gradients(tx, carry[0], carry[1], PARAMS)
         # optax's own way to tell the value from the schedule's state, which has the same name
-        get = functools.partial(optax.tree.get, state, filtering=lambda _, value: isinstance(value, jax.Array))
+        get = functools.partial(
+            optax.tree.get, state, filtering=lambda _, value: isinstance(value, jax.Array)
+        )
         return (params, state), (get("learning_rate"), get("b2"))
 
     _, (rates, b2) = jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), None, length=1000)
@@ -113,7 +134,9 @@ def test_hyperparameters_are_set_wherever_the_state_lies_and_masters_stay(holder
     train_state = changed if holder == "TrainState" else train_state.replace(opt_state=changed)
     with jax.numpy_dtype_promotion("standard"):
         stepped = train_state.apply_gradients(grads=wide(PARAMS))
-    jax.tree.map(np.testing.assert_array_equal, stepped.params, train_state.params)  # a rate of 0 moves nothing
+    jax.tree.map(
+        np.testing.assert_array_equal, stepped.params, train_state.params
+    )  # a rate of 0 moves nothing
     for name in ("learning_rate", "weight_decay"):
         rate = optax.tree.get(stepped.opt_state, name)
         assert (rate.dtype, jax.typeof(rate).weak_type) == (jnp.float32, False)
@@ -122,16 +145,23 @@ def test_hyperparameters_are_set_wherever_the_state_lies_and_masters_stay(holder
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_train_state_steps_as_apply_gradients_does_and_skips_with_it(dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    tx = mixed_precision(optax.adamw(1e-2), "float32", loss_scale=DynamicLossScale(2.0**10, period=2))
+    tx = mixed_precision(
+        optax.adamw(1e-2), "float32", loss_scale=DynamicLossScale(2.0**10, period=2)
+    )
     train_state: Any = TrainState.create(apply_fn=None, params=params, tx=tx)
     state = tx.init(params)
 
     def loss_fn(params, factor):
-        return sum(jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)) * factor
+        return (
+            sum(jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params))
+            * factor
+        )
 
     @jax.jit
     def step(train_state, params, state, factor):
-        _, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(train_state))(train_state.params, factor)
+        _, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(train_state))(
+            train_state.params, factor
+        )
         with jax.numpy_dtype_promotion("standard"):
             train_state = train_state.apply_gradients(grads=grads)
         _, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(state))(params, factor)
@@ -140,7 +170,11 @@ def test_a_train_state_steps_as_apply_gradients_does_and_skips_with_it(dtype):
     for factor in (1.0, np.nan, 1.0, 1.0):
         before = train_state.params
         train_state, params, state = step(train_state, params, state, factor)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-7), wide(train_state.params), wide(params))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-7),
+            wide(train_state.params),
+            wide(params),
+        )
         assert bool(finite_of(train_state)) == np.isfinite(factor)
         if np.isnan(factor):
             jax.tree.map(np.testing.assert_array_equal, train_state.params, before)
@@ -159,7 +193,9 @@ def test_an_average_of_masters_follows_what_one_of_half_precision_params_loses()
         params, state, finite = apply_gradients(tx, params, state, {"w": jnp.full(64, gradient)})
         new = optax.incremental_update(master_params(params, state), average, 1 - decay)
         rounded = optax.incremental_update(params, narrow, 1 - decay)
-        return (params, state, select_tree(finite, new, average), rounded), master_params(params, state)["w"][0]
+        return (params, state, select_tree(finite, new, average), rounded), master_params(
+            params, state
+        )["w"][0]
 
     state = tx.init(params)
     average: Any
@@ -172,7 +208,9 @@ def test_an_average_of_masters_follows_what_one_of_half_precision_params_loses()
     for step, master in enumerate(np.asarray(masters, np.float64)):
         expected = expected if step == 500 else decay * expected + (1 - decay) * master
     assert average["w"].dtype == jnp.float32
-    np.testing.assert_allclose(average["w"], expected, rtol=1000 * 2.0**-24)  # the decay is rounded to float32
+    np.testing.assert_allclose(
+        average["w"], expected, rtol=1000 * 2.0**-24
+    )  # the decay is rounded to float32
     # bfloat16 keeps an average where it started, wherever a step of it is below half an ulp
     assert expected < 0.7
     np.testing.assert_array_equal(narrow["w"], 1)

@@ -1,4 +1,4 @@
-"""Master weights: what is kept, how it is rounded, and that params never drift from it."""
+"""Master weights: their storage and rounding, and that params never drift from them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from policy.loss_scale import NoOpLossScale
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, init_from_master, master_params, mixed_precision, resync
 from policy.optim.rounding import round_to
 
@@ -18,15 +18,19 @@ KEY = jax.random.key(0)
 
 
 def params_in(dtype):
-    return {"b": jnp.asarray(RNG.normal(size=7), dtype), "w": jnp.asarray(RNG.normal(size=(3, 5)), dtype)}
+    return {
+        "b": jnp.asarray(RNG.normal(size=7), dtype),
+        "w": jnp.asarray(RNG.normal(size=(3, 5)), dtype),
+    }
 
 
 def gradients_for(params, steps):
-    """Of many magnitudes; the same whatever the params are."""
+    """Returns gradients of many magnitudes, the same for all params."""
     rng = np.random.default_rng(1)
     return jax.tree.map(
         lambda p: jnp.asarray(
-            rng.normal(size=(steps, *p.shape)) * 10 ** rng.uniform(-6, 2, (steps, 1)).reshape(steps, *[1] * p.ndim),
+            rng.normal(size=(steps, *p.shape))
+            * 10 ** rng.uniform(-6, 2, (steps, 1)).reshape(steps, *[1] * p.ndim),
             jnp.float32,
         ),
         params,
@@ -56,7 +60,8 @@ def test_the_adamw_master_trajectory_equals_plain_float32_optax_bit_for_bit(dtyp
             updates, state = update(gradient, state, wide)
             return apply(wide, updates), state
 
-    # Where params are float32, optax's contract rounds the update before it is added; XLA would fuse the two into one
+    # Where params are float32, optax's contract rounds the update before it is added; XLA would
+    # fuse the two into one
     # rounding in plain optax. In all other cases masters are as in the fused step.
     apart = through_optax and dtype == jnp.float32
     update: Any = jax.jit(adamw.update) if apart else adamw.update
@@ -67,7 +72,9 @@ def test_the_adamw_master_trajectory_equals_plain_float32_optax_bit_for_bit(dtyp
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     state, expected = adamw.init(wide), []
     rows = jax.tree.map(np.asarray, gradients)
-    for step in range(steps):  # not a scan: XLA compiles plain optax's body differently there, by an ulp
+    for step in range(
+        steps
+    ):  # not a scan: XLA compiles plain optax's body differently there, by an ulp
         wide, state = step_plain(wide, state, jax.tree.map(lambda g, step=step: g[step], rows))
         expected.append(wide)
     jax.tree.map(lambda m, *e: np.testing.assert_array_equal(m, np.stack(e)), masters, *expected)
@@ -80,12 +87,15 @@ def test_the_adamw_master_trajectory_equals_plain_float32_optax_bit_for_bit(dtyp
 @pytest.mark.parametrize("mode", ["auto", "full", "kahan", "stochastic", "none"])
 def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_master(dtype, mode):
     params = jnp.ones(256, dtype)
-    tx = mixed_precision(optax.sgd(1e-4), "bfloat16", master_weights=mode, key=KEY if mode == "stochastic" else None)
+    tx = mixed_precision(
+        optax.sgd(1e-4), "bfloat16", master_weights=mode, key=KEY if mode == "stochastic" else None
+    )
     step = lambda carry, _: (apply_gradients(tx, carry[0], carry[1], jnp.ones(256))[:2], None)  # noqa: E731
     (end, state), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=1000)
     ulp = float(jnp.finfo(dtype).eps) / 2  # below 1
     moved = np.asarray(master_params(end, state)).mean()
-    # stochastic: each element walks at random by ulps, with a variance of 1000 · 1e-4 · ulp; four sigma of the mean
+    # stochastic: each element walks at random by ulps, with a variance of 1000 · 1e-4 · ulp; four
+    # sigma of the mean
     allowed = {"kahan": 1e-3, "stochastic": 4 * (0.1 * ulp / 256) ** 0.5}.get(mode, 3e-5)
     assert abs(moved - (1.0 if mode == "none" else 0.9)) < allowed
     np.testing.assert_allclose(end.astype(jnp.float32).mean(), moved, atol=ulp)
@@ -97,7 +107,11 @@ def storage_of(masters):
 
 
 def test_each_mode_keeps_what_it_says_beside_each_dtype():
-    params = {"f32": jnp.ones(2), "bf16": jnp.ones(2, jnp.bfloat16), "f16": jnp.ones(2, jnp.float16)}
+    params = {
+        "f32": jnp.ones(2),
+        "bf16": jnp.ones(2, jnp.bfloat16),
+        "f16": jnp.ones(2, jnp.float16),
+    }
     modes: list[tuple[Any, Any, Any]] = [
         ("auto", "uint16", "float32"),
         ("full", "float32", "float32"),
@@ -108,17 +122,25 @@ def test_each_mode_keeps_what_it_says_beside_each_dtype():
     ]
     for mode, bf16, f16 in modes:
         key = KEY if mode == "stochastic" else None
-        masters = mixed_precision(optax.sgd(0.1), "float32", master_weights=mode, key=key).init(params).masters
+        masters = (
+            mixed_precision(optax.sgd(0.1), "float32", master_weights=mode, key=key)
+            .init(params)
+            .masters
+        )
         assert storage_of(masters) == {"f32": None, "bf16": bf16, "f16": f16}
     del params["f16"]
-    masters = mixed_precision(optax.sgd(0.1), "float32", master_weights="remainder").init(params).masters
+    masters = (
+        mixed_precision(optax.sgd(0.1), "float32", master_weights="remainder").init(params).masters
+    )
     assert storage_of(masters) == {"f32": None, "bf16": "uint16"}
 
 
 def test_remainder_for_float16_is_refused_by_name():
     tx = mixed_precision(optax.sgd(0.1), "float16", loss_scale=8.0, master_weights="remainder")
     half = {"a": {"w": jnp.ones(2, jnp.float16)}, "b": jnp.ones(2, jnp.bfloat16)}
-    text = "master_weights='remainder' is for bfloat16 params, but a/w should be float16: use 'auto'"
+    text = (
+        "master_weights='remainder' is for bfloat16 params, but a/w should be float16: use 'auto'"
+    )
     with pytest.raises(ValueError, match=text):
         tx.init(half)
     with pytest.raises(ValueError, match=text):
@@ -129,10 +151,14 @@ def test_remainder_for_float16_is_refused_by_name():
 
 @pytest.mark.parametrize("through_optax", [False, True])
 def test_remainder_equals_full_bit_for_bit(through_optax):
-    start = np.concatenate([RNG.normal(size=200) * 10.0 ** RNG.integers(-6, 6, 200), [0, -0.0, 1, 2.0**-126, 3e38]])
+    start = np.concatenate(
+        [RNG.normal(size=200) * 10.0 ** RNG.integers(-6, 6, 200), [0, -0.0, 1, 2.0**-126, 3e38]]
+    )
     params = jnp.asarray(start, jnp.bfloat16)
     adamw = optax.adamw(1e-2, weight_decay=1e-2)
-    remainder, full = (mixed_precision(adamw, "bfloat16", master_weights=mode) for mode in ("remainder", "full"))
+    remainder, full = (
+        mixed_precision(adamw, "bfloat16", master_weights=mode) for mode in ("remainder", "full")
+    )
 
     def step(tx: Any, params: Any, state: Any, gradient: Any) -> Any:
         if not through_optax:
@@ -142,7 +168,9 @@ def test_remainder_equals_full_bit_for_bit(through_optax):
             return optax.apply_updates(params, updates), state
 
     def both(carry, gradient):
-        stepped = [step(tx, p, s, gradient) for tx, (p, s) in zip((remainder, full), carry, strict=True)]
+        stepped = [
+            step(tx, p, s, gradient) for tx, (p, s) in zip((remainder, full), carry, strict=True)
+        ]
         return stepped, [(p, master_params(p, s)) for p, s in stepped]
 
     gradients = gradients_for(params, 1000).at[500].set(jnp.nan)  # one step is skipped
@@ -160,7 +188,10 @@ def test_remainder_equals_full_bit_for_bit(through_optax):
 def test_a_step_that_optaxs_own_addition_rounds_is_healed_on_the_next():
     params: Any = jnp.ones(1, jnp.bfloat16)
     tx = mixed_precision(optax.sgd(1.0), "bfloat16")
-    state, tiny = tx.init(params), jnp.full(1, 1 - 2.0**-23)  # leaves a master of 2^-23 - an update of all but 1
+    state, tiny = (
+        tx.init(params),
+        jnp.full(1, 1 - 2.0**-23),
+    )  # leaves a master of 2^-23 - an update of all but 1
     misses = []
     for gradient in (tiny, jnp.zeros(1)):
         updates, state = tx.update(gradient, state, params)
@@ -171,11 +202,15 @@ def test_a_step_that_optaxs_own_addition_rounds_is_healed_on_the_next():
     assert 0 < float(params[0]) < 1e-6
 
 
-def test_through_optax_at_most_4_of_2e7_element_steps_miss_the_rounded_master_and_heal_on_the_next():
+def test_through_optax_at_most_4_of_2e7_steps_miss_the_rounded_master_and_heal_on_the_next():
     elements, steps, key = 20_000, 1000, jax.random.key(0)
     params = jnp.asarray(np.random.default_rng(0).normal(size=elements) * 0.1, jnp.bfloat16)
-    adamw = optax.adamw(1e-2, weight_decay=1e-2)  # steps of a tenth of a weight: many cross 0, where it can happen
-    both = [mixed_precision(adamw, "bfloat16", master_weights=mode) for mode in ("full", "remainder")]
+    adamw = optax.adamw(
+        1e-2, weight_decay=1e-2
+    )  # steps of a tenth of a weight: many cross 0, where it can happen
+    both = [
+        mixed_precision(adamw, "bfloat16", master_weights=mode) for mode in ("full", "remainder")
+    ]
 
     def step(carry: Any, key: Any) -> Any:
         stepped = []
@@ -185,20 +220,28 @@ def test_through_optax_at_most_4_of_2e7_element_steps_miss_the_rounded_master_an
                 stepped.append((optax.apply_updates(params, updates), state))
         full, remainder = (master_params(*each) for each in stepped)
         misses = jnp.stack([params != round_to(full, jnp.bfloat16) for params, _ in stepped])
-        return (stepped, misses), (misses.sum(1), (misses & carry[1]).sum(1), jnp.abs(full - remainder).max())
+        return (stepped, misses), (
+            misses.sum(1),
+            (misses & carry[1]).sum(1),
+            jnp.abs(full - remainder).max(),
+        )
 
     start = [(params, tx.init(params)) for tx in both], jnp.zeros((2, elements), bool)
     _, (misses, twice, apart) = jax.lax.scan(step, start, jax.random.split(key, steps))
     assert (misses.sum(0) <= 4).all()  # 2 on XLA:CPU
     assert not twice.any()
-    assert apart.max() < 2.0**-24  # a remainder's master goes on from the param that was missed: by an ulp of float32
+    assert (
+        apart.max() < 2.0**-24
+    )  # a remainder's master goes on from the param that was missed: by an ulp of float32
 
 
 def test_params_without_a_master_are_rounded_after_each_step():
     params = jnp.ones(3, jnp.bfloat16)
     tx = mixed_precision(optax.sgd(1.0), "bfloat16", master_weights=None)
     new, state, _ = apply_gradients(tx, params, tx.init(params), jnp.full(3, 0.1))
-    np.testing.assert_array_equal(new, round_to(jnp.full(3, np.float32(1) - np.float32(0.1)), jnp.bfloat16))
+    np.testing.assert_array_equal(
+        new, round_to(jnp.full(3, np.float32(1) - np.float32(0.1)), jnp.bfloat16)
+    )
     np.testing.assert_array_equal(master_params(new, state), new.astype(jnp.float32))
 
 
@@ -215,7 +258,10 @@ def test_params_without_a_master_are_rounded_after_each_step():
     ],
 )
 def test_init_from_master_keeps_the_low_bits(mode, dtype, bits):
-    wide = {"w": jnp.asarray(RNG.uniform(1, 2, size=50), jnp.float32), "_overwrite_with_gradient": {"s": jnp.ones(2)}}
+    wide = {
+        "w": jnp.asarray(RNG.uniform(1, 2, size=50), jnp.float32),
+        "_overwrite_with_gradient": {"s": jnp.ones(2)},
+    }
     key = KEY if mode == "stochastic" else None
     none = NoOpLossScale()
     tx = mixed_precision(optax.adam(1e-2), dtype, loss_scale=none, master_weights=mode, key=key)
@@ -227,15 +273,17 @@ def test_init_from_master_keeps_the_low_bits(mode, dtype, bits):
     np.testing.assert_array_equal(masters["_overwrite_with_gradient"]["s"], 1)
     np.testing.assert_array_equal(params["w"], round_to(wide["w"], dtype))
     zero = jax.tree.map(jnp.zeros_like, wide)
-    stepped, after, _ = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g), donate_argnums=(0, 1))(
-        params, state, zero
-    )
+    stepped, after, _ = jax.jit(
+        lambda p, s, g: apply_gradients(tx, p, s, g), donate_argnums=(0, 1)
+    )(params, state, zero)
     np.testing.assert_array_equal(master_params(stepped, after)["w"], masters["w"])
     assert jnp.isfinite(wide["w"]).all()  # donation took none of the caller's
 
 
 def test_init_from_master_makes_no_master_of_float32_params_and_narrows_wider_ones():
-    params, state = init_from_master(mixed_precision(optax.adam(1e-2), "mixed_bfloat16"), {"w": jnp.ones(3)})
+    params, state = init_from_master(
+        mixed_precision(optax.adam(1e-2), "mixed_bfloat16"), {"w": jnp.ones(3)}
+    )
     assert params["w"].dtype == jnp.float32
     assert not jax.tree.leaves(state.masters)
     with jax.enable_x64(True):
@@ -247,12 +295,16 @@ def test_init_from_master_makes_no_master_of_float32_params_and_narrows_wider_on
 def test_resync_follows_what_was_written_and_keeps_the_rest():
     params = {"w": jnp.ones(4, jnp.bfloat16), "v": jnp.ones(2)}
     tx = mixed_precision(optax.sgd(1e-3), "bfloat16", master_weights="full")
-    params, state, _ = apply_gradients(tx, params, tx.init(params), {"w": jnp.ones(4), "v": jnp.ones(2)})
+    params, state, _ = apply_gradients(
+        tx, params, tx.init(params), {"w": jnp.ones(4), "v": jnp.ones(2)}
+    )
     low = np.float32(1) - np.float32(1e-3)
     np.testing.assert_array_equal(state.masters["w"], low)
     written = {**params, "w": params["w"].at[0].set(0.5).at[1].set(jnp.nan)}
     state = jax.jit(resync)(written, state)
-    np.testing.assert_array_equal(state.masters["w"], np.asarray([0.5, np.nan, low, low], np.float32))
+    np.testing.assert_array_equal(
+        state.masters["w"], np.asarray([0.5, np.nan, low, low], np.float32)
+    )
     assert state.count == 1
 
 
@@ -264,7 +316,9 @@ def test_resync_starts_from_the_params_where_nothing_tells_what_was_written(mode
     written = params.at[0].set(1.5)
     assert abs(master_params(written, state)[0] - 1.5) <= 2.0**-7  # an ulp; the low bits are stale
     assert master_params(written, state)[0] != 1.5
-    np.testing.assert_array_equal(master_params(written, resync(written, state)), written.astype(jnp.float32))
+    np.testing.assert_array_equal(
+        master_params(written, resync(written, state)), written.astype(jnp.float32)
+    )
 
 
 def test_a_full_master_hands_its_low_bits_to_a_remainder_when_float16_becomes_bfloat16():
@@ -283,7 +337,8 @@ def test_a_changed_dtype_is_refused_by_name_and_resync_accepts_it():
     state = tx.init(params)
     gradients = jax.tree.map(lambda p: jnp.ones(p.shape), params)
     text = (
-        r"changed since the optimizer state was made: a/w was float32 and is bfloat16\. .* call resync\(params, state\)"
+        r"changed since the optimizer state was made: a/w was float32 and is bfloat16\. "
+        r".* call resync\(params, state\)"
     )
     cast = {"a": {"w": jnp.ones(2, jnp.bfloat16)}, "b": params["b"]}
     other_half = {"a": params["a"], "b": params["b"].astype(jnp.float16)}
@@ -306,9 +361,16 @@ def test_bad_calls_are_refused():
     tx = mixed_precision(optax.sgd(0.1), "bfloat16")
     with pytest.raises(TypeError, match="resync takes a MixedPrecisionState, but got tuple"):
         resync({}, ())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="params should be the tree that the optimizer state was made from"):
+    with pytest.raises(
+        ValueError, match="params should be the tree that the optimizer state was made from"
+    ):
         resync({"w": jnp.ones(2, jnp.bfloat16)}, tx.init({"v": jnp.ones(2, jnp.bfloat16)}))
-    with pytest.raises(TypeError, match="tx should be what mixed_precision returned, but got GradientTransformation"):
+    with pytest.raises(
+        TypeError,
+        match="tx should be what mixed_precision returned, but got GradientTransformation",
+    ):
         init_from_master(optax.sgd(0.1), {"w": jnp.ones(2)})
-    with pytest.raises(ValueError, match="params should be floating arrays of 16 bits or more, but n is int32"):
+    with pytest.raises(
+        ValueError, match="params should be floating arrays of 16 bits or more, but n is int32"
+    ):
         init_from_master(tx, {"n": jnp.int32(1)})

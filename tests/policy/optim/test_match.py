@@ -43,7 +43,9 @@ def tree(dtype):
 
 
 def dtypes_of(transform, params, gradients):
-    updates, _ = jax.eval_shape(lambda p, g: transform.update(g, transform.init(p), p), params, gradients)
+    updates, _ = jax.eval_shape(
+        lambda p, g: transform.update(g, transform.init(p), p), params, gradients
+    )
     return {leaf.dtype.name for leaf in jax.tree.leaves(updates)}
 
 
@@ -53,7 +55,11 @@ def test_updates_have_the_dtype_that_was_asked_for(name, params, gradients):
     tx = TRANSFORMS[name]()
     if name == "novograd" and params != gradients and params == jnp.bfloat16:
         pytest.skip("optax 0.2.8's own update raises: its cond has a bfloat16 and a float32 branch")
-    names = {"grads": jnp.dtype(gradients).name, "params": jnp.dtype(params).name, "bfloat16": "bfloat16"}
+    names = {
+        "grads": jnp.dtype(gradients).name,
+        "params": jnp.dtype(params).name,
+        "bfloat16": "bfloat16",
+    }
     for to, expected in names.items():
         assert dtypes_of(match_updates(tx, to), tree(params), tree(gradients)) == {expected}
 
@@ -67,7 +73,11 @@ def test_where_dtypes_agree_the_program_is_the_same(name):
             state = tx.init(params)
             for to in ("grads", "params", dtype):
                 for strict in (False, True):
-                    assert_same_program(match_updates(tx, to, strict=strict).update, tx.update, (params, state, params))
+                    assert_same_program(
+                        match_updates(tx, to, strict=strict).update,
+                        tx.update,
+                        (params, state, params),
+                    )
 
 
 def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
@@ -79,7 +89,9 @@ def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
     jax.tree.map(np.testing.assert_array_equal, state, ours)
     seen: list[Any] = []
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **extra_args: Any) -> Any:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any, **extra_args: Any
+    ) -> Any:
         seen.append(value)
         return updates, state
 
@@ -105,7 +117,10 @@ def test_strict_refuses_a_lossy_cast_by_name():
     params, gradients = tree(jnp.float32), tree(jnp.bfloat16)
     tx = match_updates(optax.scale_by_adam(), "grads", strict=True)
     state = tx.init(params)
-    text = r"would lose digits or range: b from float32 to bfloat16, w from float32 to bfloat16\. Ask for a wider"
+    text = (
+        r"would lose digits or range: b from float32 to bfloat16, "
+        r"w from float32 to bfloat16\. Ask for a wider"
+    )
     with pytest.raises(TypeError, match=text):
         tx.update(gradients, state, params)
     for source, target, lossy in (
@@ -126,8 +141,12 @@ def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="tx should be an optax transform, but got int"):
         match_updates(3, "grads")  # pyright: ignore[reportArgumentType]
     for to in ("gradients", "int32", jnp.int8, None, "complex64"):
-        with pytest.raises(ValueError, match="to should be 'grads', 'params' or a floating dtype, but got"):
+        with pytest.raises(
+            ValueError, match="to should be 'grads', 'params' or a floating dtype, but got"
+        ):
             match_updates(optax.identity(), to)  # pyright: ignore[reportArgumentType]
     tx = match_updates(optax.identity(), "params")
-    with pytest.raises(ValueError, match=r"match_updates\(to='params'\) needs params: call update\(gradients"):
+    with pytest.raises(
+        ValueError, match=r"match_updates\(to='params'\) needs params: call update\(gradients"
+    ):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -1,4 +1,4 @@
-"""A state used with another storage mode is refused or migrated: no weight is ever read as something else."""
+"""A state used with another storage mode is refused or migrated: no weight is misread."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ import pytest
 from flax import nnx, serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.loss_scale import NoOpLossScale
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import (
     apply_gradients,
     convert,
@@ -24,7 +24,7 @@ from policy.optim import (
     resync,
 )
 from policy.optim.rounding import round_to
-from policy.optim.storage import storage_code, storage_text
+from policy.optim.storage_code import storage_code, storage_text
 
 MODES: list[Any] = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
 DTYPES = ["bfloat16", "float16"]
@@ -35,7 +35,10 @@ PAIRS = [
     if dtype == "bfloat16" or "remainder" not in (a, b)
 ]
 WIDE = {"a": np.float32(3.14159), "w": np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)}
-BITS = {"bfloat16": {"full": 24, "kahan": 16, "none": 8}, "float16": {"full": 24, "kahan": 22, "none": 11}}
+BITS = {
+    "bfloat16": {"full": 24, "kahan": 16, "none": 8},
+    "float16": {"full": 24, "kahan": 22, "none": 11},
+}
 GRADIENTS = jax.tree.map(lambda x: jnp.full(np.shape(x), 0.5), WIDE)
 
 
@@ -43,7 +46,9 @@ GRADIENTS = jax.tree.map(lambda x: jnp.full(np.shape(x), 0.5), WIDE)
 def transform(mode, dtype) -> Any:
     key = jax.random.key(0) if mode == "stochastic" else None
     none = NoOpLossScale()
-    return mixed_precision(optax.sgd(0.0, momentum=0.9), dtype, loss_scale=none, master_weights=mode, key=key)
+    return mixed_precision(
+        optax.sgd(0.0, momentum=0.9), dtype, loss_scale=none, master_weights=mode, key=key
+    )
 
 
 @functools.cache
@@ -53,7 +58,7 @@ def start(mode, dtype) -> Any:
 
 
 def kind(mode: str) -> str:
-    """The mode that keeps as many bits: a remainder keeps what a full master does."""
+    """Returns the mode that keeps as many bits: a remainder keeps those of a full master."""
     return {"auto": "full", "remainder": "full", "stochastic": "none"}.get(mode, mode)
 
 
@@ -77,13 +82,18 @@ def test_every_pair_of_modes_is_refused_by_both_names_or_stores_the_same(dtype, 
     calls: list[Any] = [
         lambda: apply_gradients(tx, params, state, GRADIENTS)[:2],
         lambda: (params, tx.update(GRADIENTS, state, params)[1]),
-        lambda: jax.eval_shape(lambda p, s: apply_gradients(tx, p, s, GRADIENTS)[:2], params, state),
+        lambda: jax.eval_shape(
+            lambda p, s: apply_gradients(tx, p, s, GRADIENTS)[:2], params, state
+        ),
     ]
     for call in calls:
         if is_same_storage(dtype, a, b):
             call()
             continue
-        with pytest.raises(ValueError, match=rf"made with master_weights='{a}' \(.*\), but tx has '{b}' \(.*convert\("):
+        with pytest.raises(
+            ValueError,
+            match=rf"made with master_weights='{a}' \(.*\), but tx has '{b}' \(.*convert\(",
+        ):
             call()
     if is_same_storage(dtype, a, b):
         new, after = calls[0]()
@@ -116,7 +126,9 @@ def test_msgpack_refuses_every_pair_that_stores_otherwise(dtype, a, b):
         new, after, _ = apply_gradients(transform(b, dtype), params, state, GRADIENTS)
         assert_masters(new, after, BITS[dtype][kind(a)])
         return
-    with pytest.raises(ValueError, match=rf"saved with master_weights='{a}', .* into one with master_weights='{b}'"):
+    with pytest.raises(
+        ValueError, match=rf"saved with master_weights='{a}', .* into one with master_weights='{b}'"
+    ):
         serialization.from_bytes(target, saved)
 
 
@@ -159,7 +171,8 @@ def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoint
         new, after, _ = step(params, state)
         assert_masters(new, after, BITS[dtype][kind(a)])
         return
-    text = rf"masters of another mode: .* as {storage_text(storage_code([dtype], a))}, .* of master_weights='{b}'"
+    saved = storage_text(storage_code([dtype], a))
+    text = rf"masters of another mode: .* as {saved}, .* of master_weights='{b}'"
     for call in (
         lambda: apply_gradients(tx, params, state, GRADIENTS),
         lambda: tx.update(GRADIENTS, state, params),
@@ -175,7 +188,9 @@ def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoint
     assert not finite
     assert (after.skipped, after.count) == (1, 0)
     jax.tree.map(np.testing.assert_array_equal, (new, after.inner), (params, state.inner))
-    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(jax.jit(master_params)(params, state)))
+    assert all(
+        np.isnan(leaf).all() for leaf in jax.tree.leaves(jax.jit(master_params)(params, state))
+    )
     followed = jax.jit(resync)(params, state)  # starts from the params
     assert_masters(params, followed, BITS[dtype]["none"])
 
@@ -183,10 +198,14 @@ def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoint
 @pytest.mark.parametrize("skip_nonfinite", [True, False])
 @pytest.mark.parametrize("through_optax", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_traced_step_of_masters_of_another_mode_changes_nothing(mode, through_optax, skip_nonfinite):
+def test_a_traced_step_of_masters_of_another_mode_changes_nothing(
+    mode, through_optax, skip_nonfinite
+):
     key = jax.random.key(0) if mode == "stochastic" else None
     adam = optax.adam(0.1)
-    tx = mixed_precision(adam, "bfloat16", master_weights=mode, key=key, skip_nonfinite=skip_nonfinite)
+    tx = mixed_precision(
+        adam, "bfloat16", master_weights=mode, key=key, skip_nonfinite=skip_nonfinite
+    )
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), WIDE)
     state = tx.init(params)
     other = state._replace(mode=state.mode + 1)
@@ -201,7 +220,9 @@ def test_a_traced_step_of_masters_of_another_mode_changes_nothing(mode, through_
 
     new, after = step(params, other)
     jax.tree.map(np.testing.assert_array_equal, new, params)
-    jax.tree.map(np.testing.assert_array_equal, (after.inner, after.masters), (state.inner, state.masters))
+    jax.tree.map(
+        np.testing.assert_array_equal, (after.inner, after.masters), (state.inner, state.masters)
+    )
     assert not after.finite
     assert (after.skipped, after.count) == (1, 0)
     new, after = step(params, state)
@@ -211,7 +232,9 @@ def test_a_traced_step_of_masters_of_another_mode_changes_nothing(mode, through_
 
 def test_float32_params_are_stored_alike_in_every_mode():
     params = jax.tree.map(jnp.asarray, WIDE)
-    states = {mode: transform(mode, "float32").init(params) for mode in ("auto", "full", "kahan", "none")}
+    states = {
+        mode: transform(mode, "float32").init(params) for mode in ("auto", "full", "kahan", "none")
+    }
     for a, b in itertools.permutations(states, 2):
         new, state, finite = apply_gradients(transform(a, "float32"), params, states[b], GRADIENTS)
         assert finite
@@ -224,10 +247,15 @@ def test_the_code_of_a_mode_tells_every_storage_of_every_pair_of_dtypes_apart():
     for mode in MODES:
         for dtypes in ([], ["bfloat16"], ["float16"], DTYPES, ["float32"]):
             if mode != "remainder" or "float16" not in dtypes:
-                found.setdefault(storage_code(dtypes, mode), set()).add(storage_text(storage_code(dtypes, mode)))
+                found.setdefault(storage_code(dtypes, mode), set()).add(
+                    storage_text(storage_code(dtypes, mode))
+                )
     assert all(len(texts) == 1 for texts in found.values())
     assert len({text for texts in found.values() for text in texts}) == len(found)
-    assert storage_text(storage_code(DTYPES, "auto")) == "remainder beside bfloat16, full beside float16"
+    assert (
+        storage_text(storage_code(DTYPES, "auto"))
+        == "remainder beside bfloat16, full beside float16"
+    )
     assert storage_text(0) == "nothing"
     assert storage_text(99) == "an unknown storage (99)"
 
@@ -237,16 +265,27 @@ def test_masters_of_other_shapes_or_dtypes_are_refused_by_name():
     tx = transform("full", "bfloat16")
     for masters, text in [
         ({**state.masters, "a": state.masters["a"][None]}, r"a has float32\[1\] for float32\[\]"),
-        ({**state.masters, "w": state.masters["w"].astype(jnp.uint16)}, r"w has uint16\[3, 4\] for float32\[3, 4\]"),
+        (
+            {**state.masters, "w": state.masters["w"].astype(jnp.uint16)},
+            r"w has uint16\[3, 4\] for float32\[3, 4\]",
+        ),
     ]:
-        with pytest.raises(ValueError, match=rf"masters should be those of master_weights='full', but {text}"):
-            jax.eval_shape(lambda p, s: apply_gradients(tx, p, s, GRADIENTS), params, state._replace(masters=masters))
+        with pytest.raises(
+            ValueError, match=rf"masters should be those of master_weights='full', but {text}"
+        ):
+            jax.eval_shape(
+                lambda p, s: apply_gradients(tx, p, s, GRADIENTS),
+                params,
+                state._replace(masters=masters),
+            )
 
 
 def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
     params, state = start("full", "bfloat16")
     written = {**params, "w": params["w"].at[0, 1].set(7)}
-    with pytest.raises(ValueError, match=r"rounded masters of state, but differ: w in 1 of 12 elements\. .* resync"):
+    with pytest.raises(
+        ValueError, match=r"rounded masters of state, but differ: w in 1 of 12 elements\. .* resync"
+    ):
         convert(state, written, to="remainder")
     assert_equal = np.testing.assert_array_equal
     followed = convert(resync(written, state), written, to="remainder")
@@ -255,14 +294,21 @@ def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
         jax.jit(lambda s: convert(s, params, to="none"))(state)
     with pytest.raises(TypeError, match="convert takes a MixedPrecisionState, but got dict"):
         convert({}, params, to="none")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"to should be what mixed_precision returned, or one of 'auto', .* got 'half'"):
+    with pytest.raises(
+        TypeError,
+        match=r"to should be what mixed_precision returned, or one of 'auto', .* got 'half'",
+    ):
         convert(state, params, to="half")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"made by chain\(trace\), and to is chain\(scale_by_adam\): start anew"):
+    with pytest.raises(
+        ValueError, match=r"made by chain\(trace\), and to is chain\(scale_by_adam\): start anew"
+    ):
         convert(state, params, to=mixed_precision(optax.adam(0.1), "bfloat16"))
     half, other = start("full", "float16")
     with pytest.raises(ValueError, match="master_weights='remainder' is for bfloat16 params"):
         convert(other, half, to="remainder")
-    with pytest.raises(ValueError, match="dtype of params changed since the optimizer state was made"):
+    with pytest.raises(
+        ValueError, match="dtype of params changed since the optimizer state was made"
+    ):
         convert(state, half, to="none")
 
 
@@ -271,20 +317,26 @@ def test_convert_takes_params_that_are_not_finite_as_they_are(value):
     params = {"w": jnp.asarray([1.5, value], jnp.bfloat16)}
     state = mixed_precision(optax.sgd(0.1), "bfloat16", master_weights="full").init(params)
     for mode in ("remainder", "kahan", "none"):
-        np.testing.assert_array_equal(master_params(params, convert(state, params, to=mode))["w"], [1.5, value])
+        np.testing.assert_array_equal(
+            master_params(params, convert(state, params, to=mode))["w"], [1.5, value]
+        )
 
 
 def test_convert_changes_the_dtype_of_moments_and_the_kind_of_loss_scale():
     params = jax.tree.map(jnp.asarray, WIDE)
     plain = mixed_precision(optax.adam(0.1), "mixed_float16", loss_scale=NoOpLossScale())
-    narrow = mixed_precision(optax.adam(0.1), "mixed_float16", moment_dtype="bf16", loss_scale="dynamic")
+    narrow = mixed_precision(
+        optax.adam(0.1), "mixed_float16", moment_dtype="bf16", loss_scale="dynamic"
+    )
     _, state, _ = apply_gradients(plain, params, plain.init(params), GRADIENTS)
     state: Any = state
     there: Any = convert(state, params, to=narrow)
     assert jax.tree.structure(there) == jax.tree.structure(narrow.init(params))
     assert there.inner[0].mu["w"].dtype == jnp.bfloat16
     assert there.loss_scale.loss_scale == 2.0**15
-    np.testing.assert_array_equal(there.inner[0].mu["w"], round_to(state.inner[0].mu["w"], jnp.bfloat16))
+    np.testing.assert_array_equal(
+        there.inner[0].mu["w"], round_to(state.inner[0].mu["w"], jnp.bfloat16)
+    )
     assert there.count == 1
     back: Any = convert(there, params, to=plain)
     assert jax.tree.structure(back) == jax.tree.structure(state)
@@ -295,7 +347,9 @@ def test_convert_changes_the_dtype_of_moments_and_the_kind_of_loss_scale():
 def test_an_nnx_optimizer_goes_on_with_a_converted_state():
     model = nnx.Linear(3, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     modes: list[Any] = ["none", "full"]
-    transforms = [mixed_precision(optax.adam(0.0), "bfloat16", master_weights=mode) for mode in modes]
+    transforms = [
+        mixed_precision(optax.adam(0.0), "bfloat16", master_weights=mode) for mode in modes
+    ]
     before, after = (nnx.Optimizer(model, tx, wrt=nnx.Param) for tx in transforms)
     gradients = jax.tree.map(lambda p: jnp.ones(p.shape), nnx.state(model, nnx.Param))
     with jax.numpy_dtype_promotion("standard"):  # nnx calls optax.apply_updates

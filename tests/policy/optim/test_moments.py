@@ -21,8 +21,15 @@ def wrapped(tx: Any, **options: Any) -> Any:
 
 def fields(tx, params=PARAMS):
     leaves = jax.tree_util.tree_leaves_with_path(tx.init(params).inner)
-    names = {path: [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)] for path, _ in leaves}
-    return {names[path][-1]: leaf.dtype.name for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    names = {
+        path: [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        for path, _ in leaves
+    }
+    return {
+        names[path][-1]: leaf.dtype.name
+        for path, leaf in leaves
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,10 @@ def test_a_dtype_means_the_first_moments_and_nothing_else(tx, narrow):
 
 def test_other_fields_go_by_name():
     adam = optax.adam(1e-3, b2=0.95)
-    assert fields(wrapped(adam, moment_dtype={"nu": jnp.bfloat16})) == {"mu": "float32", "nu": "bfloat16"}
+    assert fields(wrapped(adam, moment_dtype={"nu": jnp.bfloat16})) == {
+        "mu": "float32",
+        "nu": "bfloat16",
+    }
     both = {"mu": jnp.float16, "nu": jnp.bfloat16}
     assert fields(wrapped(adam, moment_dtype=both)) == {"mu": "float16", "nu": "bfloat16"}
 
@@ -80,7 +90,9 @@ def test_moments_keep_their_dtype_in_a_scan_and_are_computed_in_float32(key):
     assert state.inner[0].mu["w"].dtype == jnp.bfloat16
     exact = 0.3 * (1 - 0.9**20)
     # each step rounds by half an ulp of bfloat16 at most, and forgets a tenth of it: 10 · 2^-9
-    np.testing.assert_allclose(np.asarray(state.inner[0].mu["w"], np.float64), exact, rtol=10 * 2.0**-9)
+    np.testing.assert_allclose(
+        np.asarray(state.inner[0].mu["w"], np.float64), exact, rtol=10 * 2.0**-9
+    )
     np.testing.assert_allclose(params["w"], 1.5 - 20 * 1e-2, rtol=1e-3)
 
 
@@ -88,7 +100,9 @@ def test_a_bfloat16_second_moment_decays_with_stochastic_rounding():
     params, gradients = jnp.ones(4096), jnp.zeros(4096)
     tx = wrapped(optax.adam(0.0, b2=0.999), moment_dtype={"nu": "bfloat16"}, key=KEY)
     state = tx.init(params)
-    started = state._replace(inner=(state.inner[0]._replace(nu=jnp.ones(4096, jnp.bfloat16)), *state.inner[1:]))
+    started = state._replace(
+        inner=(state.inner[0]._replace(nu=jnp.ones(4096, jnp.bfloat16)), *state.inner[1:])
+    )
     step: Any = lambda state, _: (apply_gradients(tx, params, state, gradients)[1], None)  # noqa: E731
     state: Any = jax.lax.scan(step, started, None, length=1000)[0]
     nu = np.asarray(state.inner[0].nu, np.float64)
@@ -111,36 +125,51 @@ def test_wide_and_equal_dtypes_change_nothing():
 
 def test_what_cannot_be_narrow_is_refused_by_name():
     bf16 = "bfloat16"
-    with pytest.raises(ValueError, match=r"'nu' is bfloat16, but a step keeps 0.999 of it, and above 0.98 rounding"):
+    with pytest.raises(
+        ValueError, match=r"'nu' is bfloat16, but a step keeps 0.999 of it, and above 0.98 rounding"
+    ):
         wrapped(optax.adam(1e-3), moment_dtype={"nu": bf16}).init(PARAMS)
     multi: Any = optax.MultiSteps(optax.adam(1e-3), 3)
     with pytest.raises(ValueError, match=r"'nu' is bfloat16, but a step keeps 0.999 of it"):
         wrapped(multi, moment_dtype={"nu": bf16}).init(PARAMS)
-    with pytest.raises(ValueError, match=r"'v' is bfloat16, but a step keeps 0.9999 of it"):  # at a count of 1e5
+    with pytest.raises(
+        ValueError, match=r"'v' is bfloat16, but a step keeps 0.9999 of it"
+    ):  # at a count of 1e5
         wrapped(optax.scale_by_factored_rms(decay_rate=0.8), moment_dtype={"v": bf16}).init(PARAMS)
-    with pytest.raises(ValueError, match=r"'sum_of_squares' is refused: it is a running sum. Leave it float32"):
+    with pytest.raises(
+        ValueError, match=r"'sum_of_squares' is refused: it is a running sum. Leave it float32"
+    ):
         wrapped(optax.adagrad(1e-3), moment_dtype={"sum_of_squares": bf16}, key=KEY).init(PARAMS)
     with pytest.raises(ValueError, match=r"'mu' is refused: it is a running sum"):
         wrapped(optax.sm3(1e-3, momentum=0.0), moment_dtype=bf16).init(PARAMS)
     with pytest.raises(ValueError, match=r"'z' is refused: it is a copy of the params"):
         wrapped(optax.contrib.schedule_free_sgd(1e-3), moment_dtype={"z": bf16}).init(PARAMS)
     with pytest.raises(
-        ValueError, match=r"matched nothing: the state of tx has no field 'n'. Its fields: count, mu, nu"
+        ValueError,
+        match=r"matched nothing: the state of tx has no field 'n'. Its fields: count, mu, nu",
     ):
         wrapped(optax.adam(1e-3), moment_dtype={"n": bf16}).init(PARAMS)
     with pytest.raises(
-        ValueError, match=r"matched nothing: the state of tx has no field a first moment. Its fields: none"
+        ValueError,
+        match=r"matched nothing: the state of tx has no field a first moment. Its fields: none",
     ):
         wrapped(optax.sgd(1e-3), moment_dtype=bf16).init(PARAMS)
     for dtype in ("float8_e4m3fn", "int16", "float64"):
-        with pytest.raises(ValueError, match=f"moment_dtype should be bfloat16, float16 or float32, but got {dtype}"):
+        with pytest.raises(
+            ValueError,
+            match=f"moment_dtype should be bfloat16, float16 or float32, but got {dtype}",
+        ):
             wrapped(optax.adam(1e-3), moment_dtype=dtype)
-    with pytest.raises(ValueError, match=r"moment_dtype for 'nu' is float16, in which a square of 256 overflows"):
+    with pytest.raises(
+        ValueError, match=r"moment_dtype for 'nu' is float16, in which a square of 256 overflows"
+    ):
         wrapped(optax.adam(1e-3), moment_dtype={"nu": "float16"})
     needs: Any = lambda updates, state, params=None, *, value: (updates, state)  # noqa: E731
     start: Any = lambda params: Named(*[jax.tree.map(jnp.zeros_like, params)] * 2)  # noqa: E731
     odd = optax.GradientTransformationExtraArgs(start, needs)
-    with pytest.raises(ValueError, match=r"'nu' can't be checked: a step on params of one element failed"):
+    with pytest.raises(
+        ValueError, match=r"'nu' can't be checked: a step on params of one element failed"
+    ):
         wrapped(odd, moment_dtype={"nu": bf16}).init(PARAMS)
     assert wrapped(odd, moment_dtype={"mu": bf16}).init(PARAMS).inner.mu["w"].dtype == jnp.bfloat16
 
@@ -148,14 +177,24 @@ def test_what_cannot_be_narrow_is_refused_by_name():
 def test_a_state_is_made_under_eval_shape_and_jit():
     tx = wrapped(optax.adam(1e-3, b2=0.9), moment_dtype={"mu": "bfloat16", "nu": "bfloat16"})
     for init in (lambda p: jax.eval_shape(tx.init, p), jax.jit(tx.init)):
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(init(PARAMS).inner[0].nu)} == {"bfloat16"}
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(init(PARAMS).inner[0].nu)} == {
+            "bfloat16"
+        }
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("bf16", "bfloat16"), ("f16", "float16"), ("half", "float16"), ("full", "float32"), ("f32", "float32")],
+    [
+        ("bf16", "bfloat16"),
+        ("f16", "float16"),
+        ("half", "float16"),
+        ("full", "float32"),
+        ("f32", "float32"),
+    ],
 )
 def test_the_names_of_policies_are_taken(name, dtype):
     state: Any = jax.eval_shape(wrapped(optax.adam(1e-3), moment_dtype=name).init, PARAMS)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.inner[0].mu)} == {dtype}
-    assert wrapped(optax.adam(1e-3), moment_dtype=name).moment_dtypes == {"": np.dtype(jnp.dtype(dtype))}
+    assert wrapped(optax.adam(1e-3), moment_dtype=name).moment_dtypes == {
+        "": np.dtype(jnp.dtype(dtype))
+    }

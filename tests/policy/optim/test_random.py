@@ -1,6 +1,7 @@
 """Random trainings: transforms, storage modes, options and faults in any order, from one seed.
 
-The suite runs a few. ``python -m tests.random_faults`` runs many, and prints the seed that repeats them.
+The suite runs a few. ``python -m tests.random_faults`` runs many, and prints the seed that
+repeats them.
 """
 
 import pickle
@@ -16,9 +17,16 @@ from flax import serialization
 from hypothesis import strategies
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.gradients import ScaledGradients
-from policy.loss_scale import DynamicLossScale
-from policy.optim import apply_gradients, convert, loss_scale_of, master_params, mixed_precision, resync
+from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.value_and_grad import ScaledGradients
+from policy.optim import (
+    apply_gradients,
+    convert,
+    loss_scale_of,
+    master_params,
+    mixed_precision,
+    resync,
+)
 from policy.optim.rounding import round_to
 
 pytestmark = pytest.mark.random
@@ -40,7 +48,7 @@ FAULTS = (np.nan, np.inf, -np.inf, 1e20, -3e38)
 
 @strategies.composite
 def trainings(draw: Any) -> dict[str, Any]:
-    """Draws a training: the dtypes of two params, and the options of `mixed_precision` for their mode."""
+    """Draws a training: two params' dtypes, and the options of `mixed_precision`."""
     dtype = draw(strategies.sampled_from(sorted(MODES)))
     return {
         "dtypes": [dtype, draw(strategies.sampled_from(["float32", dtype]))],
@@ -71,7 +79,7 @@ ACTIONS = strategies.lists(
 
 
 class Training:
-    """Params and a state under one `mixed_precision`, and what must hold after each action."""
+    """Params and a state under one `mixed_precision`, and the invariants after each action."""
 
     def __init__(self, training: dict[str, Any]):
         self.training, self.steps, self.faults = training, 0, 0
@@ -90,7 +98,9 @@ class Training:
         key = jax.random.key(7) if mode == "stochastic" else None
         inner = TRANSFORMS[self.training["transform"]]()
         self.mode = mode
-        self.tx: Any = mixed_precision(inner, "float32", loss_scale=scale, master_weights=mode, key=key, **options)
+        self.tx: Any = mixed_precision(
+            inner, "float32", loss_scale=scale, master_weights=mode, key=key, **options
+        )
         self.compiled = jax.jit(self._step)
 
     def _step(self, params: Any, state: Any, gradients: Any) -> Any:
@@ -118,7 +128,9 @@ class Training:
         new, after, finite = self.compiled(self.params, self.state, gradients)
         assert not finite
         before = (self.params, self.state.inner, self.state.masters, self.state.count)
-        jax.tree.map(np.testing.assert_array_equal, (new, after.inner, after.masters, after.count), before)
+        jax.tree.map(
+            np.testing.assert_array_equal, (new, after.inner, after.masters, after.count), before
+        )
         self.state = after
         self.faults += 1
 
@@ -151,18 +163,26 @@ class Training:
             wrong = self.state._replace(mode=self.state.mode + 1)
             new, after, finite = self.compiled(self.params, wrong, self.gradients())
             assert not finite
-            jax.tree.map(np.testing.assert_array_equal, (new, after.masters), (self.params, self.state.masters))
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                (new, after.masters),
+                (self.params, self.state.masters),
+            )
             with pytest.raises(ValueError, match="masters of another mode"):
                 master_params(self.params, wrong)
 
     def check(self) -> None:
-        """Nothing is infinite, every step is counted, params are the rounded masters, dtypes stay."""
+        """All is finite, every step is counted, params are the rounded masters, dtypes stay."""
         wide = master_params(self.params, self.state)
         for name, dtype in zip("ab", self.training["dtypes"], strict=True):
             assert self.params[name].dtype == dtype
             assert np.isfinite(np.float64(self.params[name])).all()
-            missed = np.sum(np.asarray(round_to(wide[name], self.params[name].dtype) != self.params[name]))
-            assert missed <= self.training["through_optax"]  # optax's own addition may round one, until the next step
+            missed = np.sum(
+                np.asarray(round_to(wide[name], self.params[name].dtype) != self.params[name])
+            )
+            assert (
+                missed <= self.training["through_optax"]
+            )  # optax's own addition may round one, until the next step
         assert self.state.count == self.steps
         assert self.state.skipped == self.faults
 

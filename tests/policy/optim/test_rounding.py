@@ -1,6 +1,5 @@
 """Rounding: to nearest and apart again, for every bit pattern, and stochastically."""
 
-import functools
 import itertools
 
 import jax
@@ -10,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from policy.loss_scale import NoOpLossScale
+from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, master_params, mixed_precision
 from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
-from policy.optim.storage import Kind, beside, hold, hold_same, release, widen_leaf
+from policy.optim.storage_modes import FULL, KAHAN, REMAINDER
 from policy.testing import assert_close_in_ulps
 from policy.ulps import spacing
 
@@ -23,19 +22,24 @@ HALF = [jnp.bfloat16, jnp.float16]
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 EVERY_16_BITS = np.arange(2**16, dtype=np.uint16)
 FLOATS = np.concatenate(
-    [RNG.integers(0, 2**32, 20000, dtype=np.uint32), (np.arange(2**16, dtype=np.uint32) << 16) + np.uint32(0x8000)]
+    [
+        RNG.integers(0, 2**32, 20000, dtype=np.uint32),
+        (np.arange(2**16, dtype=np.uint32) << 16) + np.uint32(0x8000),
+    ]
 ).view(np.float32)  # any, and every tie
 
 
 def test_bfloat16_is_rounded_half_away_from_zero():
     one, ulp = np.float32(1), np.float32(2.0**-7)
     x = jnp.asarray(
-        [1, 1 + ulp / 2, -1 - ulp / 2, one + ulp * 0.499, one + ulp * 1.5, 0.0, -0.0, 2.0**-140], jnp.float32
+        [1, 1 + ulp / 2, -1 - ulp / 2, one + ulp * 0.499, one + ulp * 1.5, 0.0, -0.0, 2.0**-140],
+        jnp.float32,
     )
     rounded: jax.Array = jax.jit(lambda x: round_to(x, jnp.bfloat16))(x)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        rounded.astype(jnp.float32)[:7], np.asarray([1, 1 + ulp, -1 - ulp, 1, 1 + 2 * ulp, 0, -0.0], np.float32)
+        rounded.astype(jnp.float32)[:7],
+        np.asarray([1, 1 + ulp, -1 - ulp, 1, 1 + 2 * ulp, 0, -0.0], np.float32),
     )
     assert np.signbit(np.asarray(rounded, np.float32)[6])
 
@@ -47,14 +51,19 @@ def test_rounding_equals_round_to_nearest_wherever_there_is_no_tie():
     with np.errstate(invalid="ignore"):
         expected = x.astype(ml_dtypes.bfloat16).astype(np.float32)
     ours = np.asarray(round_to(jnp.asarray(x), jnp.bfloat16), np.float32)
-    np.testing.assert_array_equal(ours, expected)  # NaN for NaN, inf where the value is beyond the largest by half
+    np.testing.assert_array_equal(
+        ours, expected
+    )  # NaN for NaN, inf where the value is beyond the largest by half
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000, 0xFF800001])
 def test_rounding_keeps_nan_and_infinity(bits):
     nan = jnp.asarray(np.array([bits], np.uint32).view(np.float32))
     assert jnp.isnan(round_to(nan, jnp.bfloat16)).all()
-    assert (round_to(jnp.array([np.inf, -np.inf]), jnp.bfloat16) == jnp.array([np.inf, -np.inf], jnp.bfloat16)).all()
+    assert (
+        round_to(jnp.array([np.inf, -np.inf]), jnp.bfloat16)
+        == jnp.array([np.inf, -np.inf], jnp.bfloat16)
+    ).all()
     largest = np.float32(jnp.finfo(jnp.bfloat16).max)
     assert round_to(jnp.array([largest]), jnp.bfloat16)[0] == jnp.bfloat16(largest)
 
@@ -81,33 +90,41 @@ def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(lo
     assert_close_in_ulps(joined[finite], exact[finite], 0.5, jnp.bfloat16)
     # a step that changes nothing keeps every bit, NaN's too
     for kept, was in zip(split(packed(param, stale)), (param, stale), strict=True):
-        np.testing.assert_array_equal(np.asarray(kept).view(np.uint16), np.asarray(was).view(np.uint16))
+        np.testing.assert_array_equal(
+            np.asarray(kept).view(np.uint16), np.asarray(was).view(np.uint16)
+        )
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_written_param_beside_a_stale_kahan_term_is_honoured_to_within_an_ulp(dtype):
     param = jnp.asarray(EVERY_16_BITS.view(dtype))
     stale = jnp.asarray(RNG.permutation(EVERY_16_BITS).view(dtype))
-    wide = np.asarray(jax.jit(lambda p, k: widen_leaf(p, k, "kahan"))(param, stale)).astype(np.float64)
+    wide = np.asarray(jax.jit(KAHAN.join)(param, stale)).astype(np.float64)
     exact = np.asarray(param).astype(np.float64)
     finite = np.isfinite(exact)
     assert np.isfinite(wide[finite]).all()
     tiny = float(jnp.finfo(dtype).tiny)
-    allowed = np.where(np.abs(exact) < tiny, tiny, spacing(exact, dtype))  # XLA may take a subnormal number for 0
+    allowed = np.where(
+        np.abs(exact) < tiny, tiny, spacing(exact, dtype)
+    )  # XLA may take a subnormal number for 0
     assert (np.abs(wide - exact)[finite] <= allowed[finite]).all()
-    held = release(hold_same(param, stale, "kahan"), dtype, "kahan")
+    held = KAHAN.decode(KAHAN.encode_same(param, stale), jnp.dtype(dtype))
     for kept, was in zip(held, (param, stale), strict=True):
-        np.testing.assert_array_equal(np.asarray(kept).view(np.uint16), np.asarray(was).view(np.uint16))
+        np.testing.assert_array_equal(
+            np.asarray(kept).view(np.uint16), np.asarray(was).view(np.uint16)
+        )
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_kahan_keeps_twice_the_bits_of_what_it_rounds_ties_included(dtype):
     with np.errstate(invalid="ignore"):
         x = FLOATS[np.isfinite(FLOATS) & (np.abs(FLOATS) < 6e4) & (np.abs(FLOATS) > 2.0**-10)]
-    param, kept = release(hold(jnp.asarray(x), dtype, "kahan"), dtype, "kahan")
+    param, kept = KAHAN.split(jnp.asarray(x), dtype)
     np.testing.assert_array_equal(param, round_to(jnp.asarray(x), dtype))
-    bits = {"bfloat16": 17, "float16": 15}[jnp.dtype(dtype).name]  # float16's own smallest step ends it early
-    np.testing.assert_allclose(widen_leaf(param, kept, "kahan"), x, rtol=2.0**-bits)
+    bits = {"bfloat16": 17, "float16": 15}[
+        jnp.dtype(dtype).name
+    ]  # float16's own smallest step ends it early
+    np.testing.assert_allclose(KAHAN.join(param, kept), x, rtol=2.0**-bits)
 
 
 NAN_BITS = [0x7FC0, 0xFFC0, 0x7F81, 0xFFFF]  # quiet, negative, signalling, all ones
@@ -127,7 +144,9 @@ def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
     params, state = step(params, tx.init(params))
     half = np.arange(64) % 2 == 0
     pruned = jnp.where(RNG.random(64) < 0.5, jnp.zeros_like(params), params)
-    nans = [jax.lax.bitcast_convert_type(jnp.full(64, bits, jnp.uint16), dtype) for bits in NAN_BITS]
+    nans = [
+        jax.lax.bitcast_convert_type(jnp.full(64, bits, jnp.uint16), dtype) for bits in NAN_BITS
+    ]
     constants = [jnp.full_like(params, value) for value in (0.0, -0.0, 1.0)]
     for value in (*constants, pruned, *nans):
         stepped, after = jnp.where(half, value, params), state
@@ -143,16 +162,17 @@ def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
 
 
 def test_what_is_kept_is_made_from_the_param():
-    kinds: list[Kind] = ["full", "remainder", "kahan"]
-    for kind in kinds:
+    for mode in (FULL, REMAINDER, KAHAN):
         param = jnp.asarray(RNG.normal(size=5), jnp.bfloat16)
-        np.testing.assert_array_equal(widen_leaf(param, beside(param, kind), kind), param.astype(jnp.float32))
-        jaxpr = jax.make_jaxpr(functools.partial(beside, kind=kind))(param)
+        np.testing.assert_array_equal(mode.join(param, mode.init(param)), param.astype(jnp.float32))
+        jaxpr = jax.make_jaxpr(mode.init)(param)
         assert jaxpr.out_avals[0].shape == (5,)
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("value", [1.0009, -3.3333, 2.0**-14 * 1.3, 2.0**-17 * 1.77, -(2.0**-24) * 1.3, 60000.7])
+@pytest.mark.parametrize(
+    "value", [1.0009, -3.3333, 2.0**-14 * 1.3, 2.0**-17 * 1.77, -(2.0**-24) * 1.3, 60000.7]
+)
 def test_stochastic_rounding_gives_the_two_neighbours_and_the_value_on_average(dtype, value):
     count = 2**14
     x = jnp.full((128, count // 128), value, jnp.float32)
@@ -160,11 +180,15 @@ def test_stochastic_rounding_gives_the_two_neighbours_and_the_value_on_average(d
     exact = float(np.float32(value))
     low, high = np.unique(rounded)
     assert low < exact < high
-    toward = np.asarray(jnp.nextafter(jnp.asarray(low, dtype), jnp.asarray(np.inf, dtype))).astype(np.float64)
+    toward = np.asarray(jnp.nextafter(jnp.asarray(low, dtype), jnp.asarray(np.inf, dtype))).astype(
+        np.float64
+    )
     assert toward == high
     probability = (exact - low) / (high - low)
     sigma = (high - low) * (probability * (1 - probability) / count) ** 0.5
-    assert abs(rounded.mean() - exact) < 4 * sigma + (high - low) * 2.0**-12  # 13 and 16 random bits
+    assert (
+        abs(rounded.mean() - exact) < 4 * sigma + (high - low) * 2.0**-12
+    )  # 13 and 16 random bits
     # rows and columns are not alike
     up = rounded == high
     assert np.abs(up.mean(0) - probability).max() < 6 * (0.25 / 128) ** 0.5
@@ -187,7 +211,9 @@ def test_stochastic_rounding_draws_anew_for_each_step_leaf_and_mapped_part():
 
     def rounded(params, steps=1, key=0, axis_name=None):
         raw = jax.random.PRNGKey(key)  # the old kind of key
-        tx = mixed_precision(optax.sgd(1.0), "bfloat16", master_weights="stochastic", key=raw, axis_name=axis_name)
+        tx = mixed_precision(
+            optax.sgd(1.0), "bfloat16", master_weights="stochastic", key=raw, axis_name=axis_name
+        )
         state = tx.init(params)._replace(count=jnp.int32(steps))
         return apply_gradients(tx, params, state, half)[0]
 

@@ -1,4 +1,4 @@
-"""A state that is saved, copied or sent comes back whole, and training goes on as if nothing had happened."""
+"""A state that is saved, copied or sent comes back whole, and training goes on as before."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, loss_scale_of, master_params, mixed_precision, resync
 from tests.policy.optim import saving
 
@@ -35,7 +35,9 @@ def restored(halfway, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     saving.save(halfway, folder)
     command = [sys.executable, "-W", "ignore", "-m", "tests.policy.optim.saving", str(folder)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=300)
+    subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=300
+    )
     return folder
 
 
@@ -70,7 +72,13 @@ def test_a_copy_is_equal_in_structure_dtypes_and_bits(halfway, copied):
     for a, b in zip(saving.bits(again), saving.bits(halfway), strict=True):
         np.testing.assert_array_equal(a, b)
     scale: Any = loss_scale_of(again["full"][1])
-    kept = (scale.period, scale.factor, scale.min_loss_scale, scale.max_loss_scale, scale.hysteresis)
+    kept = (
+        scale.period,
+        scale.factor,
+        scale.min_loss_scale,
+        scale.max_loss_scale,
+        scale.hysteresis,
+    )
     assert kept == (4, 4, 0.5, float(jnp.finfo(jnp.float32).max), 2)
 
 
@@ -99,21 +107,36 @@ def test_restored_masters_keep_their_low_bits_through_a_resync():
     params = jnp.ones(2, jnp.bfloat16)
     params, state, _ = apply_gradients(tx, params, tx.init(params), jnp.ones(2))
     again: Any = serialization.from_bytes((params, state), serialization.to_bytes((params, state)))
-    np.testing.assert_array_equal(master_params(again[0], resync(*again)), np.float32(1) - np.float32(1e-3))
+    np.testing.assert_array_equal(
+        master_params(again[0], resync(*again)), np.float32(1) - np.float32(1e-3)
+    )
 
 
 def state_of(loss_scale, master_weights: Any = "full", dtype=jnp.bfloat16):
-    tx = mixed_precision(optax.sgd(0.1), "bfloat16", loss_scale=loss_scale, master_weights=master_weights)
+    tx = mixed_precision(
+        optax.sgd(0.1), "bfloat16", loss_scale=loss_scale, master_weights=master_weights
+    )
     return tx.init({"w": jnp.ones(2, dtype)})
 
 
 def test_a_state_of_another_kind_is_refused_by_name():
     saved = serialization.to_bytes(state_of("dynamic"))
-    with pytest.raises(ValueError, match=r"saved with master_weights='full', params bfloat16, and can't be .*'kahan'"):
+    with pytest.raises(
+        ValueError,
+        match=r"saved with master_weights='full', params bfloat16, and can't be .*'kahan'",
+    ):
         serialization.from_bytes(state_of("dynamic", "kahan"), saved)
-    with pytest.raises(ValueError, match=r"params bfloat16, and can't .* into one with .*'full', params float16"):
+    with pytest.raises(
+        ValueError, match=r"params bfloat16, and can't .* into one with .*'full', params float16"
+    ):
         serialization.from_bytes(state_of("dynamic", dtype=jnp.float16), saved)
-    with pytest.raises(ValueError, match="saved loss scale should have loss_scale, counter, hysteresis_left, but got"):
+    with pytest.raises(
+        ValueError,
+        match="saved loss scale should have loss_scale, counter, hysteresis_left, but got",
+    ):
         serialization.from_bytes(state_of(DynamicLossScale(8.0, hysteresis=2)), saved)
-    with pytest.raises(ValueError, match=r"loss scale has counter, loss_scale, but .* a NoOpLossScale, which has noth"):
+    with pytest.raises(
+        ValueError,
+        match=r"loss scale has counter, loss_scale, but .* a NoOpLossScale, which has noth",
+    ):
         serialization.from_bytes(state_of(None), saved)

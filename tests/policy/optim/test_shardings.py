@@ -1,4 +1,4 @@
-"""`state_shardings`: what belongs to a param lies where it lies. The mesh is abstract: nothing is run."""
+"""`state_shardings`: leaves lie where their params lie. The mesh is abstract: nothing is run."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from policy import mixed_precision, state_shardings
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-SPECS = {"w": PartitionSpec("data", "model"), "b": PartitionSpec("model"), "in": {"w": PartitionSpec(None, "data")}}
+SPECS = {
+    "w": PartitionSpec("data", "model"),
+    "b": PartitionSpec("model"),
+    "in": {"w": PartitionSpec(None, "data")},
+}
 SHAPES = {"w": (8, 8), "b": (8,), "in": {"w": (4, 8)}}
 
 
@@ -38,9 +42,16 @@ def specs(shardings):
 def test_moments_and_masters_lie_with_their_params_and_scalars_everywhere(dtype, mode):
     tx = mixed_precision(optax.adamw(1e-3), "float32", loss_scale="dynamic", master_weights=mode)
     found = state_shardings(tx, params_in(dtype))
-    assert jax.tree.structure(found) == jax.tree.structure(jax.eval_shape(tx.init, params_in(dtype)))
+    assert jax.tree.structure(found) == jax.tree.structure(
+        jax.eval_shape(tx.init, params_in(dtype))
+    )
     assert specs(found.inner[0].mu) == specs(found.inner[0].nu) == SPECS
-    assert found.inner[0].count.spec == found.skipped.spec == found.loss_scale.loss_scale.spec == PartitionSpec()
+    assert (
+        found.inner[0].count.spec
+        == found.skipped.spec
+        == found.loss_scale.loss_scale.spec
+        == PartitionSpec()
+    )
     if dtype != jnp.float32:
         assert specs(found.masters) == SPECS
 
@@ -48,7 +59,9 @@ def test_moments_and_masters_lie_with_their_params_and_scalars_everywhere(dtype,
 def test_it_serves_a_plain_optax_transform_and_those_that_wrap_others():
     labels = {"w": "a", "b": "b", "in": {"w": "a"}}
     inner = optax.partition({"a": optax.adam(1e-3), "b": optax.sgd(0.1, momentum=0.9)}, labels)
-    tx = optax.inject_hyperparams(lambda learning_rate: optax.chain(inner, optax.scale(learning_rate)))(0.1)
+    tx = optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(inner, optax.scale(learning_rate))
+    )(0.1)
     found = state_shardings(tx, params_in(jnp.float32))
     states = found.inner_state[0].inner_states
     adam = states["a"].inner_state[0].mu
@@ -63,7 +76,9 @@ def test_a_history_of_gradients_keeps_its_first_axis_whole():
 
 
 def test_factored_moments_are_replicated():
-    found = state_shardings(optax.scale_by_factored_rms(min_dim_size_to_factor=2), params_in(jnp.float32))
+    found = state_shardings(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=2), params_in(jnp.float32)
+    )
     assert found.v_row["in"]["w"].spec == PartitionSpec()
     assert found.v["b"].spec == SPECS["b"]
 
@@ -78,10 +93,14 @@ def test_params_that_are_one_array_on_one_device_put_all_of_it_there():
 
 
 def test_params_that_lie_nowhere_or_on_two_meshes_are_refused():
-    with pytest.raises(ValueError, match=r"but in/w has None: put it there with jax\.device_put, or give"):
+    with pytest.raises(
+        ValueError, match=r"but in/w has None: put it there with jax\.device_put, or give"
+    ):
         state_shardings(optax.adam(1e-3), {"in": {"w": np.ones(3, np.float32)}})
     other = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = params_in(jnp.float32)
-    params["b"] = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(other, PartitionSpec()))
+    params["b"] = jax.ShapeDtypeStruct(
+        (8,), jnp.float32, sharding=NamedSharding(other, PartitionSpec())
+    )
     with pytest.raises(ValueError, match=r"params should lie on one mesh, but got b on .* on "):
         state_shardings(optax.adam(1e-3), params)

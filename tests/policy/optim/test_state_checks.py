@@ -1,4 +1,4 @@
-"""A state that another transform, other options or other params made is refused by one clear error."""
+"""A state that another transform, other options or params made is refused by one clear error."""
 
 import dataclasses
 import pickle
@@ -12,9 +12,9 @@ import pytest
 from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.loss_scale import DynamicLossScale
+from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, convert, mixed_precision, resync
-from policy.optim.naming import optimizer_name
+from policy.optim.transform_names import optimizer_name
 from tests.policy.optim.transforms import found, make
 
 PARAMS = {"b": jnp.ones(3), "w": jnp.full((2, 3), 0.5)}
@@ -41,31 +41,52 @@ OTHERS = {
     "radam": (optax.radam(0.1), r"chain\(scale_by_radam\)"),
     "adagrad": (optax.adagrad(0.1), r"chain\(scale_by_rss\)"),
     "plain sgd": (optax.sgd(0.1), "chain"),
-    "a chain around it": (optax.chain(optax.clip(1.0), optax.adam(0.1)), r"chain\(chain\(scale_by_adam\)\)"),
+    "a chain around it": (
+        optax.chain(optax.clip(1.0), optax.adam(0.1)),
+        r"chain\(chain\(scale_by_adam\)\)",
+    ),
     "MultiSteps": (optax.MultiSteps(optax.adam(0.1), 2), r"MultiSteps\(chain\(scale_by_adam\)\)"),
     "hyperparameters": (optax.inject_hyperparams(optax.adam)(0.1), r"wrapped_transform\(adam\)"),
 }
 
 
-@pytest.mark.parametrize("copied", [lambda state: state, lambda state: pickle.loads(pickle.dumps(state))])
+@pytest.mark.parametrize(
+    "copied", [lambda state: state, lambda state: pickle.loads(pickle.dumps(state))]
+)
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_transforms_state_is_refused_by_both_names(name, copied):
     tx, shown = OTHERS[name]
-    refuses(wrapped(tx), copied(wrapped().init(PARAMS)), rf"made by chain\(scale_by_adam\), but tx is {shown}: use the")
-    refuses(wrapped(), copied(wrapped(tx).init(PARAMS)), rf"made by {shown}, but tx is chain\(scale_by_adam\): use the")
+    refuses(
+        wrapped(tx),
+        copied(wrapped().init(PARAMS)),
+        rf"made by chain\(scale_by_adam\), but tx is {shown}: use the",
+    )
+    refuses(
+        wrapped(),
+        copied(wrapped(tx).init(PARAMS)),
+        rf"made by {shown}, but tx is chain\(scale_by_adam\): use the",
+    )
 
 
 def test_a_schedule_where_there_was_none_is_refused_by_the_leaves():
     scheduled = optax.adam(optax.constant_schedule(0.1))
-    text = r"made by .*, but tx is .*: use the transform that made it, .* lacks: 1/count; that it has beyond: none"
+    text = (
+        r"made by .*, but tx is .*: use the transform that made it, "
+        r".* lacks: 1/count; that it has beyond: none"
+    )
     refuses(wrapped(scheduled), wrapped().init(PARAMS), text)
-    refuses(wrapped(), wrapped(scheduled).init(PARAMS), r"that the state lacks: none; that it has beyond: 1/count")
+    refuses(
+        wrapped(),
+        wrapped(scheduled).init(PARAMS),
+        r"that the state lacks: none; that it has beyond: 1/count",
+    )
 
 
 def test_msgpack_refuses_another_transforms_state_of_the_same_tree():
     saved = serialization.to_bytes(wrapped().init(PARAMS))
     with pytest.raises(
-        ValueError, match=r"It was made by chain\(scale_by_adam\), not chain\(scale_by_radam\)\. Restore"
+        ValueError,
+        match=r"It was made by chain\(scale_by_adam\), not chain\(scale_by_radam\)\. Restore",
     ):
         serialization.from_bytes(wrapped(optax.radam(0.1)).init(PARAMS), saved)
 
@@ -75,14 +96,16 @@ def test_every_transform_takes_its_own_state_back(name):
     tx, again = (wrapped(make(name, found()[name])) for _ in range(2))
     params = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
     state = jax.eval_shape(tx.init, params)
-    assert again.recipe.check_state(params, pickle.loads(pickle.dumps(state))) is True
+    assert again.stepper.check_state(params, pickle.loads(pickle.dumps(state))) is True
 
 
 def test_the_name_of_a_transform_is_that_of_what_makes_its_state():
     names = {name: optimizer_name(make(name, factory)) for name, factory in found().items()}
     assert names["adam"] == "chain(scale_by_adam)"
     assert names["inject_hyperparams"] == "wrapped_transform(adam)"
-    assert names["muon"].startswith("partition(chain(scale_by_adam, add_decayed_weights), chain(scale_by_muon")
+    assert names["muon"].startswith(
+        "partition(chain(scale_by_adam, add_decayed_weights), chain(scale_by_muon"
+    )
     assert names["apply_if_finite"] == "apply_if_finite(chain(scale_by_adam))"
     assert all(
         name.isidentifier()
@@ -96,11 +119,16 @@ NU = {"nu": "bfloat16"}
 FAST = optax.adam(0.1, b2=0.9)
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, NU), (NU, None), ("bfloat16", NU), ("f16", "bf16")])
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, NU), (NU, None), ("bfloat16", NU), ("f16", "bf16")]
+)
 def test_moments_of_another_dtype_are_refused_by_name_and_converted(before, after):
     saves, loads = wrapped(FAST, moment_dtype=before), wrapped(FAST, moment_dtype=after)
     _, state, _ = apply_gradients(saves, PARAMS, saves.init(PARAMS), GRADIENTS)
-    text = r"moments of other dtypes than moment_dtype=.* stores: 0/(mu|nu)/b is \w+ for \w+, .*migrates it"
+    text = (
+        r"moments of other dtypes than moment_dtype=.* stores: "
+        r"0/(mu|nu)/b is \w+ for \w+, .*migrates it"
+    )
     refuses(loads, state, text)
     made = convert(state, PARAMS, to=loads)
     fresh = loads.init(PARAMS)
@@ -124,13 +152,23 @@ def test_a_second_moment_that_was_stored_in_half_decays_again_after_convert():
 
 def test_a_state_for_params_of_other_shapes_is_refused_by_name():
     other = {**PARAMS, "w": jnp.ones((3, 2))}
-    refuses(wrapped(), wrapped().init(other), r"params of other shapes: 0/mu/w is \(3, 2\) for \(2, 3\), 0/nu/w is")
+    refuses(
+        wrapped(),
+        wrapped().init(other),
+        r"params of other shapes: 0/mu/w is \(3, 2\) for \(2, 3\), 0/nu/w is",
+    )
 
 
-@pytest.mark.parametrize(("saved", "of_tx"), [(None, "dynamic"), ("dynamic", None), (8.0, "dynamic"), (None, 8.0)])
+@pytest.mark.parametrize(
+    ("saved", "of_tx"), [(None, "dynamic"), ("dynamic", None), (8.0, "dynamic"), (None, 8.0)]
+)
 def test_another_kind_of_loss_scale_is_refused_by_name_and_converted(saved, of_tx):
     state, tx = wrapped(loss_scale=saved).init(PARAMS), wrapped(loss_scale=of_tx)
-    refuses(tx, state, r"state has a (NoOp|Static|Dynamic)LossScale, but tx was made with a (NoOp|Static|Dynamic)")
+    refuses(
+        tx,
+        state,
+        r"state has a (NoOp|Static|Dynamic)LossScale, but tx was made with a (NoOp|Static|Dynamic)",
+    )
     made = convert(state, PARAMS, to=tx)
     assert jax.tree.structure(made) == jax.tree.structure(tx.init(PARAMS))
     assert apply_gradients(tx, PARAMS, made, GRADIENTS)[2]
@@ -187,7 +225,10 @@ ADAM, SGD = optax.adam(0.1), optax.sgd(0.1, momentum=0.9)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (optax.partition({"x": ADAM, "y": SGD}, LABELS), optax.partition({"y": SGD, "x": ADAM}, LABELS)),
+        (
+            optax.partition({"x": ADAM, "y": SGD}, LABELS),
+            optax.partition({"y": SGD, "x": ADAM}, LABELS),
+        ),
         (
             optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-0.1)),
             optax.chain(optax.scale_by_adam(), optax.identity(), optax.scale(-0.1)),
@@ -207,7 +248,10 @@ def test_a_renamed_transform_is_converted_with_its_moments():
     state = wrapped(ADAM).init(PARAMS)
     tx = wrapped(logged(ADAM))
     refuses(
-        tx, state, r"but tx is logged\(chain\(scale_by_adam\)\): .* another name, convert\(state, params, to=tx\) keeps"
+        tx,
+        state,
+        r"but tx is logged\(chain\(scale_by_adam\)\): "
+        r".* another name, convert\(state, params, to=tx\) keeps",
     )
     assert apply_gradients(tx, PARAMS, convert(state, PARAMS, to=tx), GRADIENTS)[2]
 
@@ -234,7 +278,9 @@ def test_a_transform_takes_its_state_back_though_init_ran_again():
         calls.append(optax.MaskedNode)
         return jax.tree_util.Partial(lambda: len(calls), jax.tree.map(jnp.zeros_like, params))
 
-    tx = wrapped(optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state)))
+    tx = wrapped(
+        optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    )
     state = tx.init(PARAMS)
     jax.eval_shape(tx.init, PARAMS)
     assert apply_gradients(tx, PARAMS, state, GRADIENTS)[2]
@@ -255,7 +301,11 @@ def test_hyperparameters_are_no_moments(params, rate):
 def test_optaxs_own_dtype_of_moments_is_converted():
     wide, narrow = wrapped(optax.adam(0.1)), wrapped(optax.adam(0.1, mu_dtype=jnp.bfloat16))
     state = wide.init(PARAMS)
-    refuses(narrow, state, "0/mu/b is float32 for bfloat16.* or Optax's own mu_dtype, that it was made with")
+    refuses(
+        narrow,
+        state,
+        "0/mu/b is float32 for bfloat16.* or Optax's own mu_dtype, that it was made with",
+    )
     made: Any = convert(state, PARAMS, to=narrow)
     assert made.inner[0].mu["w"].dtype == jnp.bfloat16
     assert apply_gradients(narrow, PARAMS, made, GRADIENTS)[2]

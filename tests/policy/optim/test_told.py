@@ -1,4 +1,4 @@
-"""Mistakes that train on without an error: the warning that each gives, and what stays silent beside it."""
+"""Mistakes that train on without an error: the warning of each, and the silent neighbours."""
 
 from typing import Any
 
@@ -27,15 +27,18 @@ def loss_fn(params):
     return sum(jnp.square(p).mean() for p in jax.tree.leaves(params))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # float32 params where the policy stores half precision
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_float32_params_under_a_policy_of_half_params_are_told_with_init_from_master(dtype):
     tx = mixed_precision(optax.sgd(0.1), dtype, loss_scale="dynamic")
-    told = rf"^params are float32, none of them {dtype} as .* params, opt_state = init_from_master\(tx, f32_params\)"
+    told = (
+        rf"^params are float32, none of them {dtype} as "
+        r".* params, opt_state = init_from_master\(tx, f32_params\)"
+    )
     for init in (tx.init, jax.jit(tx.init)):
         with pytest.warns(DtypePolicyWarning, match=told):
             init(PARAMS)
@@ -59,14 +62,17 @@ def test_other_params_are_silent(policy, dtypes):
     tx.init({"a": jnp.ones(2, dtypes[0]), "b": jnp.ones(2, dtypes[1])})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # float16 without a loss scale
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16", "params=bfloat16,compute=float16"])
 def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
-    told = r"no loss scale under 'params=.*compute=float16.* Pass loss_scale='dynamic' here and loss_scale=loss_scale_"
+    told = (
+        r"no loss scale under 'params=.*compute=float16.* Pass loss_scale='dynamic' here "
+        r"and loss_scale=loss_scale_"
+    )
     with pytest.warns(DtypePolicyWarning, match=told):
         tx = mixed_precision(optax.sgd(0.1), policy)
     assert tx.loss_scale == NoOpLossScale()
@@ -77,9 +83,9 @@ def test_any_loss_scale_that_is_given_is_silent(loss_scale):
     mixed_precision(optax.sgd(0.1), "mixed_float16", loss_scale=loss_scale)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # a loss that was scaled by hand
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def transform(loss_scale: Any) -> Any:
@@ -94,7 +100,9 @@ def through_apply(tx, params, state, gradients):
     return apply_gradients(tx, params, state, gradients)[0]
 
 
-@pytest.mark.parametrize("differentiate", [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.grad(f))])
+@pytest.mark.parametrize(
+    "differentiate", [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.grad(f))]
+)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("step", [through_update, through_apply])
 @pytest.mark.parametrize("loss_scale", SCALES)
@@ -105,7 +113,10 @@ def test_scaled_gradients_in_a_plain_tree_are_told(loss_scale, step, compiled, d
         scale = loss_scale_of(state)
         return step(tx, params, state, differentiate(lambda p: scale.scale(loss_fn(p)))(params))
 
-    with pytest.warns(DtypePolicyWarning, match=r"without loss_scale\.unscale: .* policy\.value_and_grad\(loss_fn, l"):
+    with pytest.warns(
+        DtypePolicyWarning,
+        match=r"without loss_scale\.unscale: .* policy\.value_and_grad\(loss_fn, l",
+    ):
         new = (jax.jit(train) if compiled else train)(PARAMS, tx.init(PARAMS))
     assert abs(new["a"][0] - 1) > 0.5  # the true step is 1e-3
 
@@ -118,7 +129,10 @@ def test_unscaled_ones_and_ours_are_silent(loss_scale):
     def train(params, state):
         scale = loss_scale_of(state)
         by_hand = scale.unscale(jax.grad(lambda p: scale.scale(loss_fn(p)))(params))
-        ours = [value_and_grad(loss_fn, loss_scale=scale, grads=kind)(params)[1] for kind in ("float32", "compute")]
+        ours = [
+            value_and_grad(loss_fn, loss_scale=scale, grads=kind)(params)[1]
+            for kind in ("float32", "compute")
+        ]
         return [apply_gradients(tx, params, state, gradients)[0] for gradients in (by_hand, *ours)]
 
     new = train(PARAMS, tx.init(PARAMS))

@@ -1,4 +1,4 @@
-"""`mixed_precision` through optax's own contract: order, types, skipped steps, what it refuses."""
+"""`mixed_precision` through optax's own contract: order, types, skipped steps, refusals."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from policy.gradients import ScaledGradients, value_and_grad
-from policy.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from policy.grads.value_and_grad import ScaledGradients, value_and_grad
 from policy.optim import (
     MixedPrecision,
     MixedPrecisionState,
@@ -28,7 +28,10 @@ RNG = np.random.default_rng(0)
 
 
 def params_in(dtype):
-    return {"b": jnp.asarray(RNG.normal(size=3), dtype), "w": {"k": jnp.asarray(RNG.normal(size=(2, 3)), dtype)}}
+    return {
+        "b": jnp.asarray(RNG.normal(size=3), dtype),
+        "w": {"k": jnp.asarray(RNG.normal(size=(2, 3)), dtype)},
+    }
 
 
 def gradients_like(params, dtype=jnp.float32, value=0.5):
@@ -45,7 +48,9 @@ def types(tree):
 
 
 def test_its_parts_can_be_read_and_survive_a_rebuilt_tuple():
-    tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16", loss_scale=8, clip_global_norm=2, axis_name="i")
+    tx = mixed_precision(
+        optax.sgd(0.1), "mixed_bfloat16", loss_scale=8, clip_global_norm=2, axis_name="i"
+    )
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     for made in (tx, tx._replace(), jax.tree.map(lambda f: f, tx)):
         assert isinstance(made, MixedPrecision)
@@ -62,13 +67,17 @@ def test_its_parts_can_be_read_and_survive_a_rebuilt_tuple():
 @pytest.mark.parametrize("scale", [None, 8.0, "dynamic"])
 def test_the_state_keeps_every_type_in_a_scan(dtype, scale):
     params = params_in(dtype)
-    inner = optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 10))
+    inner = optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.linear_schedule(1e-2, 1e-3, 10)
+    )
     tx = mixed_precision(inner, "mixed_bfloat16", loss_scale=scale, clip_global_norm=1.0)
     state = tx.init(params)
 
     def body(carry, value):
         params, state = carry
-        params, state, finite = apply_gradients(tx, params, state, gradients_like(params, dtype, 1.0))
+        params, state, finite = apply_gradients(
+            tx, params, state, gradients_like(params, dtype, 1.0)
+        )
         return (params, state), finite
 
     (end_params, end), finite = jax.lax.scan(body, (params, state), jnp.arange(3))
@@ -104,7 +113,9 @@ def test_float64_params_are_stepped_in_float64():
     with jax.enable_x64(True):
         params = {"w": jnp.ones(3, jnp.float64)}
         tx = mixed_precision(optax.sgd(2.0**-40), "float32")
-        new, state, _ = apply_gradients(tx, params, tx.init(params), {"w": jnp.ones(3, jnp.float32)})
+        new, state, _ = apply_gradients(
+            tx, params, tx.init(params), {"w": jnp.ones(3, jnp.float32)}
+        )
         assert new["w"].dtype == jnp.float64
         np.testing.assert_array_equal(new["w"], 1 - 2.0**-40)
         assert state.count.dtype == jnp.int32
@@ -126,7 +137,9 @@ def test_gradients_are_unscaled_by_the_scale_they_carry_and_by_nothing_else():
         tx = mixed_precision(optax.sgd(1.0), "float32", loss_scale=state_scale)
         state = tx.init(params)
         plain = tx.update(true, state, params)[0]
-        scaled = tx.update(ScaledGradients(jax.tree.map(lambda g: g * 32, true), 32.0), state, params)[0]
+        scaled = tx.update(
+            ScaledGradients(jax.tree.map(lambda g: g * 32, true), 32.0), state, params
+        )[0]
         assert_equal(plain, jax.tree.map(lambda g: -g, true))
         assert_equal(scaled, plain)
 
@@ -136,7 +149,10 @@ def test_the_clip_sees_true_gradients():
     gradients = gradients_like(params, value=2.0)
     tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=0.25)
     expected = optax.clip_by_global_norm(0.25).update(gradients, optax.EmptyState())[0]
-    for given in (gradients, ScaledGradients(jax.tree.map(lambda g: g * 2.0**12, gradients), 2.0**12)):
+    for given in (
+        gradients,
+        ScaledGradients(jax.tree.map(lambda g: g * 2.0**12, gradients), 2.0**12),
+    ):
         updates, _ = tx.update(given, tx.init(params), params)
         jax.tree.map(lambda u, e: np.testing.assert_allclose(u, -e, rtol=1e-6), updates, expected)
     small = gradients_like(params, value=1e-3)
@@ -180,7 +196,9 @@ def poisoned(params, position, value):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_fault_in_any_leaf_changes_nothing_but_the_scale(dtype, value):
     params = params_in(dtype)
-    tx = mixed_precision(optax.adamw(1e-2), "mixed_bfloat16", loss_scale=DynamicLossScale(64.0, period=3))
+    tx = mixed_precision(
+        optax.adamw(1e-2), "mixed_bfloat16", loss_scale=DynamicLossScale(64.0, period=3)
+    )
     step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g))
     good = gradients_like(params)
     params, state, finite = step(params, tx.init(params), good)
@@ -222,7 +240,9 @@ def test_the_scale_moves_on_schedule_at_every_position():
 def test_a_scaled_gradient_that_overflows_only_when_unscaled_is_seen():
     params = {"w": jnp.ones(2)}
     tx = mixed_precision(optax.sgd(1.0), "float32")
-    _, state, finite = apply_gradients(tx, params, tx.init(params), ScaledGradients({"w": jnp.full(2, 1e38)}, 1e-3))
+    _, state, finite = apply_gradients(
+        tx, params, tx.init(params), ScaledGradients({"w": jnp.full(2, 1e38)}, 1e-3)
+    )
     assert not finite
     assert state.skipped == 1
 
@@ -232,7 +252,9 @@ def test_it_works_under_vmap_each_element_by_itself():
     params = {"w": jnp.ones((2, 3))}
     states = jax.vmap(tx.init)(params)
     gradients = {"w": jnp.ones((2, 3)).at[1, 0].set(jnp.nan)}
-    new, states, finite = jax.vmap(lambda p, s, g: apply_gradients(tx, p, s, g))(params, states, gradients)
+    new, states, finite = jax.vmap(lambda p, s, g: apply_gradients(tx, p, s, g))(
+        params, states, gradients
+    )
     np.testing.assert_array_equal(finite, [True, False])
     np.testing.assert_array_equal(states.count, [1, 0])
     np.testing.assert_array_equal(states.loss_scale.loss_scale, [8, 4])
@@ -262,7 +284,9 @@ def test_under_shard_map_the_flag_is_agreed_and_the_norm_summed_where_leaves_dif
     devices = np.array(jax.devices())
     mesh = jax.sharding.Mesh(devices, ("i",))
     everywhere, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
-    tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=1.0, axis_name=None if check_vma else "i")
+    tx = mixed_precision(
+        optax.sgd(1.0), "float32", clip_global_norm=1.0, axis_name=None if check_vma else "i"
+    )
 
     def step(params, gradients):
         params, _, finite = apply_gradients(tx, params, tx.init(params), gradients)
@@ -270,7 +294,13 @@ def test_under_shard_map_the_flag_is_agreed_and_the_norm_summed_where_leaves_dif
 
     in_specs = ({"w": split}, {"w": split})
     sharded = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=({"w": split}, everywhere), check_vma=check_vma)
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=({"w": split}, everywhere),
+            check_vma=check_vma,
+        )
     )
     count = 4 * len(devices)
     new, finite = sharded({"w": jnp.zeros(count)}, {"w": jnp.ones(count)})
@@ -286,7 +316,11 @@ def test_under_shard_map_the_flag_is_agreed_and_the_norm_summed_where_leaves_dif
 def test_a_first_step_can_be_donated(dtype, master_weights):
     params = {"w": jnp.asarray(RNG.normal(size=(4, 4)), dtype), "b": jnp.zeros(4, dtype)}
     inner = optax.chain(optax.adam(1e-2), optax.ema(0.9), optax.trace(0.9))
-    for transform in (inner, optax.contrib.schedule_free_adamw(1e-2), optax.GradientTransformation(alias, keep)):
+    for transform in (
+        inner,
+        optax.contrib.schedule_free_adamw(1e-2),
+        optax.GradientTransformation(alias, keep),
+    ):
         mine = jax.tree.map(jnp.copy, params)
         scale = DynamicLossScale(jnp.float32(8))
         tx = mixed_precision(transform, "float32", loss_scale=scale, master_weights=master_weights)
@@ -327,7 +361,9 @@ def test_counts_and_schedules_inside_stand_still_on_a_skipped_step():
 def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mode):
     params = params_in(dtype)
     skips, applies = (
-        mixed_precision(optax.adam(1e-2), "float32", loss_scale=8.0, master_weights=mode, skip_nonfinite=skip)
+        mixed_precision(
+            optax.adam(1e-2), "float32", loss_scale=8.0, master_weights=mode, skip_nonfinite=skip
+        )
         for skip in (True, False)
     )
     assert not applies.skip_nonfinite
@@ -336,11 +372,15 @@ def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mod
     got = apply_gradients(applies, params, applies.init(params), good)
     assert types(expected) == types(got)
     masters = [master_params(new, state) for new, state, _ in (expected, got)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *masters)  # XLA fuses them differently
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *masters
+    )  # XLA fuses them differently
     updates, _ = applies.update(good, applies.init(params), params)
     assert types(updates) == types(skips.update(good, skips.init(params), params)[0])
     for update, param in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
-        half_ulp = 0.5 * float(jnp.finfo(dtype).eps * jnp.abs(param).max())  # a stored param moves by whole ones
+        half_ulp = 0.5 * float(
+            jnp.finfo(dtype).eps * jnp.abs(param).max()
+        )  # a stored param moves by whole ones
         np.testing.assert_allclose(update, -0.01, rtol=0.01, atol=half_ulp)
     bad = gradients_like(params, value=np.nan)
     new, state, finite = apply_gradients(applies, params, applies.init(params), bad)
@@ -366,7 +406,9 @@ def test_multi_steps_inside_leaves_a_bad_microbatch_out():
 
 def test_masked_and_partitioned_transforms_go_inside():
     params = params_in(jnp.bfloat16)
-    inner = optax.partition({"on": optax.adam(1e-2), "off": optax.set_to_zero()}, {"b": "off", "w": {"k": "on"}})
+    inner = optax.partition(
+        {"on": optax.adam(1e-2), "off": optax.set_to_zero()}, {"b": "off", "w": {"k": "on"}}
+    )
     masked = optax.masked(optax.sgd(0.1), {"b": False, "w": {"k": True}})
     for transform in (inner, masked):
         tx = mixed_precision(transform, "bfloat16")
@@ -377,7 +419,9 @@ def test_masked_and_partitioned_transforms_go_inside():
 def test_extra_arguments_reach_the_inner_transform():
     seen = []
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **extra_args: Any) -> Any:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any, **extra_args: Any
+    ) -> Any:
         seen.append(value)
         return updates, state
 
@@ -399,7 +443,9 @@ def test_a_train_state_trains_through_optaxs_contract():
 
     @jax.jit
     def step(train_state):
-        loss, gradients = value_and_grad(loss_fn, loss_scale=loss_scale_of(train_state.opt_state))(train_state.params)
+        loss, gradients = value_and_grad(loss_fn, loss_scale=loss_scale_of(train_state.opt_state))(
+            train_state.params
+        )
         return train_state.apply_gradients(grads=gradients), loss
 
     losses = []
@@ -412,12 +458,19 @@ def test_a_train_state_trains_through_optaxs_contract():
 
 
 def test_the_overwritten_collection_takes_its_new_value_unless_the_step_is_skipped():
-    params = {"params": {"w": jnp.ones(3, jnp.bfloat16)}, "_overwrite_with_gradient": {"s": jnp.ones(2)}}
+    params = {
+        "params": {"w": jnp.ones(3, jnp.bfloat16)},
+        "_overwrite_with_gradient": {"s": jnp.ones(2)},
+    }
     tx = mixed_precision(optax.adamw(0.25), "bfloat16", loss_scale=8.0, clip_global_norm=1.0)
     state = tx.init(params)
-    assert len(jax.tree.leaves((state.inner, state.masters))) == 4  # a count, two moments and a master of w only
+    assert (
+        len(jax.tree.leaves((state.inner, state.masters))) == 4
+    )  # a count, two moments and a master of w only
     new_value = jnp.array([jnp.inf, 5.0])  # not checked: it is no gradient
-    gradients = ScaledGradients({"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0)
+    gradients = ScaledGradients(
+        {"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0
+    )
     new, _, finite = apply_gradients(tx, params, state, gradients)
     assert finite
     np.testing.assert_array_equal(new["_overwrite_with_gradient"]["s"], new_value)
@@ -427,12 +480,17 @@ def test_the_overwritten_collection_takes_its_new_value_unless_the_step_is_skipp
     assert not finite
     assert_equal(new, params)
     train_state: Any = TrainState.create(apply_fn=None, params=params, tx=tx)
-    gradients = ScaledGradients({"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0)
+    gradients = ScaledGradients(
+        {"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0
+    )
     with jax.numpy_dtype_promotion("standard"):
         train_state = train_state.apply_gradients(grads=gradients)
     np.testing.assert_array_equal(train_state.params["_overwrite_with_gradient"]["s"], new_value)
     assert (train_state.params["params"]["w"] < 1).all()
-    finite_value = {"params": {"w": jnp.ones(3)}, "_overwrite_with_gradient": {"s": jnp.array([2.0, 5.0])}}
+    finite_value = {
+        "params": {"w": jnp.ones(3)},
+        "_overwrite_with_gradient": {"s": jnp.array([2.0, 5.0])},
+    }
     updates, _ = tx.update(finite_value, state, params)
     np.testing.assert_array_equal(updates["_overwrite_with_gradient"]["s"], [1.0, 4.0])
 
@@ -465,9 +523,14 @@ def test_the_state_is_found_wherever_it_lies():
     tx = mixed_precision(optax.sgd(0.1), "float32")
     assert loss_scale_of(tx.init(params)) == NoOpLossScale()
     assert loss_scale_of((tx.init(params), optax.EmptyState())) == NoOpLossScale()
-    with pytest.raises(ValueError, match="opt_state should hold one MixedPrecisionState, but got dict with 0: make it"):
+    with pytest.raises(
+        ValueError,
+        match="opt_state should hold one MixedPrecisionState, but got dict with 0: make it",
+    ):
         loss_scale_of({"a": 1})
-    with pytest.raises(ValueError, match="opt_state should hold one MixedPrecisionState, but got tuple with 2"):
+    with pytest.raises(
+        ValueError, match="opt_state should hold one MixedPrecisionState, but got tuple with 2"
+    ):
         finite_of((tx.init(params), tx.init(params)))
 
 
@@ -477,23 +540,42 @@ def test_bad_arguments_are_refused_by_name():
         mixed_precision(0.1, "float32")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="tx is a mixed_precision already: wrap once"):
         mixed_precision(mixed_precision(sgd, "float32"), "float32")
-    with pytest.raises(ValueError, match="tx holds a mixed_precision already: wrap once, outermost"):
+    with pytest.raises(
+        ValueError, match="tx holds a mixed_precision already: wrap once, outermost"
+    ):
         mixed_precision(optax.chain(mixed_precision(sgd, "float32")), "float32").init(jnp.ones(2))
-    with pytest.raises(ValueError, match="master_weights='stochastic' needs a key: mixed_precision"):
+    with pytest.raises(
+        ValueError, match="master_weights='stochastic' needs a key: mixed_precision"
+    ):
         mixed_precision(sgd, "float32", master_weights="stochastic")
     with pytest.raises(
-        ValueError, match="key is for stochastic rounding, but master_weights is 'auto' and moment_dtype None"
+        ValueError,
+        match="key is for stochastic rounding, but master_weights is 'auto' and moment_dtype None",
     ):
         mixed_precision(sgd, "float32", key=jax.random.key(0))
-    for key, shown in ((0, "int"), (jax.random.split(jax.random.key(0)), r"key<fry>\[2\]"), (jnp.ones(2), "float32")):
-        with pytest.raises(TypeError, match=f"key should be one JAX PRNG key, as of .*, but got {shown}"):
+    for key, shown in (
+        (0, "int"),
+        (jax.random.split(jax.random.key(0)), r"key<fry>\[2\]"),
+        (jnp.ones(2), "float32"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"key should be one JAX PRNG key, as of .*, but got {shown}"
+        ):
             mixed_precision(sgd, "float32", master_weights="stochastic", key=key)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="skip_nonfinite=False never looks for the overflow that a dynamic loss scale"):
+    with pytest.raises(
+        ValueError,
+        match="skip_nonfinite=False never looks for the overflow that a dynamic loss scale",
+    ):
         mixed_precision(sgd, "float32", loss_scale="dynamic", skip_nonfinite=False)
-    with pytest.raises(ValueError, match=r"master_weights should be one of 'auto', .* 'none' or None, but got 'half'"):
+    with pytest.raises(
+        ValueError,
+        match=r"master_weights should be one of 'auto', .* 'none' or None, but got 'half'",
+    ):
         mixed_precision(sgd, "float32", master_weights="half")  # pyright: ignore[reportArgumentType]
     for norm in (0, -1.0, float("inf"), "a"):
-        with pytest.raises(ValueError, match="clip_global_norm should be a positive finite number, but got"):
+        with pytest.raises(
+            ValueError, match="clip_global_norm should be a positive finite number, but got"
+        ):
             mixed_precision(sgd, "float32", clip_global_norm=norm)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got 0"):
         mixed_precision(sgd, "float32", loss_scale=0)
@@ -501,31 +583,56 @@ def test_bad_arguments_are_refused_by_name():
 
 def test_params_that_cannot_be_stepped_are_refused_by_path():
     tx = mixed_precision(optax.sgd(0.1), "float32")
-    params = {"w": jnp.ones(2), "n": jnp.int32(1), "t": {"f8": jnp.ones(2, jnp.float8_e4m3fn), "p": 1.0}}
+    params = {
+        "w": jnp.ones(2),
+        "n": jnp.int32(1),
+        "t": {"f8": jnp.ones(2, jnp.float8_e4m3fn), "p": 1.0},
+    }
     with pytest.raises(ValueError) as error:
         tx.init(params)
-    text = "params should be floating arrays of 16 bits or more, but n is int32, t/f8 is float8_e4m3fn, t/p is float."
+    text = (
+        "params should be floating arrays of 16 bits or more, but n is int32, "
+        "t/f8 is float8_e4m3fn, t/p is float."
+    )
     assert text in str(error.value)
-    assert "Keep such leaves out of the tree that is differentiated and stepped." in str(error.value)
+    assert "Keep such leaves out of the tree that is differentiated and stepped." in str(
+        error.value
+    )
 
 
 def test_calls_whose_arguments_do_not_belong_together_are_refused():
     params = {"a": jnp.ones(2), "b": jnp.ones(3)}
     tx = mixed_precision(optax.sgd(0.1), "float32")
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"params are needed: the step is taken on float32 weights\. Call update"):
+    with pytest.raises(
+        ValueError, match=r"params are needed: the step is taken on float32 weights\. Call update"
+    ):
         tx.update(params, state)
-    with pytest.raises(TypeError, match="state should be a MixedPrecisionState, but got EmptyState"):
+    with pytest.raises(
+        TypeError, match="state should be a MixedPrecisionState, but got EmptyState"
+    ):
         tx.update(params, optax.EmptyState(), params)
-    with pytest.raises(ValueError, match=r"gradients should have the tree of the params\. Missing: b\. Beyond: c/d\."):
+    with pytest.raises(
+        ValueError,
+        match=r"gradients should have the tree of the params\. Missing: b\. Beyond: c/d\.",
+    ):
         tx.update({"a": jnp.ones(2), "c": {"d": jnp.ones(3)}}, state, params)
-    with pytest.raises(ValueError, match=r"but a is float32\[3\] for float32\[2\], b is int32\[3\] for float32\[3\]\."):
+    with pytest.raises(
+        ValueError,
+        match=r"but a is float32\[3\] for float32\[2\], b is int32\[3\] for float32\[3\]\.",
+    ):
         tx.update({"a": jnp.ones(3), "b": jnp.ones(3, int)}, state, params)
-    with pytest.raises(ValueError, match=r"complex for complex params only.* but a is complex64\[2\] for float32\[2\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"complex for complex params only.* but a is complex64\[2\] for float32\[2\]",
+    ):
         tx.update({"a": jnp.ones(2, complex), "b": jnp.ones(3)}, state, params)
     with pytest.raises(TypeError, match="A ScaledGradients should be the whole of the gradients"):
         tx.update({"a": ScaledGradients(jnp.ones(2), 8.0), "b": jnp.ones(3)}, state, params)
-    with pytest.raises(ValueError, match="params should be the tree that the optimizer state was made from, but got"):
+    with pytest.raises(
+        ValueError,
+        match="params should be the tree that the optimizer state was made from, but got",
+    ):
         tx.update({"a": jnp.ones(2)}, state, {"a": jnp.ones(2)})
 
 
@@ -537,9 +644,15 @@ def odd_transform(update) -> Any:
     ("update", "text"),
     [
         (lambda u, s, p=None: (u, (s, s)), "its update changed the tree of its state, from"),
-        (lambda u, s, p=None: (u, {"n": jnp.ones(3)}), r"shapes in its state: n is float32\[3\] for float32\[2\]"),
+        (
+            lambda u, s, p=None: (u, {"n": jnp.ones(3)}),
+            r"shapes in its state: n is float32\[3\] for float32\[2\]",
+        ),
         (lambda u, s, p=None: ((u, u), s), "its updates should have the tree of the params"),
-        (lambda u, s, p=None: (u[:1], s), r"the params' shapes, but \(root\) is float32\[1\] for float32\[2\]"),
+        (
+            lambda u, s, p=None: (u[:1], s),
+            r"the params' shapes, but \(root\) is float32\[1\] for float32\[2\]",
+        ),
     ],
 )
 def test_a_transform_that_cannot_be_wrapped_is_refused_by_name(update, text):
@@ -553,10 +666,15 @@ def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
     tx = mixed_precision(optax.sgd(0.1), "float32")
     # optax's own are refused by init
     outer: Any = optax.GradientTransformation(lambda params: (tx.init(params),), tx.update)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"with a mixed_precision inside\. Put it outermost: mixed_precision\(optax"):
+    with pytest.raises(
+        TypeError, match=r"with a mixed_precision inside\. Put it outermost: mixed_precision\(optax"
+    ):
         apply_gradients(outer, params, outer.init(params), params)
     plain = optax.sgd(0.1)
-    with pytest.raises(TypeError, match=r"what mixed_precision returned, but got GradientTransformation\w*: wrap it"):
+    with pytest.raises(
+        TypeError,
+        match=r"what mixed_precision returned, but got GradientTransformation\w*: wrap it",
+    ):
         apply_gradients(plain, params, plain.init(params), params)
     with pytest.raises(TypeError, match="state should be a MixedPrecisionState"):
         apply_gradients(tx, params, plain.init(params), params)
@@ -579,7 +697,10 @@ def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
 def test_a_plain_optimizer_refuses_scaled_gradients_by_their_name(make):
     params, plain = {"w": jnp.ones(2)}, make(0.1)
     scaled = ScaledGradients({"w": jnp.ones(2)}, 8.0)
-    with pytest.raises((TypeError, ValueError), match="ScaledGradients"), jax.numpy_dtype_promotion("standard"):
+    with (
+        pytest.raises((TypeError, ValueError), match="ScaledGradients"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         updates, _ = plain.update(scaled, plain.init(params), params)
         optax.apply_updates(params, updates)
 

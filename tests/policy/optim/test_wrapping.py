@@ -1,6 +1,7 @@
-"""Optax's wrappers inside of `mixed_precision` and around it, in every way in which a step is taken.
+"""Optax's wrappers inside of `mixed_precision` and around it, in every way of stepping.
 
-Inside, each moves the float32 weights as it would by hand in float32, with the skipped step left out. Around it, each
+Inside, each moves the float32 weights as it would by hand in float32, with the skipped step left
+out. Around it, each
 is refused where the state is made, with the right order.
 """
 
@@ -15,14 +16,26 @@ from flax import nnx as flax_nnx
 from flax.training.train_state import TrainState
 
 from mpmodules import nnx
-from policy import ScaledGradients, apply_gradients, finite_of, loss_scale_of, master_params, mixed_precision
+from policy import (
+    ScaledGradients,
+    apply_gradients,
+    finite_of,
+    loss_scale_of,
+    master_params,
+    mixed_precision,
+)
 from tests.policy.optim.saving import FAST
 
 RNG = np.random.default_rng(0)
-PARAMS = {"b": jnp.asarray(RNG.normal(size=3), jnp.float32), "w": jnp.asarray(RNG.normal(size=(2, 3)), jnp.bfloat16)}
+PARAMS = {
+    "b": jnp.asarray(RNG.normal(size=3), jnp.float32),
+    "w": jnp.asarray(RNG.normal(size=(2, 3)), jnp.bfloat16),
+}
 # bfloat16 numbers, so that plain and scaled gradients are the same; the second step is skipped
 GRADIENTS = [
-    jax.tree.map(lambda p: jnp.asarray(RNG.normal(size=p.shape), jnp.bfloat16).astype(jnp.float32), PARAMS)
+    jax.tree.map(
+        lambda p: jnp.asarray(RNG.normal(size=p.shape), jnp.bfloat16).astype(jnp.float32), PARAMS
+    )
     for _ in range(6)
 ]
 GRADIENTS[1]["w"] = GRADIENTS[1]["w"].at[0, 0].set(jnp.nan)
@@ -47,7 +60,9 @@ WRAPPERS: dict[str, Any] = {
     "partition": lambda tx: labelled(tx, optax.partition),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
     "MultiSteps' transform": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(1.5),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(1.5),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "flatten": lambda tx: optax.flatten(tx),
     "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(0.5)), ("step", tx)),
@@ -56,7 +71,7 @@ NAMES = {"MultiSteps' transform": "MultiSteps", "multi_transform": "partition"}
 
 
 class Dict:
-    """The ways in which a dict of params is stepped: each holds params and state, and steps once."""
+    """The ways to step a dict of params: each holds params and state, and steps once."""
 
     def __init__(self, tx: Any):
         self.tx, self.params, self.state = tx, PARAMS, tx.init(PARAMS)
@@ -84,7 +99,9 @@ class Apply(Dict):
 
 class Train(Dict):
     def step(self, gradients: Any) -> None:
-        held: Any = TrainState(step=0, apply_fn=lambda: None, params=self.params, tx=self.tx, opt_state=self.state)
+        held: Any = TrainState(
+            step=0, apply_fn=lambda: None, params=self.params, tx=self.tx, opt_state=self.state
+        )
         with jax.numpy_dtype_promotion("standard"):
             held = held.apply_gradients(grads=gradients)
         self.params, self.state = held.params, held.opt_state
@@ -161,7 +178,9 @@ def by_hand(inner: Any) -> Any:
     return weights
 
 
-@pytest.fixture(scope="module", params=sorted(set(WRAPPERS) - {"MultiSteps' transform", "named_chain"}))
+@pytest.fixture(
+    scope="module", params=sorted(set(WRAPPERS) - {"MultiSteps' transform", "named_chain"})
+)
 def wrapper(request):
     inner = WRAPPERS[request.param](optax.adam(0.0625))
     return inner, by_hand(inner)
@@ -169,13 +188,20 @@ def wrapper(request):
 
 KINDS = ("plain", "plain, loss scale", "scaled, loss scale")
 # Flax's own optimizer takes no scaled ones: refused below
-CASES = [(entry, kind) for entry in ENTRIES for kind in KINDS if (entry, kind) != ("flax.nnx.Optimizer", KINDS[2])]
+CASES = [
+    (entry, kind)
+    for entry in ENTRIES
+    for kind in KINDS
+    if (entry, kind) != ("flax.nnx.Optimizer", KINDS[2])
+]
 
 
 @pytest.mark.parametrize(("entry", "kind"), CASES)
 def test_inside_it_moves_the_weights_as_by_hand_in_float32(wrapper, entry, kind):
     inner, expected = wrapper
-    tx = mixed_precision(inner, "mixed_bfloat16", loss_scale="dynamic" if "loss scale" in kind else None)
+    tx = mixed_precision(
+        inner, "mixed_bfloat16", loss_scale="dynamic" if "loss scale" in kind else None
+    )
     taken = ENTRIES[entry](tx)
 
     @jax.jit
@@ -199,7 +225,10 @@ def test_inside_it_moves_the_weights_as_by_hand_in_float32(wrapper, entry, kind)
     if "loss scale" in kind:
         assert loss_scale_of(taken.state).loss_scale == 2.0**14
     masters = master_params(taken.params, taken.state)
-    for name, weights in expected.items():  # the same operations in other programs: a few ulps of float32
+    for (
+        name,
+        weights,
+    ) in expected.items():  # the same operations in other programs: a few ulps of float32
         np.testing.assert_allclose(masters[name], weights, rtol=2e-6, atol=1e-7)
         assert taken.params[name].dtype == PARAMS[name].dtype
         assert not np.array_equal(weights, PARAMS[name].astype(jnp.float32))
@@ -217,7 +246,9 @@ def test_around_it_each_is_refused_with_the_right_order(name, entry):
 
 def test_flaxs_optimizer_refuses_scaled_gradients_by_the_name_of_ours():
     taken = FlaxsOptimizer(mixed_precision(optax.adam(0.1), "mixed_bfloat16"))
-    with pytest.raises(TypeError, match=r"inside of a ScaledGradients, .* Use mpmodules\.nnx\.Optimizer"):
+    with pytest.raises(
+        TypeError, match=r"inside of a ScaledGradients, .* Use mpmodules\.nnx\.Optimizer"
+    ):
         taken.step(ScaledGradients(GRADIENTS[0], 8.0))
 
 
@@ -227,5 +258,7 @@ def test_only_callers_that_are_transforms_count():
     optax.tree_map_params(tx, lambda x: x, state)  # asks for a state to learn where the params are
     jax.eval_shape(jax.jit(tx.init), PARAMS)
     twice = mixed_precision(optax.chain(tx), "mixed_bfloat16")
-    with pytest.raises(ValueError, match="tx holds a mixed_precision already: wrap once, outermost"):
+    with pytest.raises(
+        ValueError, match="tx holds a mixed_precision already: wrap once, outermost"
+    ):
         twice.init(PARAMS)

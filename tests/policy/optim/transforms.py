@@ -1,4 +1,4 @@
-"""Every public transform and alias of optax, found by introspection, with the arguments that each needs."""
+"""Every public transform and alias of optax, found by introspection, with its arguments."""
 
 import inspect
 import warnings
@@ -49,23 +49,31 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.5)), ("adam", optax.adam(0.01))),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.01),
     "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adam)(0.01),
-    "scale_by_muon": lambda: optax.masked(  # its default takes a tree of one leaf only, and matrices
-        optax.contrib.scale_by_muon(
-            weight_dimension_numbers=lambda updates: jax.tree.map(
-                lambda _: optax.contrib.MuonDimensionNumbers(), updates
-            )
-        ),
-        {"b": False, "w": True},
+    "scale_by_muon": lambda: (
+        optax.masked(  # its default takes a tree of one leaf only, and matrices
+            optax.contrib.scale_by_muon(
+                weight_dimension_numbers=lambda updates: jax.tree.map(
+                    lambda _: optax.contrib.MuonDimensionNumbers(), updates
+                )
+            ),
+            {"b": False, "w": True},
+        )
     ),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: g * 0.5),
 }
-PER_EXAMPLE = ("differentially_private_aggregate", "dpsgd")  # their gradients have an axis more than the params
+PER_EXAMPLE = (
+    "differentially_private_aggregate",
+    "dpsgd",
+)  # their gradients have an axis more than the params
 PAIRED = ("lookahead",)  # its params are a pair of the params, its gradients are not
 
 
 def value_fn(params: Any, **_: Any) -> jax.Array:
-    """A loss for what asks for one."""
-    return sum((jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)), jnp.float32(0))
+    """Computes a loss for transforms that ask for one."""
+    return sum(
+        (jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)),
+        jnp.float32(0),
+    )
 
 
 LINE_SEARCH = ("value", "grad", "value_fn")
@@ -83,14 +91,14 @@ EXTRA = {
 
 
 def extra_arguments(name: str, params: Any, gradients: Any) -> dict[str, Any]:
-    """What line searches, Polyak's step, MoMo, Sophia and reduce_on_plateau ask for."""
+    """Returns arguments for line searches, Polyak's step, MoMo, Sophia and reduce_on_plateau."""
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
     every = {"value": value_fn(params), "grad": wide, "value_fn": value_fn, "obj_fn": value_fn}
     return {key: every[key] for key in EXTRA.get(name, ())}
 
 
 def found() -> dict[str, Callable[..., Any]]:
-    """Name to factory: what optax and optax.contrib export and annotate as returning a transform."""
+    """Returns names and factories: exports of optax and optax.contrib that return transforms."""
     factories: dict[str, Callable[..., Any]] = {}
     for module in (optax, optax.contrib):
         for name in sorted(dir(module)):
@@ -113,5 +121,9 @@ def make(name: str, factory: Callable[..., Any]) -> Any:
             return SPECIAL[name]()
         parameters = inspect.signature(factory).parameters.values()
         plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind in (*plain, p.KEYWORD_ONLY)]
+        needed = [
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind in (*plain, p.KEYWORD_ONLY)
+        ]
         return factory(**{name: ARGUMENTS[name]() for name in needed})

@@ -1,0 +1,188 @@
+"""Flax's modules made ours: those of a ported model, and the children of our layers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, cast
+
+import jax
+from flax import nnx as flax_nnx
+
+from mpmodules._port_options import PortOptions
+from mpmodules.nnx._dot_product_attention import dot_product_attention
+from mpmodules.nnx._foreign import set_dtype_fields
+from mpmodules.nnx._own_code import OwnCodeOf
+from mpmodules.nnx._ported_classes import is_container, port_of
+from mpmodules.nnx._registry import LAYER_OF, is_ours, layer_class, obeys_policies
+from mpmodules.nnx._resolution import is_complex, of_rule
+from policy.casting import cast_floating
+from policy.policy import Policy
+from policy.precedence import Effective, with_explicit_dtypes
+from policy.provenance import NO_SOURCE, Source
+from policy.scope import current_scope
+
+# Classes of Flax's that stand in `LAYER_OF`, and are no layers: what they hold does the work.
+_CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase
+
+
+def effective_in_port(
+    module: Any, policy: Policy | None, source: Source, options: PortOptions, *, where: str
+) -> Effective:
+    """Returns the policy that a module is to obey, with its own dtype where that is kept."""
+    if policy is None or not (_takes_dtypes(type(module)) and _has_dtypes(module)):
+        return Effective(policy, policy, source)
+    return with_explicit_dtypes(
+        policy,
+        source=source,
+        dtype=_explicit_dtype(module) if options.keep_explicit else None,
+        what=type(module).__name__,
+        where=where,
+    )
+
+
+def adopt(
+    module: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool
+) -> None:
+    """Makes one built module obey `policy`: its methods, its dtype attributes and its own
+    variables.
+    """
+    if is_container(module):
+        _cast_variables(module, policy)
+        return
+    if not is_ours(type(module)):
+        is_foreign = not _is_layer(type(module))
+        _put_port(module, casts_outputs=options.cast_submodules and is_foreign and not is_root)
+        if is_foreign or _calls_foreign_cell(module):
+            module._own_code = OwnCodeOf(options.own_code)
+        if is_foreign and options.dtype_fields:
+            set_dtype_fields(module, policy)
+    _obey(module, policy, source)
+
+
+def _calls_foreign_cell(module: Any) -> bool:
+    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
+    return isinstance(module, flax_nnx.RNN) and not (
+        is_ours(type(module.cell)) or _is_layer(type(module.cell))
+    )
+
+
+@functools.cache
+def _is_layer(cls: type) -> bool:
+    """Returns whether a class is, or derives from, a layer of Flax's: one that does more than call
+    the modules that it holds.
+    """
+    ours = layer_class(cls)
+    return ours is not None and ours._upstream_class not in _CALL_WHAT_THEY_HOLD
+
+
+def _put_port(module: Any, *, casts_outputs: bool = False) -> None:
+    """Makes a module of a class that is not ours one that carries a policy; its class stays."""
+    port = port_of(type(module), casts_outputs)
+    explicit = _explicit_dtype(module)
+    module._policy_port = port
+    if explicit is not None:
+        module._explicit_dtype = explicit
+    _replace_attention(module)
+
+
+def _obey(module: Any, policy: Policy | None, source: Source) -> None:
+    """Puts a policy on a module that can carry one."""
+    if policy is not None:
+        is_layer = _takes_dtypes(type(module)) and _has_dtypes(module)
+        if is_layer and not any(is_complex(dtype) for dtype in (module.dtype, module.param_dtype)):
+            module.dtype = policy.compute_dtype
+            module.param_dtype = policy.param_dtype
+        _cast_variables(module, policy)
+    if policy is not None or not hasattr(module, "dtype_policy") or module.dtype_policy is not None:
+        module.dtype_policy = policy
+        module._policy_source = NO_SOURCE if policy is None else source
+
+
+def _cast_variables(module: Any, policy: Policy) -> None:
+    for _, variable in children_of(module):
+        if isinstance(variable, flax_nnx.Param):
+            variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
+        elif isinstance(
+            variable, flax_nnx.Cache
+        ):  # keys and values are written into it as they are computed
+            variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
+
+
+def _has_dtypes(module: Any) -> bool:
+    return hasattr(module, "dtype") and hasattr(module, "param_dtype")
+
+
+@functools.cache
+def _takes_dtypes(cls: type) -> bool:
+    """Returns whether a class is, or derives from, a layer of Flax's that is built with `dtype` and
+    `param_dtype`.
+    """
+    names = {"dtype", "param_dtype"}
+    return any(
+        names <= set(inspect.signature(base.__init__).parameters)
+        for base in cls.__mro__
+        if base in LAYER_OF
+    )
+
+
+def _explicit_dtype(module: Any) -> Any:
+    """Returns the dtype that a layer was given, or None.
+
+    Flax's Embed fills in its table's where it was given none.
+    """
+    if obeys_policies(module):
+        return getattr(module, "_explicit_dtype", None)
+    if not _takes_dtypes(type(module)):
+        return None
+    dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
+    return None if embedding is not None and dtype == embedding.dtype else dtype
+
+
+def _replace_attention(module: Any) -> None:
+    if getattr(module, "attention_fn", None) is flax_nnx.dot_product_attention:
+        module.attention_fn = dot_product_attention
+
+
+def adopt_children(module: Any, policy: Policy | None) -> None:
+    """Makes the Flax layers that a layer of ours has just built obey its policy, and the class
+    rules in force.
+    """
+    rules = current_scope().rules
+    for path, child in flax_nnx.iter_modules(module):
+        if not path or obeys_policies(child) or layer_class(type(child)) is None:
+            continue
+        rule = rules.rule_for(None, type(child)) if rules else None
+        inherited = policy, module._policy_source.for_those_inside(type(module).__name__)
+        if type(child) in LAYER_OF:  # nobody has seen it yet: it can become ours
+            object.__setattr__(child, "__class__", LAYER_OF[type(child)])
+            _replace_attention(child)
+        else:
+            _put_port(child)
+        _obey(child, *(inherited if rule is None else of_rule(rule)))
+        cast(
+            Any, child
+        )._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
+
+
+def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the
+    keys to each.
+    """
+    held = vars(node)
+    if getattr(node, "_pytree__is_pytree", False):
+        held = {
+            name: held[name]
+            for name, is_data in node._pytree__nodes.items()
+            if is_data and name in held
+        }
+    leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=_is_child)
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)
+        for path, leaf in leaves
+        if _is_child(leaf)
+    ]
+
+
+def _is_child(x: Any) -> bool:
+    return isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)

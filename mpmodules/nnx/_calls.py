@@ -1,0 +1,85 @@
+"""The nnx module calls, and the constructions of modules, that are under way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from policy.precedence import Effective
+from policy.provenance import Source
+
+
+@dataclasses.dataclass
+class Construction:
+    """One construction: the source of its policy, whether it is captured yet, and the module."""
+
+    source: Source
+    captured: bool = False
+    module: Any = None
+
+
+class _Calls(threading.local):
+    """The module calls and constructions under way in this thread.
+
+    Attributes:
+      depth: the number of calls.
+      ports: how many of them are outermost calls of ports.
+      innermost: the module of the innermost call.
+      crossed: the boundaries below the outermost call, by class.
+      constructions: the constructions, innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.ports = 0
+        self.innermost: Any = None
+        self.crossed: dict[str, Effective] = {}
+        self.constructions: list[Construction] = []
+
+
+calls = _Calls()
+
+
+@contextlib.contextmanager
+def call_under_way(module: Any) -> Iterator[Any]:
+    """Notes the call of a module for a block; yields the module that calls it, or None."""
+    outer, calls.innermost = calls.innermost, module
+    calls.depth += 1
+    try:
+        yield outer
+    finally:
+        calls.innermost = outer
+        calls.depth -= 1
+        if not calls.depth:
+            calls.crossed.clear()
+
+
+@contextlib.contextmanager
+def port_under_way(*, depth: int) -> Iterator[None]:
+    """Makes the calls in a block inner ones of a port, `depth` levels below the one under way."""
+    calls.depth += depth
+    calls.ports += 1
+    try:
+        yield
+    finally:
+        calls.depth -= depth
+        calls.ports -= 1
+
+
+@contextlib.contextmanager
+def construction_under_way(source: Source) -> Iterator[Construction]:
+    """Notes the construction of a module for a block, whose policy comes from `source`."""
+    construction = Construction(source)
+    calls.constructions.append(construction)
+    try:
+        yield construction
+    finally:
+        calls.constructions.pop()
+
+
+def is_under_construction(module: Any) -> bool:
+    """Returns whether a module is being built: it has no policy before it is."""
+    return any(construction.module is module for construction in calls.constructions)

@@ -1,0 +1,290 @@
+"""The policy that an nnx module captures and obeys, and the dtypes that Flax's code sees of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+
+from mpmodules._constructors import policy_set_by_hand, require_dtypes
+from mpmodules._initializers import half_safe_inits
+from mpmodules._references import is_reference
+from mpmodules.functional import complex_input
+from mpmodules.nnx._calls import is_under_construction
+from mpmodules.nnx._registry import obeys_policies
+from policy.islands import as_in_force
+from policy.policy import Policy, get_policy
+from policy.precedence import Effective, warn_once, with_explicit_dtypes
+from policy.provenance import NO_SOURCE, Source, source_in_force
+from policy.rules import Pattern, PolicyRules, name_of
+from policy.scope import Scope, require_usable
+
+T = TypeVar("T")
+
+# --------------------------------------------------------------------------------------------------
+# When a module is built
+# --------------------------------------------------------------------------------------------------
+
+
+def own_policy(
+    cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Policy | None, dict[str, Any]]:
+    """Returns the policy given as `dtype_policy=`, and the keyword arguments that go on to
+    ``__init__``.
+
+    An ``__init__`` that declares a `dtype_policy` of its own gets it too, and may be given it by
+    position.
+    """
+    signature = inspect.signature(cls.__init__)
+    if "dtype_policy" in signature.parameters:
+        given = signature.bind_partial(None, *args, **kwargs)
+        given.apply_defaults()
+        given = given.arguments.get("dtype_policy")
+    else:
+        kwargs = dict(kwargs)
+        given = kwargs.pop("dtype_policy", None)
+    if given is None:
+        return None, kwargs
+    try:
+        return get_policy(given), kwargs
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
+
+
+def policy_to_capture(cls: type, own: Policy | None, scope: Scope) -> tuple[Policy | None, Source]:
+    """Returns the policy that a module of a class captures when it is built, and its source.
+
+    Args:
+      cls: the class.
+      own: the policy that it is given as `dtype_policy=`, or None.
+      scope: the scope that it is built in.
+
+    Raises:
+      ValueError: path rules are in force, or the policy can't be used.
+    """
+    source = source_in_force() if own is None else Source("argument", "dtype_policy", own=True)
+    if scope.rules:
+        if scope.rules.has_paths:
+            raise ValueError(
+                f"Building {cls.__name__} under use_policy(rules=...): path rules can't hold here, "
+                "since no path exists while an nnx model is being built. Build the model first "
+                "and call mpmodules.nnx.apply_policy(model, policy, rules); class rules work in a "
+                "scope."
+            )
+        rule = scope.rules.rule_for(None, cls) if own is None else None
+        if rule is not None:
+            own, source = of_rule(rule)
+    policy = own if own is not None else scope.policy
+    if policy is not None:
+        require_usable(policy)
+    return policy, source
+
+
+def dtype_arguments(
+    layer: Any,
+    upstream_init: Callable[..., None],
+    policy: Policy | None,
+    source: Source,
+    kwargs: dict[str, Any],
+) -> tuple[Effective, dict[str, Any]]:
+    """Returns the policy that a layer obeys, and its keyword arguments with the policy's dtypes put
+    in.
+
+    Explicit dtype arguments are noted on the layer: only here can they be told from the policy's.
+    One that is None counts as not given; with no policy in force a `param_dtype` of None is
+    float32. Initialisers given are made to work in half precision where parameters are half.
+    """
+    kwargs = dict(kwargs)
+    require_dtypes(type(layer).__name__, kwargs)
+    accepted = inspect.signature(upstream_init).parameters
+    dtype, param_dtype = kwargs.get("dtype"), kwargs.get("param_dtype")
+    if param_dtype is None:
+        kwargs.pop("param_dtype", None)
+    effective = with_explicit_dtypes(
+        policy,
+        source=source,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        what=type(layer).__name__,
+        where=type(layer).__name__,
+    )
+    if dtype is not None:
+        layer._explicit_dtype = jnp.dtype(dtype)
+    if param_dtype is not None:
+        layer._explicit_param_dtype = jnp.dtype(param_dtype)
+    if effective.policy is not None:
+        if "dtype" in accepted and effective.dtype is None:
+            kwargs["dtype"] = effective.policy.compute_dtype
+        if "param_dtype" in accepted and not is_complex(param_dtype):
+            kwargs["param_dtype"] = effective.policy.param_dtype
+    given = {name: init for name, init in kwargs.items() if is_initialiser(name)}
+    return effective, kwargs | half_safe_inits(given, kwargs.get("param_dtype", jnp.float32))
+
+
+def is_initialiser(name: str) -> bool:
+    """Returns whether an argument of that name is an initialiser of parameters."""
+    return (
+        name.endswith(("_init", "_initializer")) and name != "carry_init"
+    )  # a carry's is no parameter's
+
+
+def is_complex(dtype: Any) -> bool:
+    """Returns whether a dtype argument was given, and is complex: no policy can hold it."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) -> None:
+    """Refuses a policy given to a container whose children were built before it, which it can't
+    reach.
+    """
+    given = [
+        x
+        for x in jax.tree.leaves(arguments, is_leaf=is_reference)
+        if isinstance(x, flax_nnx.Module)
+    ]
+    strangers = sorted(
+        {
+            type(child).__name__
+            for outside in given
+            for _, child in flax_nnx.iter_modules(outside)
+            if (hasattr(child, "param_dtype") or obeys_policies(child))
+            and not _follows(child, policy)
+        }
+    )
+    if strangers:
+        raise ValueError(
+            f"{type(module).__name__}(dtype_policy='{policy}'): {', '.join(strangers)} had been "
+            "built before, under another policy or none, and a parameter's dtype can't follow. "
+            "Build them inside, or in a use_policy block, or call "
+            "mpmodules.nnx.apply_policy(model, policy) on the whole."
+        )
+
+
+def _follows(child: Any, policy: Policy) -> bool:
+    """Returns whether a built module obeys `policy`, its own dtype arguments aside, or carries one
+    of its own.
+    """
+    captured = getattr(child, "dtype_policy", None)
+    if captured is None or child._policy_source.own:
+        return captured is not None
+    return _captured_from(child, policy)
+
+
+def _captured_from(module: Any, policy: Policy) -> bool:
+    """Returns whether a module captured `policy`, its own dtype arguments aside."""
+    captured = module.dtype_policy
+    if captured is None:
+        return False
+    same: dict[str, Any] = {}
+    if getattr(module, "_explicit_dtype", None) is not None:
+        same |= {
+            "compute_dtype": policy.compute_dtype,
+            "output_dtype": policy.output_dtype,
+            "reduction_dtype": None,
+        }
+    if getattr(module, "_explicit_param_dtype", None) is not None:
+        same["param_dtype"] = policy.param_dtype
+    return captured.replace(**same) == policy.replace(
+        **{name: value for name, value in same.items() if value is None}
+    )
+
+
+def warn_of_scope(module: Any, scope: Scope) -> None:
+    """Warns where a built module is called in a scope whose policy it did not capture."""
+    if is_under_construction(module):  # its policy is captured when it is built
+        return
+    if (
+        scope.policy is not None
+        and not scope.boundary_open
+        and not _captured_from(module, scope.policy)
+    ):
+        captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
+        warn_once(
+            f"{type(module).__name__} was built under {captured}, and the scope around this call, "
+            f"'{scope.policy}', changes no nnx layer: build the model in the scope, or call "
+            "mpmodules.nnx.apply_policy(model, policy)."
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# When a model is ported
+# --------------------------------------------------------------------------------------------------
+
+
+def carried(
+    module: Any, path: tuple[str, ...], rules: PolicyRules, model: str
+) -> tuple[Any, Source] | None:
+    """Returns the policy of a module below the root, from its own `dtype_policy=` or else a rule,
+    and its source.
+    """
+    source: Source = getattr(module, "_policy_source", NO_SOURCE)
+    if path and source.own and source.kind == "argument":
+        return module.dtype_policy, source
+    rule = rules.rule_for("/".join(path), type(module), model=model)
+    return None if rule is None else of_rule(rule)
+
+
+def of_rule(rule: tuple[Pattern, Policy]) -> tuple[Policy, Source]:
+    """Returns the policy of a rule, and its source."""
+    return rule[1], Source("rule", name_of(rule[0]), own=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# When a module is called
+# --------------------------------------------------------------------------------------------------
+
+
+def effective_policy(module: Any, scope: Scope) -> Effective:
+    """Returns the policy that `module` obeys in a call under `scope`: the one captured, or that of
+    an island.
+
+    Raises:
+      ValueError: a text was set as the module's policy by hand.
+    """
+    captured = module.dtype_policy
+    if isinstance(captured, str):
+        raise policy_set_by_hand(module, captured)
+    policy = as_in_force(captured, scope)
+    return Effective(policy, policy, module._policy_source)
+
+
+def viewed(module: T, **attributes: Any) -> T:
+    """Makes a shallow copy with other static attributes.
+
+    Variables are shared: the module sees the view's updates.
+    """
+    view = object.__new__(type(module))
+    view.__dict__.update(module.__dict__)
+    view.__dict__.update(attributes)
+    return view
+
+
+def in_policy(module: Any, policy: Policy | None) -> Any:
+    """Returns a view of a module of ours that computes as `policy` says: the one captured, or that
+    of an island.
+    """
+    if policy == module.dtype_policy:
+        return module
+    dtypes = (
+        {}
+        if policy is None or getattr(module, "dtype", None) is None
+        else {"dtype": policy.compute_dtype}
+    )
+    return viewed(module, dtype_policy=policy, **dtypes)
+
+
+def in_complex(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns a view of a layer in the dtype of its complex inputs, which no policy casts.
+
+    Returns None where there are none.
+
+    An explicit dtype argument holds.
+    """
+    dtype = complex_input((*args, *kwargs.values()))
+    if layer.dtype_policy is None or layer._explicit_dtype is not None or dtype is None:
+        return None
+    return viewed(layer, dtype=dtype)

@@ -1,0 +1,107 @@
+"""Elementwise operations that broadcast a half operand, whose cotangent is summed in float32 and
+rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def sharding_of(equation: Any) -> Any:
+    """Returns the sharding of an equation's result, where the axes of the mesh are explicit; else
+    None.
+    """
+    sharding = getattr(equation.outvars[0].aval, "sharding", None)
+    is_explicit = (
+        sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
+    )
+    return sharding if is_explicit else None
+
+
+def repeated(array: Any, shape: tuple[Any, ...], dtype: Any, sharding: Any) -> Any:
+    """A float32 array, broadcast and then cast, so that its cotangent is summed in float32."""
+    return jnp.broadcast_to(array, shape, out_sharding=sharding).astype(dtype)
+
+
+def product(equation: Any, a: Any, b: Any, dtype: Any) -> Any:
+    """The product or quotient of two arrays as half ones; those that are repeated are given in
+    float32.
+
+    Args:
+      equation: a `mul` or a `div`.
+      a, b: its operands, of any floating dtype; one or both are to be broadcast.
+      dtype: the half dtype that they are multiplied in.
+    """
+    compute = _multiplied if equation.primitive.name == "mul" else _divided
+    repeats = _Repeats(equation.outvars[0].aval.shape, jnp.dtype(dtype), sharding_of(equation))
+    return compute(repeats, a, b)
+
+
+class _Repeats(tuple):
+    """A shape, dtype and sharding, as a static argument."""
+
+    def __new__(cls, shape: tuple[Any, ...], dtype: Any, sharding: Any) -> _Repeats:
+        return super().__new__(cls, (shape, dtype, sharding))
+
+    def __call__(self, tangent: Any) -> Any:
+        shape, dtype, sharding = self
+        return tangent if tangent.shape == shape else repeated(tangent, shape, dtype, sharding)
+
+    def narrowed(self, array: Any) -> Any:
+        return array.astype(self[1])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _multiplied(repeats: _Repeats, a: Any, b: Any) -> Any:
+    return lax.mul(repeats.narrowed(a), repeats.narrowed(b))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _divided(repeats: _Repeats, a: Any, b: Any) -> Any:
+    return lax.div(repeats.narrowed(a), repeats.narrowed(b))
+
+
+def _multiplied_jvp(
+    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    a, b = map(repeats.narrowed, _values(primals))
+    parts = [
+        lax.mul(repeats(t), other)
+        for t, other in zip(tangents, (b, a), strict=True)
+        if not _is_zero(t)
+    ]
+    return lax.mul(a, b), _sum(parts, repeats)
+
+
+def _divided_jvp(
+    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    a, b = map(repeats.narrowed, _values(primals))
+    parts = []
+    if not _is_zero(tangents[0]):
+        parts.append(lax.div(repeats(tangents[0]), b))
+    if not _is_zero(tangents[1]):
+        parts.append(lax.div(lax.div(lax.mul(lax.neg(repeats(tangents[1])), a), b), b))
+    return lax.div(a, b), _sum(parts, repeats)
+
+
+_multiplied.defjvp(_multiplied_jvp, symbolic_zeros=True)
+_divided.defjvp(_divided_jvp, symbolic_zeros=True)
+
+
+def _values(primals: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(primal, "primal", primal) for primal in primals)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _sum(parts: list[Any], repeats: _Repeats) -> Any:
+    shape, dtype, _ = repeats
+    return functools.reduce(lax.add, parts) if parts else jnp.zeros(shape, dtype)

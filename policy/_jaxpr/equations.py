@@ -1,0 +1,71 @@
+"""Searches through the equations of a program and of the programs inside it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from policy._jaxpr.subprograms import opened, programs_of, subprograms
+
+
+def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
+    """Yields every equation of an open jaxpr and of programs inside it, in any role and order.
+
+    Args:
+      jaxpr: an open jaxpr.
+      once: reads a program that several equations hold for the first of them alone.
+    """
+    waiting, seen = [jaxpr], {id(jaxpr)}
+    while waiting:
+        for equation in waiting.pop().eqns:
+            yield equation
+            inner = [one for one in programs_of(equation) if not once or id(one) not in seen]
+            seen.update(map(id, inner))
+            waiting.extend(inner)
+
+
+def combines_by(equation: Any, names: Collection[str]) -> bool:
+    """Tells whether a function that an equation applies to numbers has one of these primitives."""
+    return any(
+        inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns
+    )
+
+
+def maker_of(jaxpr: Any, place: int) -> Any:
+    """Returns the equation that makes an output of a jaxpr, inside the calls that return it.
+
+    Where the output is an argument, there is none: it returns None.
+    """
+    body, _ = opened(jaxpr)
+    variable = body.outvars[place]
+    for equation in reversed(body.eqns):
+        if variable in equation.outvars:
+            inner = held_program(equation)
+            fits = inner is not None and len(opened(inner)[0].outvars) == len(equation.outvars)
+            return maker_of(inner, equation.outvars.index(variable)) if fits else equation
+    return None
+
+
+def held_program(equation: Any) -> Any:
+    """Returns the one program that an equation runs, closed or open as it holds it.
+
+    None of equations that run none or several: a while, a conditional.
+    """
+    inner = subprograms(equation)
+    is_one = len(inner) == 1 and inner[0].place is None and inner[0].is_run
+    return inner[0].jaxpr if is_one else None
+
+
+def repeated_programs(jaxpr: Any) -> frozenset[int]:
+    """Returns the `id`s of programs that several equations of a jaxpr, or of its `jit`s, hold."""
+    counts: collections.Counter[int] = collections.Counter()
+    bodies = [jaxpr]
+    while bodies:
+        for equation in bodies.pop().eqns:
+            program = held_program(equation)
+            if program is not None and equation.primitive.name in ("jit", "pjit"):
+                bodies.append(opened(program)[0])
+            elif program is not None:
+                counts[id(program)] += 1
+    return frozenset(identity for identity, count in counts.items() if count > 1)

@@ -1,0 +1,179 @@
+"""Interpreter of jaxprs: evaluates a program again, on values of another kind than arrays."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import jax.extend.core as jex_core
+import numpy as np
+from jax.extend import source_info_util
+
+V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True)
+Notes = dict[int, Any]
+
+
+class Traced(Protocol[V_co]):
+    """A subprogram that was traced: `policy._jaxpr.control_flow.Body`.
+
+    Attributes:
+      outputs: a value like each of its outputs, with abstract values for arrays.
+    """
+
+    @property
+    def outputs(self) -> Sequence[V_co]: ...
+
+
+class Interpreter(abc.ABC, Generic[V]):
+    """Evaluates jaxprs on values of type `V`, which hold arrays, and remember more about them.
+
+    A subclass says how values hold arrays (`constant`, `arrays`, `filled`), how an equation is
+    evaluated (`equation`), and on which kinds of values loops and branches settle (`merge`,
+    `settled`). Equations that hold programs are rebuilt by the functions of
+    `policy._jaxpr.control_flow`.
+
+    Attributes:
+      notes: arrays that are reported beside the outputs of the program that is being traced, by a
+        key of their own.
+    """
+
+    def __init__(self) -> None:
+        self.notes: Notes = {}
+
+    # Values ---------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def constant(self, array: Any) -> V:
+        """Returns a constant of a jaxpr as a value."""
+
+    @abc.abstractmethod
+    def arrays(self, value: V) -> Sequence[Any]:
+        """Returns the arrays of a value, always as many for values of one kind."""
+
+    @abc.abstractmethod
+    def filled(self, value: V, arrays: Sequence[Any]) -> V:
+        """Returns a value like this one with other arrays."""
+
+    def literal(self, literal: jex_core.Literal) -> V:
+        """Returns a literal of a jaxpr as a value, in the dtype that it was traced with."""
+        dtype = getattr(literal.aval, "dtype", None)
+        return self.constant(literal.val if dtype is None else np.asarray(literal.val, dtype))
+
+    def flat(self, values: Sequence[V]) -> list[Any]:
+        """Returns all arrays of some values."""
+        return [array for value in values for array in self.arrays(value)]
+
+    def refilled(self, values: Sequence[V], arrays: Sequence[Any]) -> list[V]:
+        """Returns values like these with the arrays that `flat` returned of others."""
+        rest = iter(arrays)
+        return [self.filled(value, [next(rest) for _ in self.arrays(value)]) for value in values]
+
+    # Equations ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def equation(self, equation: Any, values: list[V]) -> list[V]:
+        """Returns the outputs of an equation on some operands."""
+
+    def merge(
+        self, equation: Any, values: Sequence[V], branches: Sequence[Traced[V]] = ()
+    ) -> Sequence[V | None]:
+        """Returns a value like each output of an equation; None leaves it to its program.
+
+        A loop carries values of these kinds from the start, and all branches of a conditional
+        return them. Of a conditional, `branches` were traced; of other equations nothing was yet.
+        """
+        return [None for _ in equation.outvars]
+
+    def settled(self, value: V, like: V) -> V:
+        """Returns `value` as one of the kind of `like`."""
+        return value
+
+    def entering(self, values: Sequence[V]) -> list[V]:
+        """Returns values like those of a loop's carry and rows, as they are inside of it."""
+        return list(values)
+
+    def inside(self, equation: Any) -> Self:
+        """Returns the interpreter of the programs inside an equation, within the same trace."""
+        return self
+
+    def tracing(self, program: Traced[V], role: str) -> Self:
+        """Returns the interpreter of a program that is traced by itself, with notes of its own."""
+        inner = copy.copy(self)
+        inner.notes = {}
+        return inner
+
+    def body(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+        """Returns the outputs of a program that is traced by itself."""
+        return self.run(jaxpr, consts, args)
+
+    # The run --------------------------------------------------------------------------------------
+
+    def run(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+        """Returns the outputs of an open jaxpr."""
+        values: dict[Any, V] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+        )
+
+        def read(atom: Any) -> V:
+            return self.literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]
+
+        last = _last_reads(jaxpr)
+        for i, equation in enumerate(jaxpr.eqns):
+            with context_of(equation):
+                outputs = self.step(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, outputs, strict=True))
+            for variable in last.get(i, ()):
+                values.pop(variable, None)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def step(self, equation: Any, values: list[V]) -> list[V]:
+        """Evaluates one equation of a program; a subclass may do something before and after."""
+        return self.equation(equation, values)
+
+
+@contextlib.contextmanager
+def context_of(equation: Any) -> Iterator[None]:
+    """Gives new equations the source line, name stack and settings of an equation."""
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+        yield
+
+
+def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
+    """Returns the variables that no later equation reads, by equation: their arrays are freed."""
+    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
+    last: dict[Any, int] = {}
+    for i, equation in enumerate(jaxpr.eqns):
+        last.update((atom, i) for atom in equation.invars if not isinstance(atom, jex_core.Literal))
+    found: dict[int, list[Any]] = {}
+    for variable, i in last.items():
+        if variable not in kept:
+            found.setdefault(i, []).append(variable)
+    return found
+
+
+def readers_of(jaxpr: Any) -> dict[Any, set[str]]:
+    """Returns the primitives that read each variable; "" stands for the caller of the program."""
+    readers: dict[Any, set[str]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, jex_core.Literal):
+                readers.setdefault(atom, set()).add(equation.primitive.name)
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, jex_core.Literal):
+            readers.setdefault(atom, set()).add("")
+    return readers
+
+
+def equations_of(jaxpr: Any) -> Sequence[Any]:
+    """Returns the equations of an open jaxpr itself."""
+    return jaxpr.eqns
+
+
+Handler = Callable[[Any, Any, list[Any]], list[Any]]
+"""Evaluates an equation that holds programs: from an interpreter, the equation and its operands."""

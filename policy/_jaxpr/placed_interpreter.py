@@ -1,0 +1,196 @@
+"""Interpreter that knows the module path and the pass of each equation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+from policy._jaxpr.control_flow import mapped_axes
+from policy._jaxpr.interpreter import Interpreter
+from policy._jaxpr.paths import Path, path_of
+from policy._jaxpr.scope_names import BOUNDARY, ISLAND
+
+_SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
+Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, outermost first
+
+
+class Place(NamedTuple):
+    """A module path, and a pass: "again" is the recomputation of a checkpoint."""
+
+    path: Path = ()
+    direction: Literal["forward", "backward", "again"] = "forward"
+
+
+class Value:
+    """One value of the traced program, as it is run.
+
+    Attributes:
+      arrays: its numbers, once for each lane that computes its own; a lane without one reads the
+        first's.
+      origin: the place that computed it; each interpreter has a type of its own for it.
+    """
+
+    __slots__ = ("arrays", "origin")
+
+    def __init__(self, arrays: Sequence[Any], origin: Any = None):
+        self.arrays, self.origin = tuple(arrays), origin
+
+
+class Lane(Protocol):
+    """The values of a float32 program beside this one: see `policy.compare.float32_values`."""
+
+    def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None: ...
+    def given(self, chain: Chain, equation: Any) -> Iterable[tuple[int, Any]]: ...
+    def made(
+        self, chain: Chain, equation: Any, outputs: Sequence[Value]
+    ) -> Iterable[tuple[int, Any]]: ...
+    def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None: ...
+    def outputs(self, values: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
+    def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
+
+
+_READS: dict[str, Literal["checkpoint", "closed"]] = {"remat": "checkpoint", "shard": "closed"}
+
+
+class PlacedInterpreter(Interpreter[Value]):
+    """An interpreter of values that are arrays, each with a place.
+
+    Attributes:
+      place: that of the equation whose body is being run.
+      bodies: the programs inside equations that this one stands in, outermost first.
+      axes: the mesh axes that each device runs by itself over.
+      chain: the equations that this program stands in.
+      lane: the float32 values, where those are of another program; None where they are of this one,
+        upcast.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = Place()
+        self.axes: tuple[str, ...] = ()
+        self.bodies: tuple[object, ...] = ()
+        self.chain: Chain = ()
+        self.lane: Lane | None = None
+
+    # Values ---------------------------------------------------------------------------------------
+
+    def constant(self, array: Any) -> Value:
+        return Value([array])
+
+    def arrays(self, value: Value) -> Sequence[Any]:
+        return value.arrays
+
+    def filled(self, value: Value, arrays: Sequence[Any]) -> Value:
+        return Value(arrays, value.origin)
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        """Returns a value that is computed or read at a place, and that is `array` in float32."""
+        return value
+
+    # Programs inside equations --------------------------------------------------------------------
+
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
+        return [Value([None]) for _ in equation.outvars]
+
+    def entering(self, values: Sequence[Value]) -> list[Value]:
+        return [Value(value.arrays) for value in values]
+
+    def place_of(self, equation: Any) -> Place:
+        """Returns the position of an equation."""
+        name_stack = str(equation.source_info.name_stack)
+        is_again = "rematted_computation" in name_stack
+        is_backward = "transpose(" in name_stack or self.place.direction == "backward"
+        path = module_path(path_of(name_stack, self.place.path), is_backward)
+        return Place(
+            path, "again" if is_again else "backward" if is_backward else self.place.direction
+        )
+
+    def inside(self, equation: Any) -> Self:
+        inner = copy.copy(self)
+        inner.place, inner.chain = self.place_of(equation), (*self.chain, id(equation))
+        if equation.primitive.name == "shard_map":
+            inner.axes = (*self.axes, *mapped_axes(equation))
+        return inner
+
+    def tracing(self, program: Any, role: str) -> Self:
+        inner = super().tracing(program, role)
+        inner.bodies = (*self.bodies, program)
+        inner.lane = self.lane and self.lane.within(_READS.get(role, "open"))
+        return inner
+
+    def standing_in(self, outer: PlacedInterpreter) -> Self:
+        """Returns this interpreter, in the place of another."""
+        self.place, self.axes, self.bodies = outer.place, outer.axes, outer.bodies
+        self.chain, self.lane = outer.chain, outer.lane
+        return self
+
+    # The run, with float32's values of its own ----------------------------------------------------
+
+    def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        if self.lane is not None:
+            self.lane.enter(self.chain, jaxpr, args)
+        return super().run(jaxpr, consts, args)
+
+    def step(self, equation: Any, values: list[Value]) -> list[Value]:
+        return self._made(equation, self.equation(equation, self.given(equation, values)))
+
+    def given(self, equation: Any, values: list[Value]) -> list[Value]:
+        """Returns the operands of an equation, with float32's own."""
+        for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
+            values[k] = self.replaced(self.place_of(equation), values[k], array)
+        return values
+
+    def _made(self, equation: Any, outputs: list[Value]) -> list[Value]:
+        if self.lane is None:
+            return outputs
+        for i, array in self.lane.made(self.chain, equation, outputs):
+            outputs[i] = self.replaced(self.place_of(equation), outputs[i], array)
+        self.lane.keep(self.chain, equation, outputs)
+        return outputs
+
+    def ended(self, values: Sequence[Value]) -> list[Value]:
+        """Returns the outputs of the whole program, with float32's own values."""
+        values = list(values)
+        for k, array in () if self.lane is None else self.lane.outputs(values):
+            values[k] = self.replaced(self.place, values[k], array)
+        return values
+
+
+def module_path(path: Path, is_backward: bool) -> Path:
+    """A path without scopes that are no modules.
+
+    The transposition of checkpoints and derivative rules writes part of the path of their equations
+    twice: Net/Net for Net, layers/norm/layers/norm for layers/norm.
+    """
+    path = tuple(name for name in path if name not in _SCOPES)
+    return _once(path) if is_backward else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _once(path: Path) -> Path:
+    for length in range(len(path) // 2, 0, -1):
+        for start in range(len(path) - 2 * length + 1):
+            middle, end = start + length, start + 2 * length
+            if path[start:middle] == path[middle:end] and not all(
+                map(str.isdigit, path[start:middle])
+            ):
+                return _once((*path[:middle], *path[end:]))
+    return path
+
+
+def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Returns the whole paths of those whose beginning was lost.
+
+    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it
+    by the path within the body alone: such a path is the end of one other.
+    """
+    every = set(paths)
+    ends: dict[Path, list[Path]] = {}
+    for path in every:
+        for start in range(1, len(path)):
+            ends.setdefault(path[start:], []).append(path)
+    return {end: found[0] for end, found in ends.items() if end in every and len(found) == 1}

@@ -1,0 +1,168 @@
+"""Programs with every half float widened to float32: references for programs in half precision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy._jaxpr.control_flow import handler_of
+from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
+from policy._jaxpr.primitives import HOST, MATMULS, READS_BITS
+from policy._jaxpr.subprograms import bind, is_jaxpr, opened, programs_of
+
+F32 = np.dtype(np.float32)
+
+
+@functools.cache
+def is_half(dtype: Any) -> bool:
+    """Returns whether a dtype is floating and narrower than float32."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns float32 for a half float; any other dtype as it is."""
+    return F32 if is_half(dtype) else dtype
+
+
+def dtype_of(atom: Any) -> Any:
+    """Returns the dtype that a variable was traced with, or None."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def widen(array: Any) -> Any:
+    """An array in float32, if it is half."""
+    dtype = getattr(array, "dtype", None)
+    return lax.convert_element_type(array, F32) if dtype is not None and is_half(dtype) else array
+
+
+def narrowed(array: Any, dtype: Any) -> Any:
+    """An array in the half dtype that its variable was traced with."""
+    if dtype is None or not is_half(dtype) or array.dtype == dtype:
+        return array
+    return lax.convert_element_type(array, dtype)
+
+
+class Upcast(PlacedInterpreter):
+    """Runs a program with its half values in float32. Each value is one array."""
+
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        if (handler := handler_of(equation)) is not None:
+            return handler(self, equation, values)
+        if equation.primitive.name in HOST and not equation.outvars:
+            return []
+        return [
+            Value([array])
+            for array in bound_wide(equation, [widen(value.arrays[0]) for value in values])
+        ]
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        return Value([array], value.origin)
+
+
+def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of an equation on widened operands; as traced where it takes none."""
+    name = equation.primitive.name
+    half = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.invars)]
+    if name == "convert_element_type" and is_half(equation.params["new_dtype"]):
+        array = arrays[0]
+        return [lax.convert_element_type(array, F32) if array.dtype != F32 else array]
+    if name == "reduce_precision" and half[0] and _keeps(equation):
+        return list(arrays)
+    has_half = any(half) or any(
+        is_half(dtype) for dtype in map(dtype_of, equation.outvars) if dtype is not None
+    )
+    if has_half and (name in HOST or name in READS_BITS):
+        return _as_traced(equation, arrays)
+    params = {key: _wide_param(value, arrays) for key, value in equation.params.items()}
+    if name in MATMULS:
+        params["precision"] = _highest(equation)
+    try:
+        outputs = bind(equation, arrays, params)
+    except (TypeError, ValueError, NotImplementedError):  # it takes half precision alone
+        return _as_traced(equation, arrays)
+    expected = [wide_dtype(dtype) for dtype in map(dtype_of, equation.outvars)]
+    if [getattr(output, "dtype", None) for output in outputs] != expected:
+        return _as_traced(equation, arrays)
+    return outputs
+
+
+def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+    """On operands rounded to the dtypes that it was traced with."""
+    operands = [
+        narrowed(array, dtype_of(atom)) for atom, array in zip(equation.invars, arrays, strict=True)
+    ]
+    return [widen(output) for output in bind(equation, operands)]
+
+
+def _keeps(equation: Any) -> bool:
+    """Returns whether a `reduce_precision` keeps every number of its operand's dtype.
+
+    Such a one rounds nothing.
+    """
+    info, params = jnp.finfo(dtype_of(equation.invars[0])), equation.params
+    return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
+
+
+def _highest(equation: Any) -> Any:
+    """Full float32: by default GPUs and TPUs multiply float32 in fewer bits."""
+    is_float = any(jnp.issubdtype(dtype, jnp.floating) for dtype in map(dtype_of, equation.invars))
+    precision = equation.params.get("precision")
+    if not is_float:
+        return precision
+    highest = lax.Precision.HIGHEST
+    return (
+        (highest, highest)
+        if equation.primitive.name != "ragged_dot_general" or precision
+        else precision
+    )
+
+
+def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
+    """A parameter with float32 for every half dtype in it, those of programs included."""
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return wide_dtype(np.dtype(value))
+    if is_jaxpr(value):
+        return wide_program(value)
+    if isinstance(value, tuple) and any(
+        is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value
+    ):
+        items = [_wide_param(item, arrays) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def wide_program(program: Any) -> Any:
+    """A jaxpr with every half float widened, open or closed as it was."""
+    body, consts = opened(program)
+    if not any(is_half(dtype) for dtype in dtypes_of(body)):
+        return program
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype)) for v in body.invars]
+
+    def run(*arrays: Any) -> list[Any]:
+        outputs = Upcast().run(
+            body, [Value([widen(const)]) for const in consts], [Value([array]) for array in arrays]
+        )
+        return [widen(output.arrays[0]) for output in outputs]
+
+    closed = jax.make_jaxpr(run)(*inputs)
+    return closed if hasattr(program, "consts") else closed.jaxpr
+
+
+def dtypes_of(jaxpr: Any) -> list[Any]:
+    """Returns the dtypes in an open jaxpr and in the programs inside it."""
+    variables = [
+        *jaxpr.constvars,
+        *jaxpr.invars,
+        *jaxpr.outvars,
+        *(v for e in jaxpr.eqns for v in e.outvars),
+    ]
+    own = [dtype for dtype in map(dtype_of, variables) if dtype is not None]
+    return own + [
+        dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)
+    ]

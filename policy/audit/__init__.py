@@ -1,0 +1,1 @@
+"""The dtypes that a program runs in, and the numerical hazards in it."""

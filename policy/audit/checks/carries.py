@@ -1,0 +1,162 @@
+"""Finds carries of loops that lose digits in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policy._jaxpr.graph import Node, Value
+from policy._jaxpr.operations import is_inexact, kind_of
+from policy._jaxpr.primitives import ADDITIONS, MINMAX, MOVES_DATA, SCALINGS
+from policy.audit.accumulations import Share, Shares
+from policy.audit.finding_kinds import CARRY, finding, shape_of
+from policy.audit.flow import Flow, is_cast, is_narrow, narrows, users, widens
+from policy.audit.report import Finding
+
+_MIXES = ADDITIONS | SCALINGS | {"select_n", "branch"}  # a sum or an average is made by these
+
+
+def narrowed_carries(flow: Flow) -> Iterator[Finding]:
+    """Running sums and averages in half precision, and float32 that is rounded to half between two
+    turns of a loop.
+
+    What a stack of layers hands on is neither: what each adds depends on it. Nor is what a gate
+    scales.
+    """
+    loops: dict[int, list[Node]] = {}
+    for node in flow.graph.nodes:
+        if node.name == "carry" and node.outputs and len(node.inputs) == 2:
+            loops.setdefault(id(node.site.equation), []).append(node)
+    for carries in loops.values():
+        if carries[0].params.get("length") != 1:
+            yield from _Loop(carries).findings()
+
+
+class _Loop:
+    """The values that one loop carries; each node makes one, of its first value and of what the
+    body returns for it.
+    """
+
+    def __init__(self, carries: list[Node]):
+        self.carries = carries
+        self.gates = gates_of((node.out, node.inputs[1]) for node in carries)
+        self._swapped: dict[int, list[tuple[Node, Share]]] = {}
+
+    def findings(self) -> Iterator[Finding]:
+        for node in self.carries:
+            if is_narrow(node.out.dtype) and (message := self._message(node)):
+                yield finding(CARRY, node, message)
+
+    def _message(self, node: Node) -> str:
+        carry, result = node.out, node.inputs[1]
+        what = f"{shape_of(carry)} is handed from one turn of the {node.site.name} to the next"
+        if self._adds(node, node) or self._is_added_to_elsewhere(node):
+            return f"{what}, and is added to or scaled in each: what is below its last digit is lost. Carry float32."
+        maker = result.maker
+        readers = list(users(carry))
+        is_wide_inside = bool(readers) and all(widens(r) for r in readers)
+        if maker is not None and narrows(maker) and is_wide_inside:
+            return f"{what}, but computed with in {maker.inputs[0].dtype} only: each turn rounds it. Carry float32."
+        return ""
+
+    def _adds(self, node: Node, to: Node) -> bool:
+        """Returns whether a carry's next value is another's with something added to it, or scaled."""
+        share = self._share(node, to)
+        return share is not None and (share.added or share.scaled)
+
+    def _share(self, node: Node, of: Node) -> Share | None:
+        """Returns the share of a carry in the next value of another one; None of what compensates
+        for its losses.
+
+        What gradients by the carry add to it counts as independent: a step of an optimizer. In the
+        backward pass only sums count: what is scaled there is a cotangent.
+        """
+        is_forward = not node.site.is_backward
+        shares = Shares(of.out, self.gates, scales=is_forward, gradients=is_forward)
+        share = shares.of(node.inputs[1])
+        return None if share is None or not share.factor or shares.is_compensated() else share
+
+    def _is_added_to_elsewhere(self, node: Node) -> bool:
+        """Returns whether a carry is added to in some turns of a cycle: where carries swap their
+        places.
+        """
+        waiting: list[tuple[Node, tuple[Node, ...], bool]] = [(node, (), False)]
+        while waiting:
+            here, passed, is_added_to = waiting.pop()
+            for other, share in self._sources(here):
+                is_changed = is_added_to or share.added or share.scaled
+                if other is node and passed and is_changed:
+                    return True
+                if other is not node and not any(other is one for one in passed):
+                    waiting.append((other, (*passed, other), is_changed))
+        return False
+
+    def _sources(self, node: Node) -> list[tuple[Node, Share]]:
+        """The other carries that a carry's next value is a sum of, and their shares in it."""
+        if id(node) not in self._swapped:
+            ends = _ends(node.inputs[1], {id(other.out) for other in self.carries})
+            others = (
+                []
+                if id(node.out) in ends
+                else [other for other in self.carries if id(other.out) in ends]
+            )
+            shares = [(other, self._share(node, other)) for other in others]
+            self._swapped[id(node)] = [
+                (other, share) for other, share in shares if share is not None
+            ]
+        return self._swapped[id(node)]
+
+
+def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
+    """The ids of carries that gate what depends on them, of pairs of a carry and its next value.
+
+    Counters don't: they may scale. Nor do running maxima: an online softmax scales its sums by what
+    they grew.
+    """
+    return {
+        id(carry)
+        for carry, result in carried
+        if is_inexact(carry.dtype) and not _is_extreme(carry, result)
+    }
+
+
+def _is_extreme(carry: Value, result: Value) -> bool:
+    """Returns whether a carry is the largest or the smallest of what it has met."""
+    while result.maker is not None and (result.maker.name in MOVES_DATA or is_cast(result.maker)):
+        result = result.maker.inputs[0]
+    maker = result.maker
+    return (
+        maker is not None
+        and maker.name in MINMAX - {"clamp"}
+        and any(_is_view(v, carry) for v in maker.inputs)
+    )
+
+
+def _is_view(value: Value, of: Value) -> bool:
+    while value is not of:
+        if value.maker is None or not (value.maker.name in MOVES_DATA or is_cast(value.maker)):
+            return False
+        value = value.maker.inputs[0]
+    return True
+
+
+def _ends(value: Value, carries: set[int]) -> set[int]:
+    """The carries that a value is a sum of, so far as sums, scales and choices go."""
+    found: set[int] = set()
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in carries:
+            found.add(id(value))
+        maker = value.maker
+        if maker is None or maker.name == "carry":
+            continue
+        if (
+            maker.name in MOVES_DATA
+            or maker.name in _MIXES
+            or is_cast(maker)
+            or kind_of(maker.name) == "scatter-add"
+        ):
+            fresh = [v for v in maker.inputs if id(v) not in seen]
+            seen.update(map(id, fresh))
+            waiting.extend(fresh)
+    return found

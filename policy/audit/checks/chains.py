@@ -1,0 +1,158 @@
+"""Sums of many terms that are written as additions: chains, trees, scans of pairs, and rings of
+devices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from policy._jaxpr.costs import size
+from policy._jaxpr.graph import Node, Value, is_joint
+from policy._jaxpr.primitives import ADDITIONS, MOVES_DATA, PLACES
+from policy.audit.equality import are_equal
+from policy.audit.finding_kinds import REDUCTION, finding
+from policy.audit.flow import Flow, is_cotangent, is_matmul, is_narrow, users
+from policy.audit.report import Finding
+
+_MOST_ALIKE = 3  # parts of one array that are added: the corners of a square are four
+_MOST = 7  # terms of any kind: branches of a network
+_MOST_HOPS = 1  # from device to device: a stencil asks its neighbours once
+
+
+class _Terms(NamedTuple):
+    """The terms that each number of a value is a sum of.
+
+    Attributes:
+      of: how often something of each value, by its id, is added to it.
+      hops: the most exchanges between devices on the way of any term.
+    """
+
+    of: Counter[int]
+    hops: int = 0
+
+
+def sums_by_hand(flow: Flow) -> Iterator[Finding]:
+    """Additions in half of four or more parts of one array, of eight or more terms, or along a ring
+    of devices.
+
+    A partial sum that anything but an addition reads is a value of its own, as those of a residual
+    stream are.
+    """
+    sums = _Sums()
+    for node in flow.graph.nodes:
+        if (
+            not node.outputs
+            or not is_narrow(node.out.dtype)
+            or is_cotangent(node)
+            or is_joint(node)
+        ):
+            continue
+        sums.enter(node)
+        if (
+            node.name in ADDITIONS
+            and sums.ends(node.out)
+            and (terms := _many(sums.known[id(node.out)]))
+        ):
+            limit = (
+                "overflows above 65504"
+                if node.out.dtype == "float16"
+                else f"rounds to {node.out.dtype}"
+            )
+            message = (
+                f"Additions sum {terms} in {node.out.dtype}, one after another: each {limit}. "
+                "Widen the terms to float32 before, or stack them and use jnp.sum, which does; "
+                "narrow the sum after."
+            )
+            yield finding(REDUCTION, node, message)
+
+
+def _many(terms: _Terms) -> str:
+    """Returns the number of terms of a sum, in words; "" where they are few."""
+    total, alike = terms.of.total(), max(terms.of.values(), default=0)
+    if terms.hops > _MOST_HOPS and total > 2:
+        return f"{total} terms along a ring of devices"
+    if alike > _MOST_ALIKE:
+        return f"{alike} parts of one array"
+    return f"{total} terms" if total > _MOST else ""
+
+
+class _Sums:
+    """The terms of values, as far as they are more than one."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Terms] = {}
+        self._used: dict[int, bool] = {}
+
+    def enter(self, node: Node) -> None:
+        """Notes what the result of a node is a sum of, where it adds or moves numbers."""
+        if node.name in ADDITIONS and not all(_is_spread(value) for value in node.inputs):
+            each = [self._of(value) for value in node.inputs]
+            counts = Counter[int]()
+            for terms in each:
+                counts.update(terms.of)
+            self.known[id(node.out)] = _Terms(counts, max(terms.hops for terms in each))
+        elif node.name in ADDITIONS or node.name in PLACES:
+            self.known[id(node.out)] = _largest([self._of(value) for value in node.inputs])
+        elif node.name in MOVES_DATA and node.inputs:
+            terms = self._of(node.inputs[0])
+            self.known |= {
+                id(out): terms._replace(hops=terms.hops + (node.name == "ppermute"))
+                for out in node.outputs
+            }
+
+    def ends(self, value: Value) -> bool:
+        """Returns whether a sum is no part of another one."""
+        return self._is_used(value) or not any(node.name in ADDITIONS for node in _readers(value))
+
+    def _of(self, value: Value) -> _Terms:
+        terms = self.known.get(id(value))
+        if value.is_literal or not is_narrow(value.dtype):
+            return _Terms(Counter())
+        if terms is None or (terms.of.total() > 1 and self._is_used(value)):
+            return _Terms(Counter((id(_whole(value)),)))
+        return terms
+
+    def _is_used(self, value: Value) -> bool:
+        """Returns whether anything reads a value that does not add it to something."""
+        if id(value) not in self._used:
+            self._used[id(value)] = any(
+                node.name not in ADDITIONS and not is_joint(node) for node in _readers(value)
+            )
+        return self._used[id(value)]
+
+
+def _whole(value: Value) -> Value:
+    """The array that a value is a part of, or a function of a part; the value where it is neither."""
+    part, is_part = value, False
+    while part.maker is not None:
+        operands = [operand for operand in part.maker.inputs if not operand.is_literal]
+        is_moved = part.maker.name in MOVES_DATA and bool(operands)
+        is_function = bool(operands) and operands[0].shape == part.shape
+        is_function = is_function and all(are_equal(operands[0], other) for other in operands[1:])
+        if is_joint(part.maker) or is_matmul(part.maker) or not (is_moved or is_function):
+            break
+        is_part = is_part or (is_moved and size(operands[0].shape) > size(part.shape))
+        part = operands[0]
+    return part if is_part else value
+
+
+def _is_spread(value: Value) -> bool:
+    """Returns whether a value is another one with zeros between: two of them are put together by an
+    addition.
+    """
+    return value.maker is not None and value.maker.name == "pad"
+
+
+def _largest(each: Sequence[_Terms]) -> _Terms:
+    """Returns the most that any number of several values, beside each other, is a sum of."""
+    counts = Counter[int]()
+    for terms in each:
+        counts |= terms.of
+    return _Terms(counts, max((terms.hops for terms in each), default=0))
+
+
+def _readers(value: Value) -> Iterator[Node]:
+    """The nodes that compute with a value, wherever it was moved before."""
+    return users(value, lambda node: node.name in MOVES_DATA or node.name in PLACES)

@@ -1,0 +1,130 @@
+"""Exponentials, logarithms, roots and squares of half numbers, where their error or their range
+matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from policy._jaxpr.graph import Node, Value, is_joint
+from policy._jaxpr.operations import is_steep, kind_of
+from policy._jaxpr.primitives import MOVES_DATA, PERIODIC, RESCALES, ROOTS
+from policy.audit.equality import are_equal
+from policy.audit.finding_kinds import FUNCTION, finding
+from policy.audit.flow import Flow, is_cotangent, is_matmul, is_narrow, made_of
+from policy.audit.report import Finding
+from policy.audit.uses import is_summed, matters
+
+_STEEPNESS = (
+    "an argument near 10 is rounded by 0.03, which is 3% of its exponential",
+    "exponentials overflow above 11, and logarithms are off by their argument's last digit",
+)
+
+
+def low_precision_functions(flow: Flow) -> Iterator[Finding]:
+    """Functions of half numbers whose rounding is more than that of an activation."""
+    for node in flow.graph.nodes:
+        if (
+            not node.inputs
+            or not is_narrow(node.inputs[0].dtype)
+            or is_cotangent(node)
+            or is_joint(node)
+        ):
+            continue
+        reason = _reason(node)
+        if reason:
+            yield finding(FUNCTION, node, f"{node.name} of {node.inputs[0].dtype}: {reason}")
+
+
+def _reason(node: Node) -> str:
+    """Why a function should not be computed in half, or ""."""
+    name, dtype = node.name, node.inputs[0].dtype
+    if node.inputs[0].is_literal:
+        return ""
+    if is_steep(name) and matters(node):
+        steepness = _STEEPNESS[dtype == "float16"]
+        return (
+            f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
+        )
+    if name in PERIODIC:
+        return "the argument's last digit is a good part of a turn. Compute the angles, and this, in float32."
+    if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
+        limit = "overflows above 65504" if dtype == "float16" else "has 8 significant bits"
+        return f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and narrow what they normalise."
+    if name == "div" and _is_statistic(node.inputs[1], through_root=True):
+        return f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and narrow the result."
+    if _divides_by_dot(node):
+        return "a variance or norm of squares that a dot sums in float16 overflows above 65504. Sum squares in float32."
+    if _squares(node) and is_summed(node.out):
+        limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
+        return (
+            f"squares in {dtype} {limit}, and these are summed. Widen to float32 before squaring."
+        )
+    return ""
+
+
+def _divides_by_dot(node: Node) -> bool:
+    """Returns whether a node takes a root, a reciprocal or a logarithm of what a dot sums squares
+    to in float16.
+    """
+    if node.inputs[0].dtype != "float16":
+        return False
+    if node.name == "div":
+        return _is_statistic(
+            node.inputs[1], through_root=True, of=_is_dot_of_squares
+        ) or _is_statistic(node.inputs[1], of=_is_dot_of_squares)
+    exponent = node.params.get("y")
+    is_root = node.name in ROOTS or node.name.startswith("log")
+    is_reciprocal = node.name == "integer_pow" and isinstance(exponent, int) and exponent < 0
+    return (is_root or is_reciprocal) and _is_statistic(node.inputs[0], of=_is_dot_of_squares)
+
+
+def _is_dot_of_squares(node: Node) -> bool:
+    """Returns whether a node is a matmul of half values with themselves, or of squares with
+    anything.
+    """
+    if not is_matmul(node) or not all(is_narrow(value.dtype) for value in node.inputs[:2]):
+        return False
+    makers = [made_of(value).maker for value in node.inputs[:2]]
+    return are_equal(node.inputs[0], node.inputs[1]) or any(
+        maker is not None and _squares(maker) for maker in makers
+    )
+
+
+def _is_reduction(node: Node) -> bool:
+    return kind_of(node.name) == "reduction"
+
+
+def _squares(node: Node) -> bool:
+    if node.name == "mul":
+        return are_equal(node.inputs[0], node.inputs[1])
+    return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
+
+
+def _is_statistic(
+    value: Value, through_root: bool = False, of: Callable[[Node], bool] = _is_reduction
+) -> bool:
+    """Returns whether a value is a sum, shifted and scaled.
+
+    Args:
+      through_root: whether the square root of a sum is looked for instead.
+      of: tells which nodes sum.
+    """
+    waiting, seen = [(value, False)], {id(value)}
+    while waiting:
+        value, has_root = waiting.pop()
+        maker = value.maker
+        if maker is None:
+            continue
+        if not is_joint(maker) and of(maker):
+            if has_root or not through_root:
+                return True
+            continue
+        is_root = through_root and maker.name == "sqrt"
+        for operand in (
+            maker.inputs if is_root or maker.name in MOVES_DATA or maker.name in RESCALES else ()
+        ):
+            if id(operand) not in seen:
+                seen.add(id(operand))
+                waiting.append((operand, has_root or is_root))
+    return False

@@ -1,0 +1,99 @@
+"""Sums of many terms in less than float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from policy._jaxpr.equations import combines_by
+from policy._jaxpr.graph import Node, is_joint
+from policy._jaxpr.operations import kind_of, sums
+from policy._jaxpr.primitives import ADDITIONS, CUMULATIVE, REDUCTIONS, WINDOWED
+from policy.audit.finding_kinds import REDUCTION, finding
+from policy.audit.flow import Flow, is_narrow
+from policy.audit.indices import may_repeat
+from policy.audit.report import Finding
+
+_FEW_WINDOWS = (
+    8  # that meet in one number's gradient, in a max-pool: windows of 3 x 3 every 2 are 4
+)
+
+
+def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
+    """Yields every sum of more than one number below float32, under any name."""
+    for node in flow.graph.nodes:
+        if not node.inputs or not node.outputs or not sums(node.site.equation) or is_joint(node):
+            continue
+        if is_narrow(node.out.dtype) and (terms := terms_of(node)):
+            yield finding(REDUCTION, node, _message(node, terms))
+
+
+def _message(node: Node, terms: str) -> str:
+    what = {"scatter-add": "adds up", "collective": "adds up across devices"}.get(
+        kind_of(node.name), "sums"
+    )
+    limit = "overflows above 65504" if node.out.dtype == "float16" else "has 8 significant bits"
+    return (
+        f"{node.name} {what} {terms} in {node.out.dtype}, which {limit}. "
+        "Widen the operand to float32 before, and narrow the result after."
+    )
+
+
+def terms_of(node: Node) -> str:
+    """Returns the terms of each number of a sum, in words; "" where it is one number alone."""
+    count = 0
+    shape = node.inputs[0].shape
+    if node.name in REDUCTIONS:
+        if node.name == "reduce" and not _adds(node):
+            return ""
+        axes = node.params.get("axes", node.params.get("dimensions", ()))
+        count = math.prod(shape[axis] if isinstance(shape[axis], int) else 2 for axis in axes)
+    elif node.name in CUMULATIVE:
+        count = shape[node.params["axis"]]
+    elif node.name in WINDOWED:
+        count = (
+            math.prod(node.params["window_dimensions"])
+            if node.name != "reduce_window" or _adds(node)
+            else 0
+        )
+    elif node.name == "select_and_scatter_add":
+        windows, strides = node.params["window_dimensions"], node.params["window_strides"]
+        count = math.prod(
+            -(-window // stride) for window, stride in zip(windows, strides, strict=True)
+        )
+        return f"the gradients of up to {count} windows each" if count > _FEW_WINDOWS else ""
+    elif kind_of(node.name) == "scatter-add":
+        return _collisions(node)
+    elif kind_of(node.name) == "collective":
+        return _shards(node)
+    return f"{count} terms each" if not isinstance(count, int) or count > 1 else ""
+
+
+def _shards(node: Node) -> str:
+    """Returns the terms that a collective sums, in words; "" over axes of one device."""
+    axes = node.params.get("axes", node.params.get("axis_name", ()))
+    sizes, shape = dict(node.site.axes), node.inputs[0].shape
+    each = [
+        sizes.get(a) if isinstance(a, str) else shape[a]
+        for a in (axes if isinstance(axes, tuple) else (axes,))
+    ]
+    return "" if each and all(size == 1 for size in each) else "the shards"
+
+
+def _adds(node: Node) -> bool:
+    """Returns whether the function that a general reduction applies adds or multiplies."""
+    return combines_by(node.site.equation, ADDITIONS | {"mul"})
+
+
+def _collisions(node: Node) -> str:
+    """Returns the updates of a scatter that may meet at one place, in words; "" where none do."""
+    indices, numbers = node.inputs[1], node.params.get("dimension_numbers")
+    if node.params.get("unique_indices") or numbers is None:
+        return ""
+    batching = set(getattr(numbers, "scatter_indices_batching_dims", ()))
+    rows = [dim for axis, dim in enumerate(indices.shape[:-1]) if axis not in batching]
+    count = math.prod(dim for dim in rows if isinstance(dim, int))
+    if count <= 1 or not may_repeat(indices, tuple(batching)):
+        return ""
+    places = [node.inputs[0].shape[axis] for axis in numbers.scatter_dims_to_operand_dims]
+    return f"{count} updates into {math.prod(p for p in places if isinstance(p, int))} places"

@@ -1,0 +1,78 @@
+"""The kinds of findings, the gravest first, with their meanings."""
+
+from __future__ import annotations
+
+from policy._jaxpr.graph import Node, Value
+from policy._jaxpr.operations import is_inexact
+from policy._jaxpr.paths import spelled
+from policy.audit.report import Finding
+
+REDUCTION = "low-precision-reduction"
+FUNCTION = "low-precision-function"
+CONSTANT = "constant-out-of-range"
+CARRY = "narrowed-carry"
+MIXED = "mixed-matmul"
+PROMOTION = "silent-promotion"
+LEAK = "float32-leak"
+MATMUL = "float32-matmul"
+ROUND_TRIP = "cast-round-trip"
+REPEATED = "repeated-cast"
+RESIDUAL = "float32-residual"
+
+KINDS = {
+    REDUCTION: "A sum, mean, cumulative or windowed sum, scatter-add or chain of additions in less than float32.",
+    FUNCTION: "An exponential, logarithm, inverse root or square in half precision where its error or range matters.",
+    CONSTANT: "A constant that overflows to infinity or vanishes to zero in the dtype that it is cast to.",
+    CARRY: "A loop, or a call, hands a sum on in half precision: it stops growing once terms are below its last digit.",
+    MIXED: "A matmul of a half operand and a float32 one: no matrix unit runs it, so it is as slow as float32.",
+    PROMOTION: "A half value met float32 or complex numbers, nobody asked for a wider result, and it stays wide.",
+    LEAK: "A half value was widened, by a normalisation for example, and went on into a matmul in float32.",
+    MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
+    ROUND_TRIP: "A value is cast there and back, or on, with nothing in between: digits or work are lost for nothing.",
+    REPEATED: "The same array is cast to the same dtype more than once.",
+    RESIDUAL: "float32 is kept in memory for the backward pass where the half value that it came from would do.",
+}
+
+
+def finding(
+    kind: str,
+    node: Node,
+    message: str,
+    dtypes: tuple[str, ...] = (),
+    *,
+    of: Node | None = None,
+    primitive: str = "",
+) -> Finding:
+    """Returns a finding about a node, reported at the place of the node `of` if one is given."""
+    site = (of or node).site
+    return Finding(
+        kind,
+        spelled(site.path),
+        primitive or site.name,
+        dtypes or dtypes_of(node),
+        message,
+        site.source,
+        site.is_backward,
+        site.count,
+    )
+
+
+def dtypes_of(node: Node) -> tuple[str, ...]:
+    """Returns the dtypes of a node's floating operands, each once, and of its result."""
+    return tuple(
+        dict.fromkeys(
+            value.dtype for value in (*node.inputs, *node.outputs[:1]) if is_inexact(value.dtype)
+        )
+    )
+
+
+def at(node: Node) -> str:
+    """Returns the position of a node for a message: its module's path and its line."""
+    place = spelled(node.site.path)
+    line = node.site.source
+    return f"{place} ({line})" if place and line else place or line or "the top level"
+
+
+def shape_of(value: Value) -> str:
+    """Returns a value's type as JAX writes it: ``bfloat16[8,128]``."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"

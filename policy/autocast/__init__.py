@@ -1,0 +1,1 @@
+"""Mixed precision for functions as they are: `autocast`."""

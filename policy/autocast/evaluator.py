@@ -1,0 +1,514 @@
+"""Evaluates a traced program again, with casts put in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy._jaxpr.broadcasting import repeated, sharding_of
+from policy._jaxpr.interpreter import Interpreter, Traced, equations_of, readers_of
+from policy._jaxpr.paths import Path, path_of
+from policy._jaxpr.primitives import (
+    FORWARD_ADDITIONS,
+    KEEPS_CONSTANTS,
+    MATMULS,
+    NARY,
+    PRODUCTS,
+    READS_LOGITS,
+    REBUILT,
+)
+from policy._jaxpr.subprograms import bind, programs_of
+from policy._jaxpr.walk import walk
+from policy.autocast import marks
+from policy.autocast.broadcasting import REPEATS, is_repeated, product
+from policy.autocast.normalizations import NOWHERE, Regions, normalizations
+from policy.autocast.report import OPAQUE_MATMUL, Report
+from policy.autocast.scanned_layers import handed_on
+from policy.autocast.settings import Place, Places, Settings
+from policy.autocast.values import (
+    F32,
+    Value,
+    as_dtype,
+    cast,
+    common_dtype,
+    fits,
+    float_dtype,
+    has_range_of_float32,
+    is_floating,
+    saturated,
+    saturates,
+)
+
+Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
+
+
+class Evaluator(Interpreter[Value]):
+    """Runs the equations of a jaxpr on values that are half where the trace has float32.
+
+    Attributes:
+      settings: what was asked for.
+      places: which dtype that means at each module path.
+      path: the module path of the equation whose body is being run.
+      report: where to note what was done, or None.
+      held: the regions of the programs that the equation around holds, by identity; None at the
+        top. What is run beside those are rules for derivatives, whose regions are looked for when
+        they are run.
+      is_whole: whether the equation around belongs to a normalisation with all that it holds.
+      regions: the normalisations of the program that is being run.
+      readers: the primitives that read each of its variables; "" stands for the program's caller.
+      widened: the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the
+        same numbers.
+      handlers: the functions that rebuild equations that hold programs, by primitive.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        places: Places,
+        handlers: Mapping[str, Handler],
+        report: Report | None = None,
+    ):
+        super().__init__()
+        self.settings, self.places, self.handlers, self.report = settings, places, handlers, report
+        self.path: Path = ()
+        self.held: dict[int, Regions] | None = None
+        self.is_whole = False
+        self.regions = NOWHERE
+        self.readers: dict[Any, set[str]] = {}
+        self.widened: set[Any] = set()
+
+    # Values ---------------------------------------------------------------------------------------
+
+    def constant(self, array: Any) -> Value:
+        return Value(array)
+
+    def literal(self, literal: jex_core.Literal) -> Value:
+        dtype = getattr(literal.aval, "dtype", None)
+        number = literal.val if dtype is None else np.asarray(literal.val, dtype)
+        is_number = (
+            isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
+        )
+        return Value(number, yields=True, constant=number[()] if is_number else None)
+
+    def arrays(self, value: Value) -> tuple[Any]:
+        return (value.array,)
+
+    def filled(self, value: Value, arrays: Sequence[Any]) -> Value:
+        (array,) = arrays
+        return Value(array, value.yields, value.constant, value.narrows)
+
+    # Programs inside equations --------------------------------------------------------------------
+
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Traced[Value]] = ()
+    ) -> Sequence[Value | None]:
+        """Returns the dtypes that the outputs of a loop, of branches, or of a jit with shardings
+        settle on.
+
+        They keep their traced dtypes, but for scanned layers, whose carry is half where a rule has
+        a half output_dtype, and for what every branch of a conditional makes half.
+        """
+        name = equation.primitive.name
+        if name == "scan":
+            carried = handed_on(self, equation, values)
+            return [*carried, *([None] * (len(equation.outvars) - len(carried)))]
+        if name == "cond":
+            outputs = zip(equation.outvars, *(branch.outputs for branch in branches), strict=True)
+            return [_merged(variable, found) for variable, *found in outputs]
+        return (
+            list(map(traced_kind, equation.outvars))
+            if name in REBUILT
+            else super().merge(equation, values)
+        )
+
+    def settled(self, value: Value, like: Value) -> Value:
+        dtype = float_dtype(like.array)
+        return Value(
+            value.array if dtype is None else cast(value.array, dtype), narrows=like.narrows
+        )
+
+    def inside(self, equation: Any, *, reports: bool = True) -> Evaluator:
+        inner = copy.copy(self)
+        inner.path, inner.held = self.path_of(equation), self.held_by(equation)
+        inner.is_whole, inner.regions = self._is_whole(inner.held), NOWHERE
+        inner.report = self.report if reports else None
+        return inner
+
+    def held_by(self, equation: Any) -> dict[int, Regions]:
+        """The regions of the programs that an equation holds, by the identity of each."""
+        known = self.regions.within(equation)
+        return {id(program): known.get(id(program), NOWHERE) for program in programs_of(equation)}
+
+    def _is_whole(self, held: dict[int, Regions]) -> bool:
+        return self.is_whole or (bool(held) and all(regions.is_whole for regions in held.values()))
+
+    def place_of(self, equation: Any) -> Place:
+        """The dtypes of an equation: by its path, and by whether it belongs to a normalisation."""
+        place = self.places[self.path_of(equation)]
+        region: Literal["applies", "measures"] | None = None
+        if id(equation) in self.regions.applies:
+            region = "applies"
+        elif id(equation) in self.regions.measures or self._is_whole(self.held_by(equation)):
+            region = "measures"
+        return place.within(region)
+
+    def saved(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+        """Returns operands saved for a derivative: half, where the body would narrow them."""
+        place = self.place_of(equation)
+        return (
+            list(values)
+            if place.region
+            else [self._narrowed(value, "control", place) for value in values]
+        )
+
+    # The run --------------------------------------------------------------------------------------
+
+    def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        regions = None if self.held is None else self.held.get(id(jaxpr))
+        if regions is None:
+            is_param = [value.yields for value in args]
+            regions = normalizations(jaxpr, is_param) if self.settings.narrows else NOWHERE
+        inner = copy.copy(self)
+        inner.regions, inner.readers = regions, readers_of(jaxpr)
+        inner.widened = {
+            atom
+            for equation in equations_of(jaxpr)
+            if equation.primitive.name in FORWARD_ADDITIONS and inner._category(equation) == "fp32"
+            for atom in equation.invars
+            if not isinstance(atom, jex_core.Literal)
+        }
+        return super(Evaluator, inner).run(jaxpr, consts, args)
+
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        category = self._category(equation)
+        if category == "passthrough" and equation.primitive.name == "reduce_max":
+            category = "fp32" if equation.invars[0] in self.widened else category
+        return self._equation(equation, category, values)
+
+    def path_of(self, equation: Any) -> Path:
+        return path_of(str(equation.source_info.name_stack), self.path, marks=True)
+
+    def _category(self, equation: Any) -> str:
+        """Returns the category of an equation; a sum or difference that only float32 operations
+        read runs in float32.
+
+        Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x`
+        itself. It has no residual, so that float32 costs no memory there.
+        """
+        name = equation.primitive.name
+        category = self.settings.category(name)
+        if category != "promote" or name not in FORWARD_ADDITIONS:
+            return category
+        names = self.readers.get(equation.outvars[0], set())
+        reads_wide = {
+            reader for reader in names if reader and self.settings.category(reader) == "fp32"
+        }
+        # The second is a log_softmax, whose difference of the shifted logits is in float32 as its
+        # logarithm is.
+        return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
+
+    def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
+        name, place = equation.primitive.name, self.place_of(equation)
+        if place.is_layer:
+            return _of_layer(equation, values)
+        if category == "control" and name in self.handlers:
+            return self.handlers[name](self, equation, values)
+        if not place.region and name != "add_any":
+            values = [self._narrowed(value, category, place) for value in values]
+        traced = {
+            dtype
+            for v in (*equation.invars, *equation.outvars)
+            if (dtype := float_dtype(v.aval)) is not None
+        }
+        if name == "convert_element_type":
+            done, outputs = "author's cast", [_converted(equation, values[0])]
+        elif (
+            traced != {F32}
+            or (category == "compute" and _is_complex(equation))
+            or category in ("exempt", "opaque", "explicit", "control")
+        ):
+            done, outputs = (
+                _kind_of_opaque(equation, traced, category),
+                _as_traced(equation, values),
+            )
+        elif category == "compute":
+            done, outputs = _computed(equation, values, place)
+        elif name == "add_any":
+            done, outputs = self._accumulated(equation, values, place)
+        elif place.compute == F32 or place.region or category == "fp32":
+            follows = not (place.compute == F32 or place.region) and _follows(equation, place)
+            done, outputs = (
+                self._mixed(equation, values, place)
+                if follows
+                else self._wide(equation, values, place)
+            )
+        elif category == "passthrough":
+            done, outputs = self._passed(equation, values, place)
+        else:
+            done, outputs = self._mixed(equation, values, place)
+        if self.report is not None:
+            self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
+        return outputs
+
+    def _narrowed(self, value: Value, category: str, place: Place) -> Value:
+        """Casts a normalisation's result for readers in other modules."""
+        if not value.narrows or category == "fp32" or place.compute == F32:
+            return value
+        if value.narrowed is None or value.narrowed.dtype != place.compute:
+            # One cast for all readers, as an author writes it: queries, keys and values would each
+            # save a copy.
+            value.narrowed = Value(cast(value.array, place.compute))
+        return value.narrowed
+
+    def _wide(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+        outputs = _as_traced(equation, values)
+        floats = [value for value in values if is_floating(value.dtype)]
+        if floats and all(value.yields for value in floats):
+            return "float32", [Value(output.array, yields=True) for output in outputs]
+        if place.region == "applies":
+            return "float32, handed on in half", [
+                Value(output.array, narrows=True) for output in outputs
+            ]
+        return "float32", outputs
+
+    def _accumulated(
+        self, equation: Any, values: list[Value], place: Place
+    ) -> tuple[str, list[Value]]:
+        """The sum of two cotangents: in float32 as long as more are added, and half where an
+        operation reads it.
+        """
+        is_half = place.region == "applies" or all(
+            value.narrows or value.dtype == place.compute != F32 for value in values
+        )
+        return "float32", [
+            Value(output.array, narrows=is_half) for output in _as_traced(equation, values)
+        ]
+
+    def _passed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+        if _holds_program(equation):
+            return "as traced", _as_traced(equation, values)
+        is_param = values[0].yields and values[0].constant is None and values[0].array.ndim
+        if equation.primitive.name == "gather" and is_param and self.settings.narrows:
+            looked_up = bind(equation, [value.array for value in values])
+            return "looked up, then cast", [
+                Value(cast(output, place.compute)) for output in looked_up
+            ]
+        if equation.primitive.name == "gather" and values[0].dtype == place.compute != F32:
+            # Of the widened operand, so that its cotangents are added up in float32, those of other
+            # readers included.
+            looked_up = bind(
+                equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
+            )
+            return "looked up, then cast", [
+                Value(cast(output, place.compute)) for output in looked_up
+            ]
+        if equation.primitive.name in REPEATS and is_repeated(
+            values[0], _extent(equation), place.compute
+        ):
+            wide = bind(
+                equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
+            )
+            return "broadcast, then cast", [Value(cast(output, place.compute)) for output in wide]
+        outputs = _bound_or_traced(equation, values, [value.array for value in values])
+        if (
+            equation.primitive.name == "transpose"
+            and values[0].yields
+            and values[0].constant is None
+        ):
+            axes = tuple(equation.params["permutation"])
+            return "as it comes", [
+                Value(outputs[0].array, yields=True, transposed=(values[0], axes))
+            ]
+        if len(values) == len(outputs) or len([v for v in values if is_floating(v.dtype)]) == 1:
+            sources = (
+                values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
+            )
+            keeps = equation.primitive.name in KEEPS_CONSTANTS
+            outputs = [
+                Value(output.array, source.yields, source.constant)
+                if keeps
+                else Value(output.array, source.yields and _fits(source, place.compute))
+                for output, source in zip(outputs, sources, strict=True)
+            ]
+        return "as it comes", outputs
+
+    def _mixed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+        floats = [value for value in values if is_floating(value.dtype)]
+        if _holds_program(equation) or not floats:
+            return "as traced", _as_traced(equation, values)
+        selects = equation.primitive.name == "select_n"
+        dtype = common_dtype(floats, place.compute, selects=selects)
+        if all(value.yields for value in floats):
+            big = not all(_fits(value, place.compute) for value in floats)
+            outputs = _as_traced(equation, values)
+            return "float32", [Value(output.array, yields=not big) for output in outputs]
+        shape = equation.outvars[0].aval.shape if equation.primitive.name in NARY else None
+        arrays = [_operand(value, dtype, shape, equation) for value in values]
+        done = "float32" if dtype == F32 else str(dtype)
+        if equation.primitive.name in PRODUCTS and any(
+            is_repeated(value, shape, dtype) for value in values
+        ):
+            return done, product(equation, values, arrays, dtype)
+        return done, _bound_or_traced(equation, values, arrays)
+
+
+def _extent(equation: Any) -> tuple[Any, ...] | None:
+    """Returns the shape of an equation's result, or None where it has as many numbers as the
+    operand.
+    """
+    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    return None if operand.size == result.size else result.shape
+
+
+def traced_kind(variable: Any) -> Value:
+    """Returns a value like a variable as it was traced."""
+    return Value(variable.aval)
+
+
+def _merged(variable: Any, outputs: Sequence[Value]) -> Value:
+    """Returns a value like an output of a conditional: half where every branch makes it half, else
+    as traced.
+    """
+    dtype, found = float_dtype(variable.aval), {output.dtype for output in outputs}
+    narrows = any(output.narrows for output in outputs)
+    if dtype is None:
+        return Value(variable.aval, narrows=narrows)
+    dtype = next(iter(found)) if len(found) == 1 else dtype
+    return Value(jax.ShapeDtypeStruct(variable.aval.shape, dtype), narrows=narrows)
+
+
+def _fits(value: Value, dtype: Any) -> bool:
+    return value.constant is None or fits(value.constant, dtype)
+
+
+def _only_float(values: Sequence[Value]) -> Value:
+    return next(value for value in values if is_floating(value.dtype))
+
+
+def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
+    """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in
+    float32.
+    """
+    array = value.array
+    if (
+        is_floating(array.dtype)
+        and is_repeated(value, shape, dtype)
+        and equation.primitive.name not in PRODUCTS
+    ):
+        array = as_dtype(value, F32)
+    if not is_floating(array.dtype) or array.dtype == dtype:
+        return array
+    if value.constant is not None and saturates(value.constant, dtype):
+        return saturated(array, dtype)
+    if shape is not None and array.ndim and array.shape != shape:
+        return repeated(array, shape, dtype, sharding_of(equation))
+    return as_dtype(value, dtype)
+
+
+def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+    """Arrays in the dtypes that they were traced with."""
+    return [
+        as_dtype(value, dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
+        for atom, value in zip(atoms, values, strict=True)
+    ]
+
+
+def _as_traced(equation: Any, values: Sequence[Value]) -> list[Value]:
+    return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+
+
+def _is_complex(equation: Any) -> bool:
+    """Returns whether an operand or a result is complex, as in a matmul of a real number with a
+    complex one.
+    """
+    return any(
+        jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.complexfloating)
+        for v in (*equation.invars, *equation.outvars)
+    )
+
+
+def _of_layer(equation: Any, values: Sequence[Value]) -> list[Value]:
+    """An equation of a layer that obeys a policy itself, as it was traced.
+
+    Its casts at either end are none where the code around it computes in the layer's dtype already.
+    """
+    if equation.primitive.name == "convert_element_type":
+        target = np.dtype(equation.params["new_dtype"])
+        is_handed_on = marks.HANDED_ON in str(equation.source_info.name_stack) and target == F32
+        if is_handed_on or values[0].dtype == target:
+            return [Value(values[0].array)]
+    return _as_traced(equation, values)
+
+
+def _bound_or_traced(equation: Any, values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    try:
+        return [Value(output) for output in bind(equation, arrays)]
+    except (TypeError, NotImplementedError):  # it takes no half precision
+        return _as_traced(equation, values)
+
+
+def _kind_of_opaque(equation: Any, traced: set[Any], category: str) -> str:
+    if traced and traced != {F32}:
+        return "author's dtypes"
+    return opaque_kind(equation) if category in ("opaque", "control") else "as traced"
+
+
+def opaque_kind(equation: Any) -> str:
+    """Returns a report's word for an equation that is left as it was traced."""
+    return OPAQUE_MATMUL if any(map(_has_matmul, programs_of(equation))) else "opaque"
+
+
+def _has_matmul(program: Any) -> bool:
+    return any(site.name in MATMULS for site in walk(program))
+
+
+def _holds_program(equation: Any) -> bool:
+    """Returns whether a parameter is a program, as in the scatter of `x.at[i].apply`: of fixed
+    dtypes.
+    """
+    return any(True for _ in programs_of(equation))
+
+
+def _follows(equation: Any, place: Place) -> bool:
+    """Returns whether half precision can bear a power: x**3 in gelu is two products, x**2 is a
+    variance's.
+    """
+    power = equation.params.get("y") if equation.primitive.name == "integer_pow" else None
+    return power is not None and power > 2 and has_range_of_float32(place.compute)
+
+
+def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str, list[Value]]:
+    """A matmul or convolution with its operands in compute_dtype, and its result too."""
+    params, dtype = dict(equation.params), place.compute
+    precision = params.get("precision")
+    is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
+    if is_algorithm:  # it names the dtypes of its operands
+        return "author's algorithm", _as_traced(equation, values)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    arrays = [
+        as_dtype(value, dtype) if is_floating(value.dtype) else value.array for value in values
+    ]
+    return str(dtype), [Value(output) for output in bind(equation, arrays, params)]
+
+
+def _converted(equation: Any, value: Value) -> Value:
+    """The author's own cast."""
+    source, target = float_dtype(equation.invars[0].aval), np.dtype(equation.params["new_dtype"])
+    if source == target == F32:
+        return value
+    output = cast(value.array, target)
+    if source is not None or not is_floating(target):
+        return Value(output)
+    # A mask of zeros and ones is exact in any dtype; positions and counts are not.
+    constant = None if value.constant is None else np.asarray(value.constant).astype(target)[()]
+    return Value(
+        output, yields=value.dtype == np.bool_ or value.constant is not None, constant=constant
+    )

@@ -1,0 +1,195 @@
+"""The second moments that a value is made of, and what a value was made of by moving, shifting and
+scaling it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from policy._jaxpr.frames import MOVES, Data, FrameOperation
+from policy._jaxpr.primitives import (
+    BROADCASTS,
+    ELEMENTWISE,
+    FORWARD_ADDITIONS,
+    OF_MOMENTS,
+    SIGN_CHANGES,
+)
+
+SUMS = frozenset(("reduce_sum",))
+# What a second moment may pass through between its sum and its root.
+_OF_MOMENTS = MOVES | OF_MOMENTS
+_DEEPEST = (
+    8  # broadcasts and arithmetic that are followed back to tell whether a value repeats numbers
+)
+
+
+@dataclasses.dataclass
+class Moment:
+    """A sum of squares.
+
+    Attributes:
+      of: what is squared.
+      is_mean: whether it is divided by a count, and not over all axes.
+      operations: those between `of` and the sum.
+    """
+
+    of: Data
+    is_mean: bool
+    operations: list[FrameOperation]
+
+
+@dataclasses.dataclass
+class Statistics:
+    moments: list[Moment] = dataclasses.field(default_factory=list)
+    operations: list[FrameOperation] = dataclasses.field(default_factory=list)
+    has_sums: bool = False
+
+
+def statistics_of(data: Data) -> Statistics:
+    """Returns the sums of squares that a value is made of, and the operations since."""
+    found, seen, left = Statistics(), set(), [(data, False)]
+    while left:
+        data, is_mean = left.pop()
+        operation = data.made_by
+        if operation is None or operation in seen or operation.name not in _OF_MOMENTS:
+            continue
+        seen.add(operation)
+        found.operations.append(operation)
+        if operation.name in SUMS:
+            found.has_sums = True
+            found.moments += _moment(operation, is_mean)
+            continue
+        for i, operand in enumerate(operation.inputs):
+            if operand.is_float:
+                left.append((operand, is_mean or _divides(operation, i)))
+    return found
+
+
+def _divides(operation: FrameOperation, i: int) -> bool:
+    """Returns whether an operation divides its operand `i`, or multiplies it by a number, as a mean
+    does its sum.
+    """
+    others = [data for j, data in enumerate(operation.inputs) if j != i]
+    if operation.name == "div":
+        return i == 0
+    return operation.name == "mul" and any(data.number is not None for data in others)
+
+
+def _moment(sum_: FrameOperation, is_mean: bool) -> Iterator[Moment]:
+    data, operations = sum_.inputs[0], []
+    while (operation := data.made_by) is not None:
+        operations.append(operation)
+        squared = _squared(operation)
+        if squared is not None:
+            yield Moment(squared, is_mean and sum_.outputs[0].shape != (), operations)
+            return
+        if operation.name in SUMS:
+            data = operation.inputs[0]
+            continue
+        following = _through(operation)
+        if following is None:
+            return
+        is_mean = is_mean or operation.name == "div"
+        data = following
+
+
+def _squared(operation: FrameOperation) -> Data | None:
+    """Returns what an operation squares, or None."""
+    if operation.name == "square" or (
+        operation.name == "integer_pow" and operation.equation.params["y"] == 2
+    ):
+        return operation.inputs[0]
+    if operation.name == "mul" and _unconverted(operation.inputs[0]) is _unconverted(
+        operation.inputs[1]
+    ):
+        return operation.inputs[0]
+    return (
+        operation.inputs[0] if operation.name == "pow" and operation.inputs[1].number == 2 else None
+    )
+
+
+def _unconverted(data: Data) -> Data:
+    while data.made_by is not None and data.made_by.name == "convert_element_type":
+        data = data.made_by.inputs[0]
+    return data
+
+
+@dataclasses.dataclass
+class Chain:
+    """A value, and those that it was made of one after the other.
+
+    Attributes:
+      data: the values, latest first.
+      operations: what made each of the next one.
+    """
+
+    data: list[Data]
+    operations: list[FrameOperation]
+
+
+def chain_of(data: Data) -> Chain:
+    chain = Chain([data], [])
+    while (operation := data.made_by) is not None:
+        following = _through(operation)
+        if following is None:
+            break
+        data = following
+        chain.data.append(data)
+        chain.operations.append(operation)
+    return chain
+
+
+def _through(operation: FrameOperation) -> Data | None:
+    """Returns the operand whose numbers an operation moves, scales, shifts or masks; None where it
+    does more.
+    """
+    name, inputs = operation.name, operation.inputs
+    if name in MOVES and inputs:
+        return inputs[0]
+    if name in SIGN_CHANGES:
+        return inputs[0]
+    if name == "select_n":
+        cases = [data for data in inputs[1:] if not data.yields]
+        return cases[0] if len(cases) == 1 else None
+    shape = operation.outputs[0].shape
+    if name in FORWARD_ADDITIONS:
+        kept = [data for data in inputs if not (data.yields or repeats(data, shape))]
+    elif name == "mul":
+        kept = [data for data in inputs if not is_stored(data, shape)]
+    else:
+        return inputs[0] if name == "div" and is_stored(inputs[1], shape) else None
+    return kept[0] if len(kept) == 1 else None
+
+
+def is_stored(data: Data, shape: tuple[Any, ...]) -> bool:
+    """Returns whether a value is a parameter, a number, or an argument that is broadcast to
+    `shape`.
+    """
+    return data.yields or (data.given and repeats(data, shape))
+
+
+def repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
+    """Returns whether a value repeats numbers where it is read as one of `shape`."""
+    if data.shape != shape:
+        return True
+    operation = data.made_by
+    if operation is None or not depth:
+        return False
+    if operation.name in BROADCASTS and operation.inputs[0].shape != shape:
+        return True
+    if operation.name in MOVES:
+        return repeats(operation.inputs[0], operation.inputs[0].shape, depth - 1)
+    if operation.name not in ELEMENTWISE:
+        return False
+    floats = [operand for operand in operation.inputs if operand.is_float]
+    return bool(floats) and all(repeats(operand, shape, depth - 1) for operand in floats)
+
+
+def meeting(chain: Chain, other: Chain) -> Data | None:
+    """Returns the first value of a chain that the other has too, or None; parameters alone are no
+    such value.
+    """
+    of_other = set(other.data)
+    return next((data for data in chain.data if data in of_other and not data.yields), None)

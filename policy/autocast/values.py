@@ -1,0 +1,137 @@
+"""The values that autocast computes with: arrays with facts that decide their dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy._jaxpr.scope_names import AUTOCAST
+
+F32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """A value of the traced program, as autocast computes it.
+
+    Attributes:
+      array: the array, in the dtype of the trace, or in compute_dtype where the trace has float32.
+      yields: whether it follows half-precision activations: a stored param, a constant, and values
+        computed from those alone. A float32 value that doesn't yield keeps operations with it in
+        float32.
+      constant: the value of all elements, if they are known to be equal.
+      narrows: whether a normalisation computed it in float32, to be half precision for other
+        modules.
+      narrowed: the half-precision value for other modules, once one has read it.
+      widened: the same array in float32, once an operation has requested it.
+      transposed: the value that this one is a transposition of, and its axes.
+    """
+
+    array: Any
+    yields: bool = False
+    constant: Any = None
+    narrows: bool = False
+    narrowed: Value | None = None
+    widened: Any = None
+    transposed: tuple[Value, tuple[int, ...]] | None = None
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+
+@functools.cache  # asked of every value of every equation
+def is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def float_dtype(aval: Any) -> np.dtype | None:
+    """Returns the floating dtype of an abstract value, or None."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype if dtype is not None and is_floating(dtype) else None
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """Casts `array` to `dtype`; returns it unchanged if it has that dtype."""
+    if array.dtype == dtype:
+        return array
+    with jax.named_scope(AUTOCAST):  # a cast that the author did not write: reports can tell
+        return lax.convert_element_type(array, dtype)
+
+
+def as_dtype(value: Value, dtype: Any) -> Any:
+    """Returns `value` in `dtype`.
+
+    A half-precision value is widened once for all readers, so that its cotangents are summed in
+    float32 and rounded once. A float32 value is narrowed at each use, for the same reason.
+    """
+    if value.array.dtype == dtype:
+        return value.array
+    if value.array.dtype.itemsize >= dtype.itemsize:
+        if value.transposed is not None:
+            # Cast, then transposed, as an author writes it: XLA folds a transposition that stands
+            # beside a matmul into it, also the one of the gradient. Past a cast it can't, and
+            # XLA:CPU then multiplies in another order.
+            source, axes = value.transposed
+            return lax.transpose(as_dtype(source, dtype), axes)
+        return cast(value.array, dtype)
+    if value.widened is None or value.widened.dtype != dtype:
+        value.widened = cast(value.array, dtype)
+    return value.widened
+
+
+def fits(constant: Any, dtype: Any) -> bool:
+    """Returns whether a number neither overflows nor vanishes in `dtype`."""
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = np.asarray(constant).astype(dtype)
+    overflows = np.isinf(narrow) and not np.isinf(constant)
+    vanishes = narrow == 0 and constant != 0
+    return not (overflows or vanishes)
+
+
+def saturates(constant: Any, dtype: Any) -> bool:
+    """Returns whether a number overflows in `dtype` by rounding alone.
+
+    For example, float32's lowest number becomes -inf in bfloat16.
+    """
+    finite = bool(np.isfinite(constant)) and has_range_of_float32(dtype)
+    return finite and abs(float(constant)) > float(jnp.finfo(dtype).max)
+
+
+def saturated(array: Any, dtype: Any) -> Any:
+    """Casts `array` to `dtype`, clamped to its finite range."""
+    limits = jnp.finfo(dtype)
+    return cast(lax.clamp(array.dtype.type(limits.min), array, array.dtype.type(limits.max)), dtype)
+
+
+def has_range_of_float32(dtype: Any) -> bool:
+    return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(F32).maxexp)
+
+
+def common_dtype(values: Sequence[Value], half: Any, *, selects: bool = False) -> np.dtype:
+    """Returns the dtype for mixing float32 values of the trace: `half` or float32.
+
+    It is `half` if one value is half already and every other yields: params and constants always,
+    scalars if `half` has float32's range. A constant that overflows or vanishes in `half` keeps the
+    operation in float32, except in an operation that `selects`, where the lowest number of `half`
+    can replace a mask's `finfo(float32).min`.
+    """
+    if not any(value.dtype == half for value in values):
+        return F32
+    for value in values:
+        if value.dtype == half:
+            continue
+        is_lost = value.constant is not None and not fits(value.constant, half)
+        if is_lost and not (selects and saturates(value.constant, half)):
+            return F32
+        is_scalar = value.array.ndim == 0 and has_range_of_float32(half)
+        if not (value.yields or is_scalar):
+            return F32
+    return np.dtype(half)

@@ -1,0 +1,210 @@
+"""Resolves the target of a command line: a function in a module or a file, and its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import reprlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+
+
+class CommandError(Exception):
+    """An error of a command; the message says why it can't be carried out."""
+
+
+@contextlib.contextmanager
+def running_users_code(failure: str) -> Iterator[None]:
+    """Turns any exception of the user's code, `sys.exit` included, into a `CommandError`.
+
+    An interrupt is re-raised.
+
+    Args:
+      failure: the beginning of the message.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code)
+        raise CommandError(f"{failure}: it calls sys.exit({code}).") from None
+    except (KeyboardInterrupt, CommandError):
+        raise
+    except BaseException as error:
+        traceback.print_exc()
+        raise CommandError(f"{failure}: {type(error).__name__}, see above.") from None
+
+
+def target_of(text: str) -> Any:
+    """Returns the callable named by ``module:name`` or ``file.py:name``.
+
+    Raises:
+      CommandError: the text has neither form, there is no such module or name, or the object can't
+        be called.
+    """
+    module_name, _, name = text.rpartition(":")
+    is_file = module_name.endswith(".py")
+    if (
+        not module_name
+        or not name
+        or (not is_file and (":" in module_name or module_name[0] == "."))
+    ):
+        raise CommandError(
+            f"{text!r} should be module:function or file.py:function, as in train:loss_fn."
+        )
+    value: Any = _of_file(Path(module_name)) if is_file else _of_name(module_name)
+    for part in name.split("."):
+        with running_users_code(f"{text!r} can't be read"):
+            found = hasattr(value, part)
+            near = [] if found else [n for n in dir(value) if callable(getattr(value, n, None))]
+        if not found:
+            raise CommandError(
+                f"{module_name!r} has no "
+                f"{name!r}.{did_you_mean(difflib.get_close_matches(part, near, 1))}"
+            )
+        value = getattr(value, part)
+    if not callable(value):
+        raise CommandError(
+            f"{text!r} is {reprlib.repr(value)}, of type {type(value).__name__}: it can't be "
+            "called."
+        )
+    return value
+
+
+def did_you_mean(near: Sequence[str]) -> str:
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Modules
+# --------------------------------------------------------------------------------------------------
+
+
+def _of_name(name: str) -> ModuleType:
+    """Imports a module by its name, installed or in this folder."""
+    sys.path.insert(0, "")
+    missing = name
+    with running_users_code(f"{name!r} can't be imported"):
+        try:
+            is_there = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError as error:
+            # an enclosing package may be missing; its own failing imports are the user's business
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            is_there, missing = False, error.name
+    if not is_there:
+        raise CommandError(
+            f"there is no module {missing!r}, neither installed nor in this folder. Is it a file? "
+            "Then give its path, as in models/net.py:loss_fn."
+        )
+    return _imported(name, lambda: importlib.import_module(name))
+
+
+def _of_file(path: Path) -> ModuleType:
+    """Imports a file, even if another module has the same name."""
+    if not path.is_file():
+        raise CommandError(f"there is no file {str(path)!r} here.")
+    resolved = path.resolve()
+    sys.path.insert(0, str(resolved.parent))
+    importlib.invalidate_caches()
+    found = sys.modules.get(path.stem) or (
+        importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    )
+    origin = getattr(found, "origin", None) or getattr(found, "__file__", None)
+    if origin is not None and Path(origin).resolve() == resolved:
+        return _imported(path.stem, lambda: importlib.import_module(path.stem))
+    return _imported(path.stem, lambda: _loaded(resolved))
+
+
+def _loaded(path: Path) -> ModuleType:
+    """Runs a file as a module, under a name that no import can have."""
+    name = f"audited file {path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"Python has no loader for {path}.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
+    with running_users_code(f"{name!r} can't be imported"):
+        module = load()
+        if "flax" in sys.modules and importlib.util.find_spec("mpmodules") is not None:
+            importlib.import_module("mpmodules")  # registers names for the modules of flax.nnx
+    return module
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+# --------------------------------------------------------------------------------------------------
+
+
+def call_of(
+    fn: Callable[..., Any], args: list[Any], target: str
+) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """Returns the function to audit and its arguments: given ones, or those that a target returns.
+
+    A function without arguments that returns arrays is audited itself, unless it is called an
+    example.
+    """
+    required = _required(fn)
+    if args or required is None:
+        return fn, args, {}
+    if required:
+        raise CommandError(
+            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg "
+            "bf16[8,128]; or name a "
+            "function without arguments that returns it and a tuple of its arguments."
+        )
+    with running_users_code(f"{target}() failed"):
+        made: Any = fn()
+    if _are_results(made) and "example" not in target.rpartition(":")[2].lower():
+        return fn, (), {}
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        function, given, keywords = made if len(made) == 3 else (*made, {})
+        if callable(function) and isinstance(given, (tuple, list)) and isinstance(keywords, dict):
+            return function, given, keywords
+    raise CommandError(
+        f"{target}() should return (function, args) or (function, args, kwargs), args a tuple and "
+        "kwargs a dict, "
+        f"but returned {_told(made)}."
+    )
+
+
+def _are_results(made: Any) -> bool:
+    """Returns whether a value looks like a computation's result: arrays, and nothing else."""
+    leaves = jax.tree.leaves(made)
+    return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def _told(made: Any) -> str:
+    if not isinstance(made, tuple):
+        return type(made).__name__
+    return (
+        ", ".join(type(part).__name__ for part in made)
+        if len(made) > 1
+        else f"a tuple of {len(made)}"
+    )
+
+
+def _required(fn: Callable[..., Any]) -> list[str] | None:
+    """Returns the names of the required arguments; None if there is no signature."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]

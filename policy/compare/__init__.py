@@ -1,0 +1,1 @@
+"""A function under a policy beside the same function in float32."""

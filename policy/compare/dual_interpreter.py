@@ -1,0 +1,382 @@
+"""Runs a program beside its float32 counterpart, and measures values that pass between modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy._jaxpr.control_flow import CONTROL_FLOW
+from policy._jaxpr.half_dependence import depends, is_apart
+from policy._jaxpr.origins import is_by_layers
+from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
+from policy._jaxpr.primitives import INLINED, MATMULS, category_of
+from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY
+from policy._jaxpr.source_lines import layer_of, source_of
+from policy._jaxpr.subprograms import bind, scan_arity
+from policy._jaxpr.upcast import F32, Upcast, dtype_of, is_half, widen
+from policy.compare.statistics import is_discrete, is_measurable, largest_alone, measured
+
+_LARGE = 1024  # elements
+_CODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # what a scan stacks as 16 bits
+_IS_ZERO = np.uint16(0x7FC1)  # of a difference: a NaN that no arithmetic returns
+
+
+@dataclasses.dataclass(eq=False)
+class Measurement:
+    """One value that was measured.
+
+    Attributes:
+      key: of its numbers among the notes of a run; they grow in the order of the program.
+      primitive, source: what computed it.
+      dtype: its own, in the program that is compared.
+      made: the place that computed it.
+      bodies: the programs inside equations that it stands in, outermost first.
+      left: the paths that it leaves: those it was computed in, and is read outside of.
+      entered: the paths that it enters: those it is read in, and was computed outside of.
+      output: which output of the program it is, if it is one.
+      returned: the paths that it leaves as an output.
+    """
+
+    key: int
+    primitive: str
+    source: str
+    dtype: Any
+    made: Place
+    bodies: tuple[Any, ...] = ()
+    left: dict[Place, None] = dataclasses.field(default_factory=dict)
+    entered: dict[Place, None] = dataclasses.field(default_factory=dict)
+    output: int | None = None
+    returned: dict[Place, None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class Origin:
+    """The origin of a value, and its measurement once it was read elsewhere.
+
+    `made` is the equation, its operands, and which of its results it is, where it may be computed
+    again. `coded` is the dtype of the first array, where that is not itself there: see `_coded`.
+    """
+
+    place: Place
+    primitive: str = ""
+    source: str = ""
+    measurement: Measurement | None = None
+    made: tuple[Any, list[Value], int] | None = None
+    coded: Any = None
+
+
+@dataclasses.dataclass
+class Log:
+    """A record of a program's run: its places in order, the values that were measured, and the
+    paths whose reference is the program widened, as float32 has no counterpart.
+    """
+
+    places: dict[Place, None] = dataclasses.field(default_factory=dict)
+    measurements: list[Measurement] = dataclasses.field(default_factory=list)
+    unpaired: dict[Path, None] = dataclasses.field(default_factory=dict)
+
+
+class Paired(PlacedInterpreter):
+    """Each value is one array where half precision has no part in it, else two: the program's own,
+    and float32's.
+    """
+
+    def __init__(self, log: Log, has_gradients: bool = False, apart: Collection[int] = ()):
+        super().__init__()
+        self.log, self.has_gradients, self.apart = log, has_gradients, apart
+        self.again: dict[int, tuple[Value, Any]] = {}
+        self._line_around = ""  # the user's, of the equation that this program stands in
+
+    def inside(self, equation: Any) -> Self:
+        inner = super().inside(equation)
+        inner._line_around = source_of(equation) or self._line_around
+        return inner
+
+    def tracing(self, program: Any, role: str) -> Self:
+        inner = super().tracing(program, role)
+        inner.again = {}
+        return inner
+
+    # Equations ------------------------------------------------------------------------------------
+
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        place = self.place_of(equation)
+        self._met(place)
+        if equation.primitive.name not in INLINED:
+            stacked = (
+                sum(scan_arity(equation)) if equation.primitive.name == "scan" else len(values)
+            )
+            values = [*map(_decoded, values[:stacked]), *values[stacked:]]
+            for value, atom in zip(values, equation.invars, strict=True):
+                self._read(value, place, dtype_of(atom))
+            if place.direction == "backward":
+                values = [self._saved(value) for value in values]
+        name, pairs = equation.primitive.name, [len(value.arrays) > 1 for value in values]
+        if name in CONTROL_FLOW and not is_apart(equation, pairs, self.apart):
+            return CONTROL_FLOW[name](self, equation, values)
+        arrays = [value.arrays[0] for value in values]
+        if name == "convert_element_type" and values[0].origin is None and arrays[0].size >= _LARGE:
+            arrays = [self._after(arrays[0])]
+        outputs = bind(equation, arrays)
+        if not any(depends(equation, pairs)):
+            lanes = [[output] for output in outputs]
+        else:
+            wide = Upcast().standing_in(self)
+            references = wide.equation(equation, [Value([reference(value)]) for value in values])
+            lanes = [
+                [output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)
+            ]
+        name, source = self._made_by(equation, place, values)
+        made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
+        return [
+            Value(lane, Origin(place, name, source, made=m))
+            for lane, m in zip(lanes, made, strict=True)
+        ]
+
+    def _made_by(self, equation: Any, place: Place, values: Sequence[Value]) -> tuple[str, str]:
+        """The operation of the user's that made a result, and its line.
+
+        What this library casts was made by the operation before.
+        """
+        stack = str(equation.source_info.name_stack)
+        origin = values[0].origin if len(values) == 1 else None
+        is_cast = equation.primitive.name == "convert_element_type"
+        if (
+            is_cast
+            and (BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation))
+            and origin
+            and origin.source
+        ):
+            return origin.primitive, origin.source
+        source = source_of(equation) or self._line_around
+        return equation.primitive.name, source or layer_of(equation, place.path)
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        return Value(
+            [_decoded(value).arrays[0], array],
+            value.origin and dataclasses.replace(value.origin, coded=None),
+        )
+
+    def _met(self, place: Place) -> None:
+        if place in self.log.places or place.direction == "again":
+            return
+        for length in range(1 if place.path else 0, len(place.path) + 1):
+            self.log.places.setdefault(Place(place.path[:length], place.direction))
+
+    # Measurements ---------------------------------------------------------------------------------
+
+    def _read(self, value: Value, reader: Place, dtype: Any) -> None:
+        """Measures a value where it is first read outside of the path that it was computed in."""
+        origin = value.origin
+        if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
+            return
+        if is_discrete(dtype) and len(value.arrays) == 1:
+            return  # both have the same
+        if reader.direction != origin.place.direction or reader.direction == "again":
+            return  # saved for the backward pass, where it is read in its own module
+        left, entered = _crossed(origin.place.path, reader.path)
+        measurement = origin.measurement or self._measured(value, origin, dtype)
+        measurement.left.update((Place(path, reader.direction), None) for path in left)
+        measurement.entered.update((Place(path, reader.direction), None) for path in entered)
+
+    def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
+        measurement = Measurement(
+            len(self.log.measurements),
+            origin.primitive,
+            origin.source,
+            dtype,
+            origin.place,
+            self.bodies,
+        )
+        self.log.measurements.append(measurement)
+        origin.measurement = measurement
+        own = value.arrays[0]
+        is_pair = len(value.arrays) > 1
+        note = (
+            measured(own, value.arrays[1], self.axes) if is_pair else largest_alone(own, self.axes)
+        )
+        self.notes[measurement.key] = note
+        value.arrays = tuple(self._after(array) for array in value.arrays)
+        return measurement
+
+    def _after(self, array: Any) -> Any:
+        """`array`, once the last measurement was made.
+
+        XLA may compute in any order, and is as likely to run one program as a whole, and keep all
+        of its values for the measurements. This it can't know to be a copy: no error is -1.
+        """
+        last = next(reversed(self.notes.values()), None)
+        if last is None or not last.size:
+            return array
+        return jnp.where(last.reshape(-1)[0] != -1, array, jnp.zeros((), array.dtype))
+
+    # The backward pass ----------------------------------------------------------------------------
+
+    def _saved(self, value: Value) -> Value:
+        """A value of the forward pass as the backward pass reads it.
+
+        Two programs save twice as much. So of this one only what is half is kept, and what a matmul
+        or a module returned; what is computed of that elsewhere is computed again.
+        """
+        origin = value.origin
+        if origin is None or origin.place.direction == "backward" or len(value.arrays) == 1:
+            return value
+        if value.arrays[0].size < _LARGE or origin.coded is not None:
+            return value
+        return Value([self._once_more(value), *value.arrays[1:]], origin)
+
+    def _once_more(self, value: Value) -> Any:
+        if id(value) not in self.again:
+            self.again[id(value)] = value, self._recomputed(value)
+        return self.again[id(value)][1]
+
+    def _recomputed(self, value: Value) -> Any:
+        origin, array = value.origin, value.arrays[0]
+        if array.size < _LARGE:
+            return array
+        if (
+            origin is None
+            or origin.made is None
+            or (origin.measurement is not None and is_half(array.dtype))
+        ):
+            return self._after(array)
+        equation, operands, i = origin.made
+        return bind(equation, [self._once_more(operand) for operand in operands])[i]
+
+    def returned(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
+        """Measures what the program returns: it leaves every path."""
+        for i, (value, atom) in enumerate(zip(map(_decoded, values), atoms, strict=True)):
+            dtype = dtype_of(atom)
+            if not is_measurable(dtype):
+                continue
+            origin = value.origin or Origin(Place())
+            if origin.measurement is None or origin.measurement.output is not None:
+                self._measured(value, origin, dtype)
+            assert origin.measurement is not None
+            origin.measurement.output = i
+            left, _ = _crossed(origin.place.path, ())
+            if value.origin is not None:
+                places = [Place(path, origin.place.direction) for path in left or [Place().path]]
+                origin.measurement.returned.update(dict.fromkeys(places))
+
+    # Bodies ---------------------------------------------------------------------------------------
+
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
+        pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
+        place = self.place_of(equation)
+        origin = Origin(place, *self._made_by(equation, place, values))
+        stacked = sum(scan_arity(equation)[1:]) if equation.primitive.name == "scan" else len(pairs)
+        kinds = [Value([None] * (1 + pair), dataclasses.replace(origin)) for pair in pairs]
+        for kind, variable in zip(kinds[stacked:], equation.outvars[stacked:], strict=True):
+            is_saved = self.has_gradients and variable.aval.size >= _LARGE
+            dtype = dtype_of(variable)
+            if is_saved and len(kind.arrays) > 1 and dtype in _CODED:
+                kind.origin.coded = dtype
+        return kinds
+
+    def entering(self, values: Sequence[Value]) -> list[Value]:
+        places = [value.origin.place if value.origin else self.place for value in values]
+        return [
+            Value(
+                value.arrays,
+                Origin(
+                    Place(self.place.path, place.direction),
+                    coded=value.origin and value.origin.coded,
+                ),
+            )
+            for value, place in zip(values, places, strict=True)
+        ]
+
+    def body(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        """Enters a body, whose measurements are known there alone."""
+        args = [
+            Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in args
+        ]
+        outputs = super().body(jaxpr, consts, args)
+        for value, atom in zip(map(_decoded, outputs), jaxpr.outvars, strict=True):
+            self._read(value, self.place, dtype_of(atom))
+        return outputs
+
+    def settled(self, value: Value, like: Value) -> Value:
+        value = _decoded(value)
+        if len(value.arrays) != len(like.arrays):
+            value = Value([value.arrays[0], reference(value)], value.origin)
+        return (
+            Value([_coded(*value.arrays), value.arrays[1]], like.origin)
+            if _is_coded(like)
+            else value
+        )
+
+
+def _is_cheap(equation: Any) -> bool:
+    """Returns whether an equation may be computed again: it takes no time to speak of, and nothing
+    notices.
+    """
+    name = equation.primitive.name
+    is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
+    category = category_of(name)
+    return not (
+        name in CONTROL_FLOW
+        or is_half_dot
+        or equation.effects
+        or category in (None, "opaque", "control")
+    )
+
+
+def _coded(array: Any, wide: Any) -> Any:
+    """Encodes an array that a scan stacks for gradients, beside float32's own: 16 bits a number.
+
+    A float32 array is kept as its difference to float32's own in bfloat16. That is exact to one
+    part in 256, which is how exactly the errors of what depends on it are then known; zeros are
+    exact. Half arrays are kept as their bits: as numbers, XLA would widen them for all steps at
+    once, on a backend that computes in float32.
+    """
+    if is_half(array.dtype):
+        return lax.bitcast_convert_type(array, jnp.uint16)
+    difference = jnp.where(array == wide, jnp.zeros((), wide.dtype), array - wide).astype(
+        jnp.bfloat16
+    )
+    bits = lax.bitcast_convert_type(difference, jnp.uint16)
+    return jnp.where((array == 0) & (wide != 0), _IS_ZERO, bits)
+
+
+def _decoded(value: Value) -> Value:
+    if not _is_coded(value):
+        return value
+    (bits, wide), dtype = value.arrays, value.origin.coded
+    array = lax.bitcast_convert_type(bits, dtype if is_half(dtype) else jnp.bfloat16)
+    if not is_half(dtype):
+        array = jnp.where(array == 0, wide, wide + array.astype(wide.dtype))
+        array = jnp.where(bits == _IS_ZERO, jnp.zeros((), wide.dtype), array)
+    return Value([array, wide], dataclasses.replace(value.origin, coded=None))
+
+
+def _is_coded(value: Value) -> bool:
+    return value.origin is not None and value.origin.coded is not None
+
+
+def reference(value: Value) -> Any:
+    """The array that float32 computes with."""
+    wide = value.arrays[1:]
+    return wide[0] if wide else widen(value.arrays[0])
+
+
+def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:
+    """The paths that a value leaves, deepest first, and those that it enters, outermost first."""
+    common = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(origin, reader, strict=False)
+        )
+    )
+    left = [origin[:length] for length in range(len(origin), common, -1)]
+    return left, [reader[:length] for length in range(common + 1, len(reader) + 1)]

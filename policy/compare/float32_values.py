@@ -1,0 +1,211 @@
+"""Runs the float32 trace beside a program: constants before rounding, and code of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from policy._jaxpr.flattened import FlatOperation, Known, Operand, Token
+from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Chain, Value
+from policy._jaxpr.primitives import HOST
+from policy._jaxpr.upcast import bound_wide, widen
+from policy.traced.pairing import Reference
+
+
+class _Unavailable(Exception):
+    """Raised where a value is read that belongs to a loop without a counterpart."""
+
+
+def lane_of(
+    reference: Reference | None,
+    wide: Callable[[Value], Any],
+    missed: dict[Path, None] | None = None,
+) -> ReferenceLane | None:
+    """The lane of a whole program; None where there is no float32 trace of it."""
+    return (
+        None
+        if reference is None
+        else ReferenceLane(reference, wide, {} if missed is None else missed)
+    )
+
+
+def first_array(value: Value) -> Any:
+    """Returns float32's operand, where each value is one array."""
+    return widen(value.arrays[0])
+
+
+class ReferenceLane:
+    """The values of the float32 trace that are known in one body of the program, and in those
+    around it.
+
+    Attributes:
+      reference: how the program is paired with the trace.
+      wide: gives the array that float32 computes with, of a value of the program.
+      missed: where to put the paths whose values could not be computed.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        wide: Callable[[Value], Any],
+        missed: dict[Path, None],
+        around: ReferenceLane | None = None,
+        saves: bool = False,
+    ):
+        self.reference, self.wide, self.missed, self.around = reference, wide, missed, around
+        self.saves = saves  # memory: what is around it is computed again, where it can be
+        self.values: dict[Token, Any] = {}
+
+    def within(self, body: Literal["open", "checkpoint", "closed"]) -> ReferenceLane:
+        """The lane of a body; a closed one reads nothing of what is around it."""
+        around = None if body == "closed" else self
+        return ReferenceLane(self.reference, self.wide, self.missed, around, body == "checkpoint")
+
+    # What the run tells
+    # ----------------------------------------------------------------------------------------------
+
+    def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None:
+        """Takes the arguments of a body."""
+        for root, value in zip(
+            self.reference.inputs.get((chain, id(jaxpr)), ()), args, strict=False
+        ):
+            self._know(root, value)
+
+    def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None:
+        """Takes the results of an equation."""
+        operation = self.reference.made.get((chain, id(equation)))
+        if operation is None:
+            return
+        stacked = operation.stacked
+        for i, value in enumerate(outputs[: len(outputs) - len(stacked)]):
+            self._know(("result", operation, i), value)
+        for root, value in zip(stacked, outputs[len(outputs) - len(stacked) :], strict=True):
+            self._know(root, value)
+
+    def _know(self, root: Any, value: Value) -> None:
+        found = None if root is None else self.reference.resolved(root)
+        if found is not None:
+            self.values[found] = value
+
+    # What float32 computes
+    # --------------------------------------------------------------------------------------------
+
+    def given(self, chain: Chain, equation: Any) -> Iterator[tuple[int, Any]]:
+        """The operands that float32 reads instead of an equation's own."""
+        operation = self.reference.made.get((chain, id(equation)))
+        if operation is None:
+            return
+        for k, operand in self.reference.given.get(operation.at, {}).items():
+            array = self._shaped(operand, equation.invars[k].aval.shape, operation.path)
+            if array is not None:
+                yield k, array
+
+    def made(
+        self, chain: Chain, equation: Any, outputs: Sequence[Value]
+    ) -> Iterator[tuple[int, Any]]:
+        """The results of an equation that float32 computes in another way."""
+        operation = self.reference.made.get((chain, id(equation)))
+        if operation is None:
+            return
+        for i, variable in enumerate(equation.outvars):
+            root = ("result", operation, i)
+            if root in self.reference.joined:
+                array = self._shaped(
+                    Operand(self.reference.same[root]), variable.aval.shape, operation.path
+                )
+                if array is not None:
+                    yield i, array
+
+    def outputs(self, values: Sequence[Value]) -> Iterator[tuple[int, Any]]:
+        """Returns float32's outputs that are none of the program's values."""
+        for k, operand in self.reference.outputs.items():
+            array = self._shaped(operand, values[k].arrays[0].shape, ())
+            if array is not None:
+                yield k, array
+
+    def _shaped(self, operand: Operand, shape: Sequence[int], path: Path) -> Any:
+        array = self._read_or_none(operand)
+        if array is None:
+            self.missed[path] = None
+            return None
+        if array.shape == tuple(shape):
+            return array
+        return (
+            jnp.reshape(array, shape)
+            if array.size == math.prod(shape)
+            else jnp.broadcast_to(array, shape)
+        )
+
+    def _read_or_none(self, operand: Operand) -> Any:
+        with contextlib.suppress(_Unavailable):
+            return self._read(operand)
+        if not self.saves:
+            return None
+        self.saves = False
+        try:
+            return self._read_or_none(operand)
+        finally:
+            self.saves = True
+
+    def _read(self, operand: Operand) -> Any:
+        array = self._value(operand.root)
+        for view in operand.views:
+            (array,) = _bound(view, [array])
+        return array
+
+    def _value(self, root: Any) -> Any:
+        if isinstance(root, Known):
+            return widen(root.value)
+        found = self._found(root)
+        if found is not None:
+            return self.wide(found) if isinstance(found, Value) else found
+        if root[0] in ("const", "inner"):
+            return widen(self.reference.consts[root[0] == "inner"][root[1]])
+        if root[0] != "result":
+            raise _Unavailable
+        operation: FlatOperation = root[1]
+        if (
+            operation.bodies
+            or operation.stacked
+            or operation.equation.effects
+            or operation.name in HOST
+        ):
+            raise _Unavailable
+        results = _bound(
+            operation.equation, [self._read(operand) for operand in operation.operands]
+        )
+        self.values.update({("result", operation, i): array for i, array in enumerate(results)})
+        return results[root[2]]
+
+    def _found(self, root: Token) -> Any:
+        lane: ReferenceLane | None = self
+        while lane is not None:
+            if root in lane.values:
+                return lane.values[root]
+            lane = lane.around if not lane.saves or root[0] == "argument" else None
+        return None
+
+
+def _as(array: Any, aval: Any) -> Any:
+    """An array in the shape that it is read in: views that repeat nothing are not followed."""
+    shape = getattr(aval, "shape", None)
+    return array if shape in (None, jnp.shape(array)) else jnp.reshape(array, shape)
+
+
+def _bound(equation: Any, arrays: Iterable[Any]) -> list[Any]:
+    try:
+        with equation.ctx.manager:
+            operands = zip(arrays, equation.invars, strict=True)
+            return bound_wide(equation, [_as(widen(array), atom.aval) for array, atom in operands])
+    except (
+        AssertionError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ):  # it takes no such operands
+        raise _Unavailable from None

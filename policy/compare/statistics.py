@@ -1,0 +1,181 @@
+"""Distances between two arrays: a few numbers, computed on the arrays' device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Masks' stand-ins for minus infinity would dominate the norm, and their squares overflow.
+_FILL = 1e18
+# In the order of `measured`. Of each, more is worse: so the largest of several is the worst.
+NAMES = (
+    "error",
+    "distance",
+    "underflow",
+    "subnormal",
+    "overflow",
+    "largest",
+    "reference_largest",
+    "undefined",
+)
+
+
+def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
+    """Returns `NAMES` of an array against a float32 (or wider) reference, as a float32 vector.
+
+    A complex array is measured as its real and imaginary parts. For integers and booleans, error
+    and distance are the share of the elements that differ, and nothing underflows or overflows.
+
+        error              norm of the difference / norm of the reference; infinite where a value
+                           overflows. The norms leave out magnitudes beyond 1e18, which fill masks.
+        distance           1 - cosine of the angle between the two.
+        underflow          share of the elements that are 0 where the reference is not.
+        subnormal          share of the elements that are subnormal in `value`'s dtype.
+        overflow           share of the elements that are infinite or NaN where the reference is
+                           finite.
+        largest            the largest magnitude, infinite if there is a NaN or an infinity.
+        reference_largest  the largest finite magnitude of the reference.
+        undefined          share of the elements where the reference itself is infinite or NaN.
+
+    Args:
+      value, reference: arrays of one shape.
+      axes: mesh axes over which each device has its own part of both.
+    """
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return _share(value, reference, axes)
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value, reference = (
+            jnp.stack([lax.real(array), lax.imag(array)]) for array in (value, reference)
+        )
+    sums, largest = _reduced(
+        value.astype(reference.dtype), reference, float(jnp.finfo(value.dtype).tiny)
+    )
+    if axes:
+        sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
+    return _named(sums, largest)
+
+
+def _share(value: Any, reference: Any, axes: Sequence[str]) -> Any:
+    counts = jnp.stack([jnp.sum(value != reference), jnp.full((), value.size)]).astype(jnp.float32)
+    largest = jnp.stack(
+        [_largest(jnp.abs(array.astype(jnp.float32))) for array in (value, reference)]
+    )
+    if axes:
+        counts, largest = lax.psum(counts, tuple(axes)), lax.pmax(largest, tuple(axes))
+    differ = counts[0] / jnp.maximum(counts[1], 1)
+    found = {
+        "error": differ,
+        "distance": differ,
+        "largest": largest[0],
+        "reference_largest": largest[1],
+    }
+    return jnp.stack([found.get(name, jnp.zeros((), jnp.float32)) for name in NAMES])
+
+
+def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
+    """Computes sums and maxima in one variadic reduction, which XLA fuses with its producers.
+
+    Separate reductions would each write their operand to memory, and be compiled separately.
+    """
+    magnitude, size = jnp.abs(x), jnp.abs(reference)
+    is_finite, was_finite = magnitude < jnp.inf, size < jnp.inf
+    counts = (size < _FILL) & (magnitude < _FILL)
+    zero = jnp.zeros((), reference.dtype)
+    difference = jnp.where(counts, x - reference, zero)
+    x_kept, kept = jnp.where(counts, x, zero), jnp.where(counts, reference, zero)
+    masks = (
+        (x == 0) & (reference != 0),
+        (x != 0) & (magnitude < tiny),
+        was_finite & ~is_finite,
+        ~was_finite,
+    )
+    added = [
+        difference * difference,
+        kept * kept,
+        x_kept * x_kept,
+        *(mask.astype(reference.dtype) for mask in masks),
+    ]
+    compared = [magnitude, jnp.where(was_finite, size, zero)]
+    found = _variadic(added, compared)
+    count = jnp.full((), math.prod(x.shape), jnp.float32)
+    n = len(added)
+    return jnp.stack([*(f.astype(jnp.float32) for f in found[:n]), count]), jnp.stack(
+        found[n:]
+    ).astype(jnp.float32)
+
+
+def _variadic(added: Sequence[Any], compared: Sequence[Any]) -> Sequence[Any]:
+    n, operands = len(added), (*added, *compared)
+    if not operands[0].ndim:
+        return operands
+    zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
+
+    def combine(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
+        sums = [x + y for x, y in zip(a[:n], b[:n], strict=True)]
+        return (*sums, *(jnp.maximum(x, y) for x, y in zip(a[n:], b[n:], strict=True)))
+
+    return lax.reduce(operands, zeros, combine, tuple(range(operands[0].ndim)))
+
+
+def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
+    """Returns `NAMES` of an array that is its own reference."""
+    is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
+    magnitude = jnp.abs(value if is_complex else value.astype(jnp.float32))
+    is_nan = jnp.isnan(magnitude)
+    largest, undefined = (
+        _largest(jnp.where(is_nan, 0, magnitude)),
+        jnp.mean(is_nan, dtype=jnp.float32),
+    )
+    if axes:
+        largest, undefined = lax.pmax(largest, tuple(axes)), lax.pmean(undefined, tuple(axes))
+    zeros = jnp.zeros((), jnp.float32)
+    undefined = jnp.where(value.size > 0, undefined, 0)  # the mean of nothing is NaN
+    found = {"largest": largest, "reference_largest": largest, "undefined": undefined}
+    return jnp.stack([found.get(name, zeros) for name in NAMES])
+
+
+def _largest(array: Any) -> Any:
+    return jnp.max(array, initial=0).astype(jnp.float32)
+
+
+def _named(sums: Any, largest: Any) -> Any:
+    difference, kept, own, underflow, subnormal, overflow, undefined, size = sums
+    size = jnp.maximum(size, 1)
+    error = jnp.where(difference == 0, 0, jnp.sqrt(difference / kept))
+    # Squares of numbers below 1e-22 are zero: then the largest elements stand for all.
+    is_tiny = (kept == 0) & (largest[1] > 0) & (largest[1] < 1e-18)
+    error = jnp.where(is_tiny, jnp.abs(largest[0] - largest[1]) / largest[1], error)
+    error = jnp.where((overflow > 0) | jnp.isnan(error), jnp.inf, error)
+    # Of the law of cosines: the cosine itself would be a difference of nearly equal numbers.
+    norms, lengths = jnp.sqrt(kept * own), jnp.sqrt(kept) - jnp.sqrt(own)
+    distance = jnp.where(
+        norms == 0, (kept != own).astype(jnp.float32), (difference - lengths**2) / (2 * norms)
+    )
+    distance = jnp.where(overflow > 0, 1, jnp.clip(distance, 0, 2))
+    shares = [count / size for count in (underflow, subnormal, overflow)]
+    own_largest = jnp.where((overflow > 0) | jnp.isnan(largest[0]), jnp.inf, largest[0])
+    return jnp.stack([error, distance, *shares, own_largest, largest[1], undefined / size])
+
+
+def limit_of(dtype: Any) -> float:
+    """Returns the largest finite number of a dtype."""
+    if dtype == np.bool_:
+        return 1.0
+    return float(
+        (jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(np.dtype(dtype)).max
+    )
+
+
+def is_discrete(dtype: Any) -> bool:
+    """Returns whether a dtype holds integers or booleans."""
+    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.integer))
+
+
+def is_measurable(dtype: Any) -> bool:
+    """Returns whether arrays of a dtype can be compared: numbers and booleans, not random keys."""
+    return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))

@@ -1,0 +1,1 @@
+"""Gradients: scaled losses, microbatches, float32 sums of cotangents."""

@@ -1,0 +1,35 @@
+"""Registers gradients, so that a step can detect swapped params and gradients."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+# By identity, as arrays have no hash. An entry goes when its array does.
+_taken: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def note_gradients(tree: T) -> T:
+    """Registers the arrays of a tree of gradients, and returns the tree."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            _taken[id(leaf)] = leaf
+    return tree
+
+
+def are_swapped(params: Any, gradients: Any) -> bool:
+    """Returns whether all arrays of `params` are registered gradients, and none of `gradients`."""
+    leaves = jax.tree.leaves(params)
+    return (
+        bool(leaves)
+        and all(map(_is_noted, leaves))
+        and not any(map(_is_noted, jax.tree.leaves(gradients)))
+    )
+
+
+def _is_noted(leaf: Any) -> bool:
+    return _taken.get(id(leaf)) is leaf

@@ -1,0 +1,215 @@
+"""Gradients of a large batch from microbatches that fit into memory, summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from policy.callables import require_function, shown
+from policy.grads.value_and_grad import ScaledGradients
+from policy.mapped_axes import make_varying, varying_axes
+from policy.trees import is_overwritten, map_gradients, path_name, shortened, working_dtype
+
+T = TypeVar("T")
+
+
+def split_batch(batch: T, count: int) -> T:
+    """Splits a batch into `count` microbatches: each leaf (B, ...) becomes (count, B / count, ...).
+
+    Microbatch i holds examples i, i + count, i + 2 count, ..., so that a batch sharded over its
+    examples stays in place.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.split_batch({"x": jnp.arange(6)}, 2)
+    {'x': Array([[0, 2, 4],
+           [1, 3, 5]], dtype=int32)}
+
+    Raises:
+      ValueError: `count` is not a positive integer; a leaf's first axis is not a multiple of it; or
+        leaves differ in that axis.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            "count should be a whole number of microbatches of at least 1, but got "
+            f"{shown(count)}: call "
+            "split_batch(batch, count)."
+        )
+
+    def split(path: Any, leaf: Any) -> Any:
+        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % count:
+            raise ValueError(
+                f"The first axis of each leaf should be a multiple of {count}, but "
+                f"{path_name(path)} has shape "
+                f"{tuple(jnp.shape(leaf))}."
+            )
+        return jnp.swapaxes(jnp.reshape(leaf, (-1, count, *jnp.shape(leaf)[1:])), 0, 1)
+
+    microbatches = jax.tree_util.tree_map_with_path(split, batch)
+    lengths = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    if len(lengths) > 1:
+        shapes = [
+            f"{path_name(path)} {tuple(jnp.shape(leaf))}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        ]
+        raise ValueError(
+            f"The leaves of batch should share their first axis, but got {shortened(shapes)}."
+        )
+    return microbatches
+
+
+def accumulate_gradients(
+    value_and_grad_fn: Callable[[Any, Any], tuple[Any, Any]],
+    params: Any,
+    microbatches: Any,
+    *,
+    weights: ArrayLike | Sequence[float] | None = None,
+) -> tuple[Any, Any]:
+    """Computes mean loss and gradients over microbatches, with the memory of one backward pass.
+
+    The microbatches run in a `lax.scan`. Sums are float32, also if each microbatch's gradients are
+    narrower: ``grads = sum_k w_k g_k / sum_k w_k``. A non-finite microbatch makes the mean
+    non-finite, and the step is skipped. Across devices, `vary` the params first and `all_reduce`
+    the result, so that gradients are exchanged once per step, not once per microbatch.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> loss_fn = lambda params, batch: jnp.mean(params["w"] * batch)
+    >>> batches = policy.split_batch(jnp.arange(4.0), 2)
+    >>> step = policy.value_and_grad(loss_fn)
+    >>> loss, grads = policy.accumulate_gradients(step, {"w": jnp.float32(2)}, batches)
+    >>> float(loss), float(grads["w"])
+    (3.0, 1.5)
+
+    Args:
+      value_and_grad_fn: called with `params` and a microbatch; a function from `value_and_grad`,
+        with or without `has_aux` and with either kind of gradients, or from JAX's.
+      params: a tree, passed on.
+      microbatches: a tree whose leaves have a first axis of K microbatches; keys for dropout are a
+        leaf of it.
+      weights: (K,) the weight of each microbatch, such as its number of tokens if the loss is a
+        mean over tokens. None weighs all alike. They apply on one device only: `all_reduce` takes
+        the plain mean over devices. A microbatch of weight 0 is left out, even if it is not finite:
+        the mean of no tokens is NaN.
+
+    Returns:
+      `(loss, gradients)`, or `((loss, aux), gradients)` with each leaf of aux stacked, (K, ...).
+      `ScaledGradients` keep their scale and are rounded once, to the dtype of each microbatch's
+      gradients; a plain tree is float32 or wider. Leaves under `_overwrite_with_gradient` are not
+      gradients: the result is the largest of the microbatches' new values, which equals the whole
+      batch's for fp8 scales and amax histories.
+
+    Raises:
+      ValueError: `microbatches` has no leaf, or leaves that differ in their first axis; `weights`
+        is not (K,).
+      TypeError: `value_and_grad_fn` is not a function, or doesn't return `(value, gradients)`.
+    """
+    require_function(value_and_grad_fn, "accumulate_gradients")
+    count = _count(microbatches)
+    weights = None if weights is None else jnp.asarray(weights, jnp.float32)
+    if weights is not None and weights.shape != (count,):
+        raise ValueError(
+            f"weights should have shape ({count},), one for each microbatch, but got "
+            f"{weights.shape}."
+        )
+    one = lambda params, microbatch: _Turn(value_and_grad_fn(params, microbatch))  # noqa: E731
+    like = jax.eval_shape(
+        lambda p, m: one(p, jax.tree.map(lambda x: x[0], m)).summed, params, microbatches
+    )
+    weight_axes = frozenset() if weights is None else varying_axes(weights)
+    kinds: list[_Turn] = []
+
+    def body(sums: Any, turn: tuple[Any, Any]) -> tuple[Any, Any]:
+        microbatch, weight = turn
+        result = one(params, microbatch)
+        kinds[:] = [result]
+        return jax.tree_util.tree_map_with_path(
+            lambda *x: _add(weight, *x), sums, result.summed
+        ), result.stacked
+
+    start = jax.tree_util.tree_map_with_path(lambda path, x: _zero(path, x, weight_axes), like)
+    sums, (aux, scales) = lax.scan(body, start, (microbatches, weights))
+    total = jnp.float32(count) if weights is None else jnp.sum(weights)
+    loss, gradients = map_gradients(lambda x: x / total.astype(x.dtype), sums)
+    if kinds[0].is_scaled:
+        gradients = map_gradients(lambda x, kind: x.astype(kind.dtype), gradients, like[1])
+        gradients = ScaledGradients(gradients, _common(scales))
+    return ((loss, aux) if kinds[0].has_aux else loss), gradients
+
+
+class _Turn:
+    """The results of one microbatch, divided into summed and stacked parts.
+
+    Attributes:
+      has_aux, is_scaled: the form of the returned value and gradients.
+      summed: (loss, tree of gradients).
+      stacked: (aux or None, scale or None).
+    """
+
+    def __init__(self, returned: Any):
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TypeError(
+                "value_and_grad_fn should return (value, gradients), as of "
+                "value_and_grad(loss_fn), but got "
+                f"{type(returned).__name__}."
+            )
+        value, gradients = returned
+        self.has_aux = isinstance(value, tuple)
+        self.is_scaled = isinstance(gradients, ScaledGradients)
+        loss, aux = value if self.has_aux else (value, None)
+        self.summed = (loss, gradients.tree if self.is_scaled else gradients)
+        self.stacked = (aux, gradients.scale if self.is_scaled else None)
+
+
+def _common(scales: jax.Array) -> jax.Array:
+    """Returns the () scale shared by all (K,).
+
+    Gradients of different scales have no sum: raises if they differ, or returns NaN if that is
+    known at run time only.
+    """
+    same = jnp.all(scales == scales[0])
+    if not isinstance(same, Tracer) and not same:
+        raise ValueError(f"The microbatches' gradients should share one scale, but got {scales}.")
+    return jnp.where(same, scales[0], jnp.nan)
+
+
+def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:
+    """Returns the start of a sum or maximum, with the sharding and varying type of the result."""
+    if is_overwritten(path):
+        start = make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like))
+    else:
+        start = make_varying(
+            jnp.zeros(like.shape, working_dtype(like.dtype)), varying_axes(like) | more_axes
+        )
+    sharding = jax.typeof(like).sharding  # under a mesh of explicit axes
+    return (
+        jax.reshard(start, sharding) if any(axis is not None for axis in sharding.spec) else start
+    )
+
+
+def _add(weight: Any, path: Any, total: jax.Array, x: jax.Array) -> jax.Array:
+    if is_overwritten(path):
+        return jnp.maximum(total, x)
+    x = x.astype(total.dtype)
+    if weight is None:
+        return total + x
+    return total + jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+
+
+def _count(microbatches: Any) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(microbatches)
+    counts = {jnp.shape(leaf)[:1] for _, leaf in leaves}
+    if len(counts) != 1 or counts <= {(), (0,)}:
+        shapes = [f"{path_name(path)} {tuple(jnp.shape(leaf))}" for path, leaf in leaves]
+        raise ValueError(
+            "microbatches should be arrays that share a first axis, one entry for each microbatch, "
+            "but got "
+            f"{shortened(shapes) or 'no array'}. split_batch(batch, count) makes them of a batch."
+        )
+    return counts.pop()[0]

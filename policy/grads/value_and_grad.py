@@ -1,0 +1,500 @@
+"""Gradients under a loss scale: `value_and_grad`, `grad` and the type `ScaledGradients`.
+
+A plain tree of gradients is unscaled and float32. Scaled gradients have another type,
+`ScaledGradients`, which carries its scale and which only `mixed_precision`'s optimizers accept. So
+gradients can't be unscaled twice, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import define_prng_impl
+from jax.typing import ArrayLike
+
+from policy.grads.half_params import widened_value_and_grad
+from policy.grads.known_gradients import note_gradients
+from policy.grads.loss_scale import (
+    LossScale,
+    get_loss_scale,
+    require_positive,
+    scale_tree,
+    unscale_tree,
+)
+from policy.policy import Policy, get_policy
+from policy.scope import current_policy, use_policy
+from policy.trees import (
+    OVERWRITE_WITH_GRADIENT,
+    is_inexact,
+    is_overwritten,
+    map_gradients,
+    path_name,
+    working_dtype,
+)
+
+GradientKind = Literal["float32", "compute"]
+
+_WAY_OUT = (
+    "ScaledGradients are still scaled: hand them whole to apply_gradients(tx, params, opt_state, "
+    "grads), or to the "
+    "update of a tx that mixed_precision made. For a plain tree of true gradients leave out "
+    "grads='compute'."
+)
+
+
+class _SaysItsUse(type):
+    """A metaclass whose repr names the class's use, for JAX's errors on tree structures."""
+
+    def __repr__(cls) -> str:
+        return f"<class '{cls.__module__}.{cls.__qualname__}': hand it whole to apply_gradients>"
+
+
+def _refuses(operation: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"{operation} of ScaledGradients is refused. {_WAY_OUT}")
+
+    return refuse
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ScaledGradients(metaclass=_SaysItsUse):
+    """Gradients of a scaled loss, with their scale.
+
+    `apply_gradients`, and `update` of `mixed_precision`, divide them by the scale, once. Everything
+    else refuses them. The type is a pytree node of its own, so its structure differs from a
+    parameter tree's. The scale is sealed: its bits are the data of a PRNG key array, so that
+    arithmetic mapped over the leaves, a sum over devices included, raises instead of changing it.
+
+    Under a `flax.training.train_state.TrainState` a tree with the collection
+    `_overwrite_with_gradient` may be indexed.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> grads = policy.ScaledGradients({"w": jnp.array([8.0])}, 4.0)
+    >>> grads.scale
+    Array(4., dtype=float32)
+    >>> grads * 2
+    Traceback (most recent call last):
+        ...
+    TypeError: Arithmetic of ScaledGradients is refused. ...
+
+    Args:
+      tree: the scaled gradients, in any floating dtype.
+      scale: () float32, positive.
+
+    Raises:
+      ValueError: `scale` is not a scalar, or is concrete and not positive and finite.
+    """
+
+    __slots__ = ("_sealed_scale", "_tree")
+    carries_its_scale = True
+
+    def __init__(self, tree: Any, scale: ArrayLike):
+        require_positive(scale)
+        if jnp.ndim(scale):
+            raise ValueError(f"scale should be a scalar, but got shape {jnp.shape(scale)}.")
+        self._tree = tree
+        self._sealed_scale = _seal(jnp.asarray(scale, jnp.float32))
+
+    @property
+    def tree(self) -> Any:
+        """The gradients, scaled."""
+        return self._tree
+
+    @property
+    def scale(self) -> jax.Array:
+        """The () float32 factor that the gradients were multiplied by."""
+        bits = jax.random.key_data(self._sealed_scale)[..., 0]
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def with_tree(self, tree: Any) -> ScaledGradients:
+        """Returns another tree of gradients with this scale."""
+        return ScaledGradients.tree_unflatten(None, (tree, self._sealed_scale))
+
+    def tree_flatten_with_keys(self):
+        _refuse_optax(sys._getframe().f_back)
+        keys = jax.tree_util.GetAttrKey("tree"), jax.tree_util.GetAttrKey("scale")
+        return tuple(zip(keys, (self._tree, self._sealed_scale), strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> ScaledGradients:
+        made = object.__new__(cls)
+        made._tree, made._sealed_scale = children
+        return made
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(self._tree, Mapping) and key in self._tree
+
+    def __getitem__(self, key: Any) -> Any:
+        """Returns the part of the tree under `key`, still scaled.
+
+        The overwritten collection of fp8 is returned as it is, since it is not scaled.
+
+        Raises:
+          TypeError: the tree has no overwritten collection, so that Flax has no reason to look
+            inside.
+        """
+        if OVERWRITE_WITH_GRADIENT not in self:
+            raise TypeError(f"Indexing ScaledGradients with [{key!r}] is refused. {_WAY_OUT}")
+        part = self._tree[key]
+        if key == OVERWRITE_WITH_GRADIENT:
+            return part
+        return ScaledGradients.tree_unflatten(None, (part, self._sealed_scale))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(
+                f"'ScaledGradients' object has no attribute {name!r}", name=name, obj=self
+            )
+        raise AttributeError(
+            f"ScaledGradients have no attribute {name!r}. {_WAY_OUT}", name=name, obj=self
+        )
+
+    __iter__ = _refuses("Iteration")
+    __array__ = __float__ = _refuses("A conversion")
+    __neg__ = __pos__ = __abs__ = _refuses("Arithmetic")
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuses("Arithmetic")
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuses(
+        "Arithmetic"
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = _refuses("A comparison")
+
+    def __repr__(self) -> str:
+        return f"ScaledGradients({self._tree!r})"
+
+
+def _refuse_optax(frame: Any) -> None:
+    """Raises if optax's own code flattens the gradients.
+
+    Its errors on the sealed scale wouldn't say what to do instead.
+
+    Args:
+      frame: the caller's; frames of JAX are skipped.
+    """
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jax":
+        frame = frame.f_back
+    if frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "optax":
+        raise TypeError(f"optax's {frame.f_code.co_name} takes no ScaledGradients. {_WAY_OUT}")
+
+
+def _unused(*_: Any) -> Any:
+    raise TypeError("The scale of ScaledGradients is no PRNG key: only mixed_precision reads it.")
+
+
+# Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept
+# dtypes float32, key<ScaledGradients: hand them whole to apply_gradients>`.
+_SEAL: Any = define_prng_impl(
+    key_shape=(1,),
+    seed=_unused,
+    split=_unused,
+    random_bits=_unused,
+    fold_in=_unused,
+    name="ScaledGradients",
+    tag="ScaledGradients: hand them whole to apply_gradients",
+)
+
+
+def _seal(scale: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(lax.bitcast_convert_type(scale, jnp.uint32)[None], impl=_SEAL)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    policy: Policy | str | None = None,
+    loss_scale: LossScale | ArrayLike | None = None,
+    grads: GradientKind = "float32",
+) -> Callable[..., tuple[Any, Any]]:
+    """Differentiates `loss_fn` as `jax.value_and_grad` does, under a policy and a loss scale.
+
+    The loss is cast to float32 before it is scaled, and returned unscaled. Gradients accumulate
+    over the uses of a parameter in float32, even if the parameter is stored in half precision;
+    `policy.grads.half_params` states the limits. Leaves under a mapping key
+    `_overwrite_with_gradient`, and aux, are left alone.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> loss_fn = lambda params: jnp.sum(jnp.square(params["w"]))
+    >>> params = {"w": jnp.array([1.0, 2.0], jnp.bfloat16)}
+    >>> loss, grads = policy.value_and_grad(loss_fn, loss_scale=1024.0)(params)
+    >>> float(loss), grads["w"]
+    (5.0, Array([2., 4.], dtype=float32))
+
+    Args:
+      loss_fn: returns a floating scalar, or with `has_aux` a pair `(loss, aux)`.
+      argnums: the positional arguments to differentiate by, as in JAX.
+      has_aux: whether `loss_fn` returns a pair.
+      policy: a Policy or its text form, in force while `loss_fn` is traced. None keeps the policy
+        in force.
+      loss_scale: None, a loss scale such as `loss_scale_of(opt_state)`, or a positive number.
+      grads: "float32" returns a plain tree: unscaled, float32 (float64 and complex leaves keep
+        their dtype). "compute" returns `ScaledGradients`: still scaled, rounded once, at the end,
+        to the policy's compute_dtype; not rounded if there is no policy or its compute_dtype is
+        wider.
+
+    Returns:
+      A function of `loss_fn`'s arguments that returns `(loss, gradients)` or `((loss, aux),
+      gradients)`.
+
+    Raises:
+      ValueError: `grads` is unknown or the scale not positive.
+      TypeError: `loss_fn` is not a function, or `argnums` are not positions; on the call, the loss
+        is not a floating scalar, or an argument to differentiate by holds integers, PRNG keys or
+        nnx references.
+    """
+    _require_loss(loss_fn, argnums)
+    finish = Finish.of(policy, loss_scale, grads)
+
+    @functools.wraps(loss_fn)
+    def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        for position in _positions(argnums, len(args)):
+            _require_differentiable(args[position], position)
+        with finish.scope():
+            differentiated = widened_value_and_grad(
+                scaled_loss(loss_fn, finish.scale, has_aux), argnums
+            )
+            (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
+            gradients = finish(gradients)
+        return ((loss, aux) if has_aux else loss), gradients
+
+    return value_and_gradients
+
+
+def grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    policy: Policy | str | None = None,
+    loss_scale: LossScale | ArrayLike | None = None,
+    grads: GradientKind = "float32",
+) -> Callable[..., Any]:
+    """Differentiates `loss_fn` as `value_and_grad` does, without returning the loss.
+
+    The new function returns the gradients, or with `has_aux` the pair `(gradients, aux)`. Arguments
+    and errors are those of `value_and_grad`.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.grad(lambda w: jnp.sum(w * w))(jnp.array([1.0, 3.0], jnp.bfloat16))
+    Array([2., 6.], dtype=float32)
+    """
+    differentiated = value_and_grad(
+        loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads
+    )
+
+    @functools.wraps(loss_fn)
+    def gradients_only(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = differentiated(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradients_only
+
+
+class Finish:
+    """Turns raw gradients into unscaled ones or `ScaledGradients`, for both wings.
+
+    Attributes:
+      policy: in force while the loss is traced, or None.
+      scale: the () scale, a Python number or an array.
+      grads: "float32" or "compute".
+    """
+
+    def __init__(self, policy: Policy | None, scale: ArrayLike, grads: GradientKind):
+        self.policy, self.scale, self.grads = policy, scale, grads
+
+    @classmethod
+    def of(cls, policy: Policy | str | None, loss_scale: Any, grads: str) -> Finish:
+        """Checks the three arguments. Raises as `value_and_grad` says."""
+        if grads not in ("float32", "compute"):
+            raise ValueError(f"grads should be 'float32' or 'compute', but got {grads!r}.")
+        return cls(None if policy is None else get_policy(policy), _scale_value(loss_scale), grads)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.policy is None else use_policy(self.policy)
+
+    def __call__(self, gradients: Any) -> Any:
+        if self.grads == "compute":
+            policy = self.policy or current_policy()
+            compute_dtype = jnp.dtype(jnp.float32) if policy is None else policy.compute_dtype
+            return ScaledGradients(
+                map_gradients(lambda g: _narrow(g, compute_dtype), gradients), self.scale
+            )
+        return note_gradients(map_gradients(lambda g: unscale_tree(g, self.scale), gradients))
+
+
+def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) -> Callable[..., Any]:
+    """Returns `loss_fn` with the result `(scaled float32 loss, (loss, aux))`.
+
+    The new function raises TypeError if the loss is not a floating scalar.
+    """
+
+    @functools.wraps(loss_fn)
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        loss, aux = _loss_and_aux(loss_fn(*args, **kwargs), has_aux)
+        loss = loss.astype(working_dtype(loss.dtype))  # before the scale: float16 ends at 65504
+        return scale_tree(loss, scale), (loss, aux)
+
+    return scaled
+
+
+def with_scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns `loss_fn` with a TypeError for results other than a floating scalar.
+
+    With `has_aux` the result must be a pair of one and aux.
+    """
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        returned = loss_fn(*args, **kwargs)
+        _loss_and_aux(returned, has_aux)
+        return returned
+
+    return checked
+
+
+def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    if not has_aux:
+        return _require_floating_scalar(returned), None
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
+        raise TypeError(
+            "With has_aux=True loss_fn should return a pair (loss, aux), but got "
+            f"{type(returned).__name__}{length}."
+        )
+    return _require_floating_scalar(returned[0]), returned[1]
+
+
+def _require_floating_scalar(loss: Any) -> jax.Array:
+    hint = "return the mean or the sum, and has_aux=True for anything beside it"
+    try:
+        loss = jnp.asarray(loss)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"loss_fn should return a floating scalar, but got {type(loss).__name__}: {hint}."
+        ) from None
+    if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"loss_fn should return a floating scalar, but got {loss.dtype}{list(loss.shape)}: "
+            f"{hint}."
+        )
+    return loss
+
+
+def _require_loss(loss_fn: Any, argnums: Any) -> None:
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn should be a function, but got {type(loss_fn).__name__}: pass the function "
+            "itself, and the "
+            "arguments to what comes back, value_and_grad(loss_fn)(params, batch)."
+        )
+    positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    if not positions or not all(
+        isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in positions
+    ):
+        raise TypeError(
+            "argnums should be the position of an argument, or several, but got "
+            f"{_shortened(argnums)}: arguments go "
+            "to what comes back, value_and_grad(loss_fn)(params, batch), and a policy in policy=."
+        )
+
+
+def _shortened(x: Any) -> str:
+    return (
+        repr(x)
+        if isinstance(x, (str, float, bool, tuple)) and len(repr(x)) < 80
+        else f"a {type(x).__name__}"
+    )
+
+
+def _scale_value(loss_scale: Any) -> ArrayLike:
+    """Returns the () scale, possibly traced, of a number or a loss scale (ours or similar)."""
+    if isinstance(loss_scale, (jax.Array, np.ndarray)):
+        scale = loss_scale
+    elif hasattr(loss_scale, "loss_scale") and not isinstance(loss_scale, type):
+        scale = loss_scale.loss_scale
+        if hasattr(scale, "adjust"):  # a whole state, or a mixed_precision
+            raise TypeError(
+                f"loss_scale should be a loss scale, but got a {type(loss_scale).__name__}, which "
+                "holds one: pass "
+                "loss_scale=loss_scale_of(opt_state)."
+            )
+    else:
+        given: Any = loss_scale  # of a class, too: it is refused by name
+        scale = get_loss_scale(given).loss_scale
+    require_positive(scale)
+    if jnp.ndim(scale):
+        raise ValueError(f"loss_scale should be a scalar, but got shape {jnp.shape(scale)}.")
+    return scale
+
+
+def _narrow(gradient: jax.Array, compute_dtype: np.dtype) -> jax.Array:
+    if not jnp.issubdtype(gradient.dtype, jnp.floating):
+        return gradient
+    working = working_dtype(gradient.dtype)
+    return gradient.astype(compute_dtype if compute_dtype.itemsize < working.itemsize else working)
+
+
+def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    asked = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
+    for position in asked:
+        if not -count <= position < count:
+            raise TypeError(
+                f"argnums={argnums} differentiates by positional argument {position}, but the call "
+                f"has {count}: "
+                "pass it by position, not by keyword."
+            )
+    return tuple(position % count for position in asked)
+
+
+def _require_differentiable(argument: Any, position: int) -> None:
+    references: list[str] = []
+
+    def is_leaf(node: Any) -> bool:
+        modules = [cls.__module__ for cls in type(node).__mro__]
+        if not any(module == "flax.nnx" or module.startswith("flax.nnx.") for module in modules):
+            return False
+        if "flax.nnx.statelib" not in modules:  # a State is a plain tree: its Variables are copies
+            references.append(type(node).__name__)
+        return True
+
+    leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=is_leaf)
+    if references:
+        raise TypeError(
+            f"Argument {position} holds nnx references ({references[0]}), and what loss_fn writes "
+            "to them (BatchNorm "
+            "statistics, RNG counts) would be lost. Use mpmodules.nnx.value_and_grad, or split the "
+            "model and pass its "
+            "state."
+        )
+    wrong = [
+        f"{path_name(path)} ({_dtype_text(leaf)})"
+        for path, leaf in leaves
+        if not is_leaf(leaf) and not is_overwritten(path) and not _can_differentiate(leaf)
+    ]
+    if wrong:
+        raise TypeError(
+            f"Argument {position} holds what has no gradient: {', '.join(wrong)}. Pass integers, "
+            "booleans and PRNG "
+            "keys as another argument, outside of argnums."
+        )
+
+
+def _can_differentiate(leaf: Any) -> bool:
+    return (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))) and is_inexact(leaf)
+
+
+def _dtype_text(leaf: Any) -> str:
+    return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__

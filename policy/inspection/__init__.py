@@ -1,1 +1,0 @@
-"""What a program really runs in, read before it runs."""

@@ -1,0 +1,162 @@
+"""Steps that are applied or skipped on a flag, as each platform compiles them best."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import jax
+import optax
+from jax import lax
+
+from policy.optim.param_update import ParamUpdate
+from policy.optim.storage_modes import Encoded
+
+T = TypeVar("T")
+
+
+class Operands(NamedTuple):
+    """The arguments of both branches.
+
+    Attributes:
+      params: a tree of params.
+      gradients: their gradients, as they were handed over.
+      inner: the inner transform's state.
+      masters: a tree like the params, of stored arrays.
+    """
+
+    params: optax.Params
+    gradients: optax.Updates
+    inner: optax.OptState
+    masters: optax.Params
+
+
+class Results(NamedTuple):
+    """The results of a branch.
+
+    Attributes:
+      params: each param's result, in flattening order.
+      inner: the inner transform's state.
+    """
+
+    params: list[Encoded]
+    inner: optax.OptState
+
+
+Branch: TypeAlias = Callable[[Operands], Results]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionalStep:
+    """A step that is applied, and one that changes nothing.
+
+    Attributes:
+      param_updates: one for each param.
+      as_updates: True where results are updates to add to the params.
+      apply_step: the branch that steps.
+      skip_step: the branch that changes nothing, with results of the same types.
+      operands: the arguments of both.
+    """
+
+    param_updates: list[ParamUpdate]
+    as_updates: bool
+    apply_step: Branch
+    skip_step: Branch
+    operands: Operands
+
+    @property
+    def is_packed(self) -> bool:
+        """True where XLA computes a pair of results in one pass only inside of a branch."""
+        return any(each.mode.is_packed for each in self.param_updates)
+
+    def applied(self) -> Results:
+        """Applies the step."""
+        return self.apply_step(self.operands)
+
+    def applied_where(self, flag: jax.Array) -> Results:
+        """Applies the step where `flag`, () bool and computed from the gradients, is True."""
+        if self.as_updates:
+            return _step_by_platform(flag, self.apply_step, self.skip_step, self.operands)
+        return self._unpacked(flag)
+
+    def applied_mostly(self, flag: jax.Array) -> Results:
+        """Applies the step where `flag`, () bool and a scalar of the state, is True.
+
+        Such a flag is known before the step, so a select costs no pass of its own.
+        """
+        if any(each.mode.stores for each in self.param_updates):
+            return self._unpacked(flag)
+        return selected(flag, self.applied(), self.skip_step(self.operands))
+
+    def _unpacked(self, flag: jax.Array) -> Results:
+        branches = self.apply_step, self.skip_step
+        return _unpacked_by_platform(self.param_updates, flag, *branches, self.operands)
+
+
+def _step_by_platform(
+    finite: jax.Array, apply_step: Branch, skip_step: Branch, operands: Operands
+) -> Results:
+    """Computes `lax.cond`, or on TPUs a select of the results of both branches.
+
+    A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step
+    itself. It would write the results of a branch, and read them again for the addition. XLA:CPU
+    would compute the step once for each result of a select.
+    """
+    apply_step = jax.jit(apply_step)  # traced once for both
+
+    def select(finite: jax.Array, operands: Operands) -> Results:
+        return selected(finite, apply_step(operands), skip_step(operands))
+
+    return lax.platform_dependent(
+        finite,
+        operands,
+        tpu=select,
+        default=lambda finite, operands: lax.cond(finite, apply_step, skip_step, operands),
+    )
+
+
+def _unpacked_by_platform(
+    param_updates: list[ParamUpdate],
+    condition: jax.Array,
+    apply_step: Branch,
+    skip_step: Branch,
+    operands: Operands,
+) -> Results:
+    """Computes `lax.cond`, and takes packed pairs apart after it; on TPUs in the branches.
+
+    A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each
+    half in a pass of its own over the moments.
+    """
+    if not any(each.is_packed for each in param_updates):
+        return lax.cond(condition, apply_step, skip_step, operands)
+    apply_step = jax.jit(apply_step, inline=True)  # traced once for both
+
+    def unpacked(results: Results) -> Results:
+        pairs = zip(param_updates, results.params, strict=True)
+        return Results([each.unpacked(encoded) for each, encoded in pairs], results.inner)
+
+    def inside(condition: jax.Array, operands: Operands) -> Results:
+        def apply_unpacked(operands: Operands) -> Results:
+            encoded, inner = apply_step(operands)
+            return unpacked(Results([lax.optimization_barrier(each) for each in encoded], inner))
+
+        def skip_unpacked(operands: Operands) -> Results:
+            leaves, tree = jax.tree.flatten(operands.params)
+            encoded = skip_step(operands).params
+            stored = tree.flatten_up_to(operands.masters)
+            same = zip(param_updates, leaves, stored, encoded, strict=True)
+            pairs: list[Encoded] = [(p, kept) if each.is_packed else e for each, p, kept, e in same]
+            return Results(pairs, operands.inner)
+
+        return lax.cond(condition, apply_unpacked, skip_unpacked, operands)
+
+    def outside(condition: jax.Array, operands: Operands) -> Results:
+        return unpacked(lax.cond(condition, apply_step, skip_step, operands))
+
+    return lax.platform_dependent(condition, operands, tpu=inside, default=outside)
+
+
+def selected(flag: jax.Array, new: T, old: T) -> T:
+    """Returns the leaves of `new` where `flag`, () bool, is True, else those of `old`."""
+    return jax.tree.map(lambda x, y: lax.select(flag, x, y), new, old)

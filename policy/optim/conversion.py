@@ -1,0 +1,202 @@
+"""States from other states and weights: `convert` and `init_from_master`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from policy.optim.checks import check_params
+from policy.optim.master_weights import init_masters, layout_of, without_overwritten
+from policy.optim.moments import narrow_moments
+from policy.optim.rounding import round_to
+from policy.optim.state import MixedPrecisionState
+from policy.optim.state_checks import require_storage
+from policy.optim.state_leaves import strong_copy, strongly_typed
+from policy.optim.storage_modes import (
+    MasterWeights,
+    StorageMode,
+    Stored,
+    mode_names,
+    storage_mode,
+)
+from policy.optim.transform_names import optimizer_name
+from policy.optim.wrapper import MixedPrecision, require_mixed_precision
+from policy.trees import leaf_names, shortened, unboxed
+
+Params = TypeVar("Params")
+
+
+def init_from_master(
+    tx: optax.GradientTransformation, f32_params: Params
+) -> tuple[Params, MixedPrecisionState]:
+    """Makes params in the policy's param_dtype, and a state whose masters are the float32 weights.
+
+    Loads a float32 checkpoint: `tx.init(cast params)` would start from rounded masters.
+
+    Args:
+      tx: the transform that `mixed_precision` returned.
+      f32_params: a tree of float32 arrays.
+
+    Returns:
+      `(params, state)`.
+
+    Raises:
+      TypeError: `tx` is not `mixed_precision`'s own.
+      ValueError: a leaf is no floating array.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy.optim import init_from_master, master_params, mixed_precision
+      >>> tx = mixed_precision(optax.adam(1e-3), "bfloat16")
+      >>> params, opt_state = init_from_master(tx, {"w": jnp.array([0.1])})
+      >>> params["w"]
+      Array([0.100098], dtype=bfloat16)
+      >>> master_params(params, opt_state)["w"]
+      Array([0.1], dtype=float32)
+    """
+    stepper = require_mixed_precision(tx, None).stepper
+    check_params(f32_params)
+    dtype = stepper.policy.param_dtype
+    params, masters = init_masters(f32_params, dtype, stepper.master_weights)
+    return params, stepper.make_state(without_overwritten(params), masters)
+
+
+def convert(
+    state: MixedPrecisionState, params: Any, *, to: MixedPrecision | MasterWeights
+) -> MixedPrecisionState:
+    """Migrates an optimizer state to another storage mode, moment_dtype and kind of loss scale.
+
+    The float32 weights stay, to the precision of the new mode: "kahan" keeps 16 bits of the
+    fraction of a bfloat16 param's master, "none" and "stochastic" the param itself. Params stay as
+    they are. Moments are widened, or rounded to nearest. Counts stay; a loss scale of another kind
+    starts anew.
+
+    The state of an `nnx.Optimizer` goes into one that was made with the new transform::
+
+      made = convert(before.opt_state, nnx.state(model, nnx.Param), to=after.tx)
+      nnx.update(after.opt_state, nnx.state(made))
+
+    Args:
+      state: a `MixedPrecisionState` of concrete arrays, in the mode that it was made, or restored,
+        with.
+      params: the params that it belongs to.
+      to: a transform that `mixed_precision` returned, around the same inner transform; or a mode of
+        `master_weights`, and everything else stays.
+
+    Returns:
+      A new state.
+
+    Raises:
+      TypeError: `state` is not a `MixedPrecisionState`, or holds traced arrays; or `to` is neither
+        of the two.
+      ValueError: the params' tree or dtypes are not those of the state; a master is not that of its
+        param; the mode has no storage for a param's dtype; or the inner transform's state has
+        another tree. Where it has the same tree, moments are taken as they are.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy.optim import convert, mixed_precision
+      >>> tx = mixed_precision(optax.adam(1e-3), "bfloat16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> opt_state = tx.init(params)
+      >>> opt_state.masters["w"].dtype
+      dtype('uint16')
+      >>> convert(opt_state, params, to="full").masters["w"].dtype
+      dtype('float32')
+    """
+    if not isinstance(state, MixedPrecisionState):
+        raise TypeError(
+            f"convert takes a MixedPrecisionState, but got {type(state).__name__}: call "
+            "convert(opt_state, params, to=tx)."
+        )
+    if not isinstance(to, MixedPrecision) and to not in mode_names():
+        modes = ", ".join(map(repr, mode_names()))
+        raise TypeError(
+            f"to should be what mixed_precision returned, or one of {modes}, but got {to!r}."
+        )
+    state, params = unboxed(state), without_overwritten(unboxed(params))
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, params))):
+        raise TypeError("convert checks values: call it outside of jit, on concrete arrays.")
+    made_by, optimizer = state.layout.master_weights, state.layout.optimizer
+    require_storage(params, state, made_by)
+    master_weights = to.master_weights if isinstance(to, MixedPrecision) else to
+    if isinstance(to, MixedPrecision):
+        optimizer = optimizer_name(to.inner, state.inner)
+    layout = layout_of(params, master_weights, optimizer)
+    leaves, tree = jax.tree.flatten(params)
+    before = [storage_mode(p.dtype, made_by) for p in leaves]
+    after = [storage_mode(p.dtype, master_weights) for p in leaves]
+    stored = tree.flatten_up_to(state.masters)
+    _check_masters(leaf_names(params), leaves, stored, before)
+    masters = [_migrated(*each) for each in zip(leaves, stored, before, after, strict=True)]
+    if isinstance(to, MixedPrecision):
+        state = _with_options(state, params, to)
+    code = jnp.full_like(state.mode, layout.storage)
+    return state._replace(masters=jax.tree.unflatten(tree, masters), mode=code, layout=layout)
+
+
+def _migrated(param: jax.Array, stored: Stored, before: StorageMode, after: StorageMode) -> Stored:
+    if not after.stores:
+        return after.init(param)
+    value = before.join(param, stored)
+    # where a master misses its param by an ulp, as optax's own addition can make it, the param
+    # is right
+    is_near = round_to(value, param.dtype) == param
+    return after.split(jnp.where(is_near, value, param.astype(value.dtype)), param.dtype)[1]
+
+
+def _check_masters(
+    names: list[str], params: list[jax.Array], stored: list[Any], modes: list[StorageMode]
+) -> None:
+    """Refuses masters that are nowhere near their params, as in a tree put together by hand."""
+    wrong = []
+    for name, p, kept, mode in zip(names, params, stored, modes, strict=True):
+        if not mode.is_master:
+            continue
+        wide, master = np.asarray(p, np.float64), np.asarray(kept, np.float64)
+        finite = np.isfinite(wide) & np.isfinite(master)
+        # an ulp, and a step through optax's own addition: that rounds to an ulp of float32 of the
+        # larger operand
+        largest = np.max(np.abs(wide), initial=0, where=finite)
+        room = float(jnp.finfo(p.dtype).eps) * np.abs(wide) + 2.0**-20 * largest
+        apart = np.abs(np.where(finite, master, 0) - np.where(finite, wide, 0))
+        is_beyond = np.isfinite(wide) & ~np.isfinite(master)
+        off = int(np.sum(np.where(finite, apart > room + 2.0**-24, is_beyond)))
+        if off:
+            wrong.append(f"{name} in {off} of {p.size} elements")
+    if wrong:
+        raise ValueError(
+            f"params should be the rounded masters of state, but differ: {shortened(wrong)}. Where "
+            "the params were written to, call resync(params, state) first."
+        )
+
+
+def _with_options(
+    state: MixedPrecisionState, params: optax.Params, to: MixedPrecision
+) -> MixedPrecisionState:
+    """Returns a state whose moments' dtypes and kind of loss scale are those of `to`."""
+    fresh = jax.eval_shape(to.init, params)
+    if jax.tree.structure(fresh.inner) != jax.tree.structure(state.inner):
+        raise ValueError(
+            f"convert keeps the inner state, but that was made by {state.layout.optimizer}, and to "
+            f"is {optimizer_name(to.inner, fresh.inner)}: start anew with tx.init(params)."
+        )
+    inner = jax.tree.map(strongly_typed, state.inner)
+    pairs = zip(jax.tree.leaves(inner), jax.tree.leaves(fresh.inner), strict=True)
+    targets = [_other_dtype(*pair) for pair in pairs]
+    is_same_kind = type(state.loss_scale) is type(to.loss_scale)
+    scale = state.loss_scale if is_same_kind else jax.tree.map(strong_copy, to.loss_scale)
+    return state._replace(inner=narrow_moments(inner, targets), loss_scale=scale)
+
+
+def _other_dtype(moment: jax.Array, like: jax.ShapeDtypeStruct) -> np.dtype | None:
+    """Returns the floating dtype that a leaf has in the new state, where it is another."""
+    is_other = moment.dtype != like.dtype and jnp.issubdtype(moment.dtype, jnp.floating)
+    return like.dtype if is_other else None

@@ -1,0 +1,231 @@
+"""Refusals of gradients, and of results of an inner transform, by path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.tree_util import KeyPath
+
+from policy.grads.known_gradients import are_swapped
+from policy.grads.value_and_grad import ScaledGradients
+from policy.mapped_axes import varying_axes
+from policy.optim.state import MixedPrecisionState
+from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
+
+
+def check_gradients(gradients: Any, state: Any, params: Any) -> None:
+    """Refuses a call of `update` whose arguments don't belong together.
+
+    Raises:
+      TypeError: `state` is no MixedPrecisionState; a ScaledGradients lies inside of the gradients,
+        or was taken apart; params and gradients are swapped.
+      ValueError: `params` are missing; an array was donated; the gradients' tree or shapes are not
+        the params', or they are no numbers, or differ between devices where the params don't. Each
+        may have one axis more in front, of one length for all: gradients per example.
+    """
+    if not isinstance(state, MixedPrecisionState):
+        holder = "" if not hasattr(state, "opt_state") else "; hand over its opt_state"
+        raise TypeError(
+            f"state should be a MixedPrecisionState, but got {type(state).__name__}: "
+            f"tx.init(params) makes one, with the tx of mixed_precision{holder}."
+        )
+    if params is None:
+        raise ValueError(
+            "params are needed: the step is taken on float32 weights. Call update(gradients, "
+            "state, params)."
+        )
+    _check_buffers(params=params, opt_state=state, grads=gradients)
+    is_scaled = lambda node: isinstance(node, ScaledGradients)  # noqa: E731
+    if any(map(is_scaled, jax.tree.leaves(gradients, is_leaf=is_scaled))):
+        raise TypeError(
+            "A ScaledGradients should be the whole of the gradients, but one lies inside of their "
+            "tree. Hand over what value_and_grad returned, as it is."
+        )
+    if are_swapped(params, gradients):
+        raise TypeError(
+            "params are gradients that value_and_grad returned, and the gradients are none: they "
+            "are swapped. Call apply_gradients(tx, params, opt_state, grads), or tx.update(grads, "
+            "opt_state, params)."
+        )
+    params = differentiated(params)
+    if jax.tree.structure(gradients) != jax.tree.structure(params):
+        structures = map(jax.tree.structure, gradients) if isinstance(gradients, tuple) else ()
+        if jax.tree.structure(params) in structures:
+            raise ValueError(
+                "gradients should have the tree of the params, but got a tuple of "
+                f"{len(gradients)} with such a tree in it. Take it out: loss, grads = "
+                "value_and_grad(loss_fn)(params)."
+            )
+        ours, theirs = leaf_names(params), leaf_names(gradients)
+        if theirs == [f"tree/{name}" for name in ours]:
+            raise TypeError(
+                "gradients are what lies inside of a ScaledGradients, without its scale: "
+                "flax.nnx.Optimizer took it apart. Use mpmodules.nnx.Optimizer, which keeps the "
+                "scale."
+            )
+        missing = [name for name in ours if name not in theirs]
+        extra = [name for name in theirs if name not in ours]
+        raise ValueError(
+            "gradients should have the tree of the params. "
+            f"Missing: {shortened(missing) or 'nothing'}. Beyond: "
+            f"{shortened(extra) or 'nothing'}. Containers: "
+            f"{type(gradients).__name__} for {type(params).__name__}."
+        )
+    examples = _examples(gradients, params)
+    wrong = [
+        f"{path_name(path)} is {_shown(g)} for {_shown(p)}"
+        for path, p, g in _pairs(params, gradients)
+        if not is_overwritten(path)
+        and not (
+            g.shape == (*examples, *p.shape) and is_inexact(g) and _is_complex(g) <= _is_complex(p)
+        )
+    ]
+    if wrong:
+        raise ValueError(
+            "gradients should be floating (complex for complex params only), of the params' "
+            f"shapes, but {shortened(wrong)}."
+        )
+    _check_devices(gradients, params)
+
+
+def _check_buffers(**trees: Any) -> None:
+    """Refuses arrays that were donated to an earlier step, and are deleted."""
+    for name, tree in trees.items():
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        gone = [path_name(path) for path, leaf in leaves if _is_deleted(leaf)]
+        if gone:
+            raise ValueError(
+                f"{name} was donated to an earlier step, and its arrays are deleted ({gone[0]}). "
+                "Go on from what that step returned: params, opt_state, finite = step(params, "
+                "opt_state, batch)."
+            )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+def _pairs(params: optax.Params, gradients: optax.Updates) -> list[tuple[KeyPath, Any, Any]]:
+    """Returns the path, the param and the gradient of each leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    pairs = zip(leaves, map(_array, jax.tree.leaves(gradients)), strict=True)
+    return [(path, param, gradient) for (path, param), gradient in pairs]
+
+
+def _check_devices(gradients: optax.Updates, params: optax.Params) -> None:
+    """Refuses gradients that differ between devices where their params are the same on all.
+
+    Such params would drift apart.
+    """
+    wrong = [
+        f"{path_name(path)} over {', '.join(sorted(map(repr, axes)))}"
+        for path, p, g in _pairs(params, gradients)
+        if (axes := varying_axes(g) - varying_axes(p))
+    ]
+    if wrong:
+        raise ValueError(
+            f"gradients differ between devices where their params don't: {shortened(wrong)}. "
+            "Reduce them first, all_reduce(grads, axis, dtype)."
+        )
+
+
+def differentiated(params: Any) -> Any:
+    """Returns the params that are differentiated: all, or the fast ones of `optax.lookahead`."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def per_example(gradients: optax.Updates, params: Any) -> bool:
+    """Returns whether gradients are per example, as `optax.contrib.dpsgd` takes them.
+
+    They have one more axis in front than the params, that of the examples.
+    """
+    return bool(_examples(gradients, differentiated(params)))
+
+
+def _examples(gradients: optax.Updates, params: optax.Params) -> tuple[int, ...]:
+    """Returns the axis that every gradient has in front of its param's axes, or no axis."""
+    pairs = _pairs(params, gradients)
+    shapes = [(g.shape, p.shape) for path, p, g in pairs if not is_overwritten(path)]
+    lengths = {g[0] if g and g[1:] == p else -1 for g, p in shapes}
+    return tuple(lengths) if len(lengths) == 1 and -1 not in lengths else ()
+
+
+def check_stepped(
+    tx: optax.GradientTransformation,
+    gradients: optax.Updates,
+    updates: optax.Updates,
+    wide: optax.Params,
+    new_inner: optax.OptState,
+    inner: optax.OptState,
+) -> None:
+    """Refuses results of an inner transform that have other trees or shapes than its arguments.
+
+    Args:
+      tx: the inner transform.
+      gradients: the gradients that it was given.
+      updates: the updates that it returned.
+      wide: the float32 params that it was given.
+      new_inner: the state that it returned.
+      inner: the state that it was given.
+
+    Raises:
+      ValueError: by the transform's name.
+    """
+    name = _name_of(tx)
+    if jax.tree.structure(new_inner) != jax.tree.structure(inner):
+        raise ValueError(
+            f"{name} can't be wrapped: its update changed the tree of its state, "
+            f"from {jax.tree.structure(inner)} to {jax.tree.structure(new_inner)}."
+        )
+    if jax.tree.structure(updates) != jax.tree.structure(wide):
+        raise ValueError(
+            f"{name} can't be wrapped: its updates should have the tree of the params, "
+            f"{jax.tree.structure(wide)}, but got {jax.tree.structure(updates)}."
+        )
+    steps, states = _other_shapes(updates, wide), _other_shapes(new_inner, inner)
+    if (steps or states) and per_example(gradients, wide):
+        raise ValueError(
+            f"{name} takes no gradients per example: average them over their first axis, or put "
+            "optax.contrib.dpsgd or differentially_private_aggregate first. Its updates and state: "
+            f"{shortened(steps + states)}."
+        )
+    if states:
+        raise ValueError(
+            f"{name} can't be wrapped: its update changed shapes in its state: {shortened(states)}."
+        )
+    if steps:
+        raise ValueError(
+            f"{name} can't be wrapped: its updates should have the params' shapes, but "
+            f"{shortened(steps)}."
+        )
+
+
+def _other_shapes(new: Any, old: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(_array, new))
+    return [
+        f"{path_name(path)} is {_shown(a)} for {_shown(b)}"
+        for (path, a), b in zip(leaves, jax.tree.leaves(old), strict=True)
+        if a.shape != b.shape
+    ]
+
+
+def _name_of(tx: optax.GradientTransformation) -> str:
+    """Returns `tx (adamw)`, from the qualified name of the transform's `init`."""
+    made_by = getattr(tx.init, "__qualname__", "").partition(".<locals>")
+    return f"tx ({made_by[0]})" if made_by[1] else "tx"
+
+
+def _is_complex(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _array(x: Any) -> Any:
+    return x if hasattr(x, "dtype") else jnp.asarray(x)

@@ -1,0 +1,398 @@
+"""`Stepper`: the options of a `mixed_precision`, and the functions that init and step with them.
+
+The order of a step is always: cast to float32, unscale, one finiteness flag for all gradients,
+clip, the inner transform, master weights, round to the param's dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from policy.grads.loss_scale import LossScale, fusion_barrier, require_positive
+from policy.grads.scaled_losses import warn_if_scaled
+from policy.grads.value_and_grad import ScaledGradients
+from policy.mapped_axes import varying_axes
+from policy.optim.checks import check_initial_params, warn_of_wide_params
+from policy.optim.clipping import clip_to_norm, global_norm
+from policy.optim.conditional_step import ConditionalStep, Operands, Results, selected
+from policy.optim.finiteness import agreed, gradients_finite, stays_finite, true_gradients
+from policy.optim.gradient_checks import (
+    check_gradients,
+    check_stepped,
+    differentiated,
+    per_example,
+)
+from policy.optim.master_weights import layout_of, make_masters, widen, without_overwritten
+from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
+from policy.optim.nesting import require_outermost
+from policy.optim.param_update import ParamUpdate
+from policy.optim.rounding import rounding_keys
+from policy.optim.state import MixedPrecisionState, states_in
+from policy.optim.state_checks import (
+    InnerLike,
+    check_inner,
+    check_loss_scale,
+    inner_like,
+    require_storage,
+)
+from policy.optim.state_leaves import as_type_of, incremented, owned, strong_copy, strongly_typed
+from policy.optim.storage_modes import MasterWeights, Stored, storage_mode
+from policy.optim.transform_names import optimizer_name
+from policy.policy import Policy
+from policy.trees import is_overwritten, working_dtype
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stepper:
+    """The options of a `MixedPrecision`, checked, and its functions.
+
+    Attributes: those of `MixedPrecision`, of the same names.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    policy: Policy
+    loss_scale: LossScale
+    master_weights: MasterWeights
+    moment_dtypes: dict[str, np.dtype] | None
+    clip_global_norm: float | None
+    key: jax.Array | None
+    axis_name: tuple[Hashable, ...]
+    skip_nonfinite: bool
+    check_results: bool
+    _inner_likes: dict[Hashable, InnerLike | None] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+
+    def init(self, params: optax.Params) -> MixedPrecisionState:
+        """Returns a state for `params`. Raises ValueError where a param can't be stepped."""
+        require_outermost(Stepper.make_state)
+        check_initial_params(params)
+        params = without_overwritten(params)
+        warn_of_wide_params(params, self.policy)
+        return self.make_state(params, make_masters(params, self.master_weights))
+
+    def make_state(self, params: optax.Params, masters: optax.Params) -> MixedPrecisionState:
+        """Returns a state for params without their overwritten leaves, and their stored arrays."""
+        wide = widen(params, masters, self.master_weights)
+        inner = _run_optax(self.inner.init, wide)
+        if states_in(inner):
+            raise ValueError(
+                "tx holds a mixed_precision already: wrap once, outermost, as in "
+                "mixed_precision(optax.chain(...), policy)."
+            )
+        if self.moment_dtypes is not None:
+            by_chance = self.key is not None
+            _run_optax(check_moments, self.inner, inner, params, self.moment_dtypes, by_chance)
+            inner = narrow_moments(inner, moment_targets(inner, params, self.moment_dtypes))
+        self._inner_likes[_shapes_of(wide)] = InnerLike.of(inner, wide, self.moment_dtypes)
+        layout = layout_of(params, self.master_weights, optimizer_name(self.inner, inner))
+        seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
+        return MixedPrecisionState(
+            inner=jax.tree.map(lambda leaf: owned(leaf, seen), inner),
+            loss_scale=jax.tree.map(strong_copy, self.loss_scale),
+            finite=jnp.array(True),
+            skipped=jnp.zeros((), jnp.int32),
+            count=jnp.zeros((), jnp.int32),
+            masters=masters,
+            mode=jnp.array(layout.storage, jnp.int32),
+            layout=layout,
+        )
+
+    def check_state(
+        self, params: optax.Params, state: MixedPrecisionState
+    ) -> jax.Array | Literal[True]:
+        """Refuses a state that is not of this transform and of these params.
+
+        Args:
+          params: the params, without overwritten leaves.
+          state: the state to check.
+
+        Returns:
+          True, or a () bool that says at run time if traced masters are of the mode that their tree
+          says.
+
+        Raises:
+          ValueError: the params' tree or dtypes, the storage mode, the inner transform, a moment's
+            dtype, or the kind of loss scale differ.
+        """
+        is_stored = require_storage(params, state, self.master_weights)
+        check_loss_scale(state.loss_scale, self.loss_scale)
+        wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, working_dtype(p.dtype)), params)
+        key = _shapes_of(wide)
+        if key not in self._inner_likes:
+            made = _run_optax(inner_like, self.inner.init, wide, self.moment_dtypes)
+            self._inner_likes[key] = made
+        like = self._inner_likes[key]
+        check_inner(state.inner, like, state.layout, self.inner, self.moment_dtypes)
+        return is_stored
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, MixedPrecisionState]:
+        """Returns float32 updates and the state, as optax's contract has it.
+
+        `optax.apply_updates` makes the rounded masters of them.
+        """
+        differences, new_state = self.step(updates, state, params, extra_args, as_updates=True)
+        overwrite = lambda p, g: jnp.where(new_state.finite, g - p, jnp.zeros_like(p))  # noqa: E731
+        return _with_overwritten(differences, params, updates, overwrite), new_state
+
+    def apply(
+        self,
+        params: Any,
+        state: MixedPrecisionState,
+        gradients: optax.Updates | ScaledGradients,
+        extra_args: dict[str, Any],
+    ) -> tuple[Any, MixedPrecisionState]:
+        """Returns the new params themselves, and the state."""
+        rounded, state = self.step(gradients, state, params, extra_args, as_updates=False)
+        overwrite = lambda p, g: jnp.where(state.finite, g, p)  # noqa: E731
+        return _with_overwritten(rounded, params, gradients, overwrite), state
+
+    def step(
+        self,
+        gradients: Any,
+        state: Any,
+        params: Any,
+        extra_args: dict[str, Any],
+        *,
+        as_updates: bool,
+    ) -> tuple[optax.Params, MixedPrecisionState]:
+        """Checks the arguments, and takes one step.
+
+        Returns:
+          The new params, or with `as_updates` the float32 updates of the old ones; and the state.
+        """
+        scale: ArrayLike | None = None
+        if isinstance(gradients, ScaledGradients):
+            gradients, scale = gradients.tree, gradients.scale
+        check_gradients(gradients, state, params)
+        warn_if_scaled(state.loss_scale.loss_scale)
+        params, gradients = without_overwritten(params), without_overwritten(gradients)
+        belongs = self.check_state(params, state)
+        scales = [
+            require_positive(each)
+            for each in (scale, state.loss_scale.loss_scale)
+            if each is not None
+        ]
+        if self.skip_nonfinite:
+            belongs = _all_of(belongs, *scales)
+        state = state._replace(inner=jax.tree.map(strongly_typed, state.inner))
+        if (
+            self._has_branches(params)
+            and not isinstance(scale, Tracer)
+            and _is_eager((gradients, state, params), extra_args)
+        ):
+            # lax.cond would compile its branches anew in each eager call
+            scale = None if scale is None else jnp.asarray(scale, jnp.float32)
+            return self._compiled_step(
+                gradients, scale, state, params, extra_args, as_updates=as_updates
+            )
+        return self._step(
+            gradients, scale, state, params, extra_args, belongs=belongs, as_updates=as_updates
+        )
+
+    def _has_branches(self, params: optax.Params) -> bool:
+        modes = [storage_mode(leaf.dtype, self.master_weights) for leaf in jax.tree.leaves(params)]
+        return self.skip_nonfinite or any(mode.is_packed for mode in modes)
+
+    @functools.cached_property
+    def _compiled_step(self) -> Callable[..., tuple[optax.Params, MixedPrecisionState]]:
+        return jax.jit(functools.partial(self._step, belongs=True), static_argnames="as_updates")
+
+    def _step(
+        self,
+        gradients: optax.Updates,
+        scale: ArrayLike | None,
+        state: MixedPrecisionState,
+        params: optax.Params,
+        extra_args: dict[str, Any],
+        *,
+        belongs: jax.Array | Literal[True],
+        as_updates: bool,
+    ) -> tuple[optax.Params, MixedPrecisionState]:
+        """Steps params and state that were checked.
+
+        Args:
+          belongs: True, or a () bool: the step is left out where it is False.
+        """
+        norm = self._norm(gradients, scale, params)
+        leaves, tree = jax.tree.flatten(params)
+        param_updates = [ParamUpdate.of(leaf, self.master_weights, as_updates) for leaf in leaves]
+
+        # Gradients are cast and unscaled again inside: that fuses into the operations that read
+        # them, and a skipped step pays for the flag only.
+        def apply_step(operands: Operands) -> Results:
+            params, gradients, inner, masters = operands
+            wide = widen(params, masters, self.master_weights)
+            true = true_gradients(gradients, scale, params)
+            if norm is not None and self.clip_global_norm is not None:
+                true = clip_to_norm(true, norm, self.clip_global_norm)
+            updates, inner = self.inner_step(true, inner, wide, state.count, extra_args)
+            new = jax.tree.leaves(jax.tree.map(jnp.add, wide, updates))
+            keys = rounding_keys(self.key, new, state.count, self.axis_name)
+            each = param_updates, jax.tree.leaves(params), new, jax.tree.leaves(updates), keys
+            applied = [d.applied(p, w, u, key) for d, p, w, u, key in zip(*each, strict=True)]
+            return Results(applied, inner)
+
+        def skip_step(operands: Operands) -> Results:
+            leaves, stored = jax.tree.leaves(operands.params), tree.flatten_up_to(operands.masters)
+            each = zip(param_updates, leaves, stored, strict=True)
+            return Results([d.skipped(p, kept) for d, p, kept in each], operands.inner)
+
+        operands = Operands(params, gradients, state.inner, state.masters)
+        step = ConditionalStep(param_updates, as_updates, apply_step, skip_step, operands)
+        if belongs is not True and varying_axes(belongs):
+            belongs = agreed(belongs, gradients, self.axis_name)
+        if self.skip_nonfinite:
+            # one pass over the gradients serves both: a norm is finite where all squares are
+            finite = (
+                gradients_finite(gradients, scale, params, self.axis_name)
+                if norm is None
+                else fusion_barrier(jnp.isfinite(norm))
+            )
+            finite = finite if belongs is True else finite & belongs
+            results = step.applied_where(finite)
+        elif belongs is not True or step.is_packed:
+            # always True where the state belongs, which XLA can't know
+            finite = state.count >= 0 if belongs is True else belongs
+            results = step.applied_mostly(finite)
+        else:
+            finite = jnp.array(True)
+            results = step.applied()
+        pairs = zip(param_updates, results.params, leaves, strict=True)
+        new, inner = [d.result(encoded, p) for d, encoded, p in pairs], results.inner
+        if self.check_results:
+            sound, new, inner = self._sound(step, state, (new, inner))
+            finite = finite & sound
+        return jax.tree.unflatten(tree, [result for result, _ in new]), state._replace(
+            inner=inner,
+            loss_scale=state.loss_scale.adjust(finite),
+            finite=finite,
+            skipped=incremented(state.skipped, ~finite),
+            count=incremented(state.count, finite),
+            masters=jax.tree.unflatten(tree, [stored for _, stored in new]),
+        )
+
+    def _norm(
+        self, gradients: optax.Updates, scale: ArrayLike | None, params: optax.Params
+    ) -> jax.Array | None:
+        """Returns the global norm of unscaled gradients, () float32; None without clipping."""
+        if self.clip_global_norm is None:
+            return None
+        if per_example(gradients, params):
+            raise ValueError(
+                "clip_global_norm clips one gradient, but gradients are per example, and what "
+                "takes them clips each: leave it out."
+            )
+        return global_norm(true_gradients(gradients, scale, params), self.axis_name)
+
+    def _sound(
+        self,
+        step: ConditionalStep,
+        state: MixedPrecisionState,
+        results: tuple[list[tuple[jax.Array, Stored]], optax.OptState],
+    ) -> tuple[jax.Array, list[tuple[jax.Array, Stored]], optax.OptState]:
+        """Returns a () bool, True where finite leaves stay finite, and the results selected by it.
+
+        Args:
+          results: each param's result with its stored array, and the inner state. They are
+            replaced by those of a skipped step where the flag is False.
+        """
+        params, gradients, _, masters = step.operands
+        leaves, tree = jax.tree.flatten(params)
+        encoded, same_inner = step.skip_step(step.operands)
+        skipped = zip(step.param_updates, encoded, leaves, strict=True)
+        same = [d.result(d.unpacked(e), p) for d, e, p in skipped], same_inner
+        each = zip(step.param_updates, leaves, results[0], strict=True)
+        moved = [(p + r if step.as_updates and d.is_wide else r, kept) for d, p, (r, kept) in each]
+        before = [*zip(leaves, tree.flatten_up_to(masters), strict=True)], state.inner
+        sound = agreed(stays_finite(before, (moved, results[1])), gradients, self.axis_name)
+        return sound, *selected(sound, results, same)
+
+    def inner_step(
+        self,
+        gradients: optax.Updates,
+        inner: optax.OptState,
+        wide: optax.Params,
+        count: jax.Array,
+        extra_args: dict[str, Any],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """Runs the inner transform: float32 updates, and its state in the types that it had."""
+        dtypes = self.moment_dtypes
+        targets = None if dtypes is None else moment_targets(inner, wide, dtypes)
+        computed = inner if targets is None else widen_moments(inner, targets)
+        updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
+        check_stepped(self.inner, gradients, updates, wide, new_inner, inner)
+        updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
+        if targets is not None:
+            leaves, first = jax.tree.leaves(new_inner), len(jax.tree.leaves(wide))
+            keys = rounding_keys(self.key, leaves, count, self.axis_name, first=first)
+            new_inner = narrow_moments(new_inner, targets, keys)
+        return updates, jax.tree.map(as_type_of, new_inner, inner)
+
+
+def _all_of(*flags: jax.Array | bool) -> jax.Array | Literal[True]:
+    """Returns True, or the conjunction of the flags that are arrays."""
+    traced = [flag for flag in flags if isinstance(flag, jax.Array)]
+    return functools.reduce(operator.and_, traced) if traced else True
+
+
+def _is_eager(trees: Any, extra_args: dict[str, Any]) -> bool:
+    """Returns whether a step is of concrete arrays.
+
+    A transform may branch on numbers among `extra_args`, so these are not compiled.
+    """
+    arrays, extra = jax.tree.leaves(trees), jax.tree.leaves(extra_args)
+    are_arrays = all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in arrays)
+    are_arrays = are_arrays and all(isinstance(x, jax.Array) or np.ndim(x) for x in extra)
+    return are_arrays and not any(isinstance(x, Tracer) for x in (*arrays, *extra))
+
+
+def _shapes_of(tree: optax.Params) -> Hashable:
+    """Returns a key for trees of the same structure, shapes and dtypes."""
+    leaves = jax.tree.leaves(tree)
+    return jax.tree.structure(tree), tuple((x.shape, np.dtype(x.dtype).name) for x in leaves)
+
+
+def _with_overwritten(
+    result: optax.Params,
+    params: Any,
+    gradients: Any,
+    overwrite: Callable[[jax.Array, jax.Array], jax.Array],
+) -> optax.Params:
+    """Fills the empty nodes of `result` from the gradients: those are the leaves' new values."""
+    gradients = gradients.tree if isinstance(gradients, ScaledGradients) else gradients
+    if differentiated(params) is not params:
+        gradients = type(params)(gradients, gradients)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, p, g, r: overwrite(p, g) if is_overwritten(path) else r,
+        params,
+        gradients,
+        result,
+    )
+
+
+def _run_optax(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    # Optax relies on JAX's own promotion (adam: a Python float to the power of an int32 count),
+    # also where a program asks for strict.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return function(*args, **kwargs)

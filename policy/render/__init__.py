@@ -1,0 +1,1 @@
+"""Parts of HTML pages that reports share."""

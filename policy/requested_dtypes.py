@@ -1,0 +1,82 @@
+"""Compute dtypes requested by rules, policies and arguments during a trace for a report."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from policy._jaxpr.paths import Path, divided, once
+from policy.policy import Policy
+from policy.rules import PolicyRules
+
+
+@dataclasses.dataclass
+class Asked:
+    """The dtypes requested in one trace.
+
+    Attributes:
+      policy: the policy around the trace, or None.
+      rules: the rules around the trace, or None.
+      has_policies: whether a module or function in the trace obeyed a policy.
+      obeyed: the compute dtypes of modules that obey a policy, by model and path.
+      given: the dtypes that layers were given as arguments, by model and path.
+    """
+
+    policy: Policy | None = None
+    rules: PolicyRules | None = None
+    has_policies: bool = False
+    obeyed: dict[tuple[str, str], set[np.dtype]] = dataclasses.field(default_factory=dict)
+    given: dict[tuple[str, str], set[np.dtype]] = dataclasses.field(default_factory=dict)
+
+    def is_wide(self, path: Path) -> bool:
+        """Returns whether the innermost request at a path is float32 or wider."""
+        model, below = divided(path) or ("", path)
+        below = once(below)
+        for length in range(len(below), -1, -1):
+            dtypes = self._at(model, "/".join(below[:length]))
+            if dtypes:
+                return any(dtype.itemsize >= 4 for dtype in dtypes)
+        return self.policy is not None and self.policy.compute_dtype.itemsize >= 4
+
+    def _at(self, model: str, path: str) -> set[np.dtype] | None:
+        for noted in (self.obeyed, self.given):
+            found = noted.get((model, path)) or noted.get(("", path))
+            if found:
+                return found
+        # Modules traced earlier were not recorded, but the rules apply to them too.
+        policy = None if self.rules is None else self.rules.match(path, model=model)
+        return None if policy is None else {policy.compute_dtype}
+
+
+_asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", default=None)
+
+
+@contextlib.contextmanager
+def collecting(policy: Policy | None, rules: PolicyRules | None) -> Iterator[Asked]:
+    """Collects the dtypes requested in a block, in this thread."""
+    asked = Asked(policy, rules, has_policies=policy is not None)
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
+    """Records the policy that a module obeys in a call, if a collection is open."""
+    asked = _asked.get()
+    if asked is not None and policy is not None:
+        asked.has_policies = True
+        asked.obeyed.setdefault((model, path), set()).add(policy.compute_dtype)
+
+
+def note_given(model: str, path: str, dtype: Any) -> None:
+    """Records the dtype that a layer was given as an argument, if a collection is open."""
+    asked = _asked.get()
+    if asked is not None and dtype is not None:
+        asked.given.setdefault((model, path), set()).add(np.dtype(dtype))

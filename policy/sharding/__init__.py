@@ -1,0 +1,1 @@
+"""Gradients across devices: varying values, reductions, collectives."""

@@ -1,0 +1,285 @@
+"""The dtypes in which devices exchange numbers, read from the program.
+
+Under `jax.jit` with sharded arrays the written program has no collectives; XLA's partitioner
+inserts them. The compiled program doesn't show them either: XLA:CPU sums a bfloat16 all-reduce in
+float32. So the module is read as it leaves the partitioner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from policy._jaxpr.module_names import make_jaxpr
+from policy._jaxpr.paths import Path, naming, path_of, spelled
+from policy._jaxpr.primitives import HLO_COLLECTIVES
+from policy._jaxpr.walk import Site, walk
+from policy.callables import require_function
+from policy.policy import parse_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One exchange between devices.
+
+    >>> import policy
+    >>> print(policy.Collective("all-reduce", "bfloat16", (8,), ("data",), "jit(step)/psum"))
+    all-reduce bfloat16[8] over data: jit(step)/psum
+
+    Attributes:
+      operation: "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute".
+      dtype: the name of the exchanged dtype: "bfloat16".
+      shape: the shape of one device's result.
+      axes: names of the mesh axes over which devices exchange; () if they are unknown.
+      name: the originating JAX operation, with its name scopes.
+      path: the module path, as in rules; "" outside of any module.
+    """
+
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    name: str
+    path: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of elements in one device's result."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        place = f"{self.name.rpartition('/')[2]} at '{self.path}'" if self.path else self.name
+        return f"{self.operation} {self.dtype}[{shape}] over {','.join(self.axes) or '?'}: {place}"
+
+
+def collectives_of(
+    fn: Callable[..., Any], *args: Any, stage: Literal["partitioned", "traced"] = "partitioned"
+) -> list[Collective]:
+    """Returns every exchange between devices in a call of `fn`, with its dtype.
+
+    Nothing is run. A collective inside a loop is listed once, and the collectives of both branches
+    of a `lax.cond` are listed.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> auto = (jax.sharding.AxisType.Auto,)
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=auto)
+    >>> total = lambda x: jax.lax.psum(x.astype(jnp.bfloat16), "data")
+    >>> fn = jax.shard_map(total, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    >>> policy.collectives_of(fn, jnp.ones(4), stage="traced")[0].dtype
+    'bfloat16'
+
+    Args:
+      fn: a function, or a jitted one, with its shardings and donated arguments.
+      *args: arrays, or `jax.ShapeDtypeStruct`, with the shardings of the call.
+      stage: "partitioned" compiles `fn` for the available devices and reads the program as XLA's
+        partitioner left it, with the collectives of `jax.jit` over sharded arrays and of
+        `jax.shard_map` alike. Later changes by a backend are not included: the CPU's widens
+        bfloat16 sums to float32, a GPU's joins several into one. A program for one device has none.
+        "traced" reads the jaxpr: the collectives written in `jax.shard_map`, backward included. It
+        compiles nothing, needs no devices (`jax.sharding.AbstractMesh`), and doesn't see the
+        partitioner's additions.
+
+    Returns:
+      Collectives, in the order of the program's text.
+
+    Raises:
+      TypeError: `fn` is not a function.
+      ValueError: `stage` is unknown.
+      RuntimeError: the partitioned program can't be read: this backend writes none.
+    """
+    require_function(fn, "collectives_of")
+    if stage == "traced":
+        return list(_traced(make_jaxpr(fn)(*args)))
+    if stage != "partitioned":
+        raise ValueError(f"stage should be 'partitioned' or 'traced', but got {stage!r}.")
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    lowered = jitted.lower(*args)
+    return list(_partitioned(*_partitioned_text(lowered)))
+
+
+def _traced(jaxpr: Any) -> Iterator[Collective]:
+    sites = list(walk(jaxpr))
+    with naming(site.path for site in sites):
+        yield from _traced_at([site for site in sites if site.name in HLO_COLLECTIVES])
+
+
+def _traced_at(sites: list[Site]) -> Iterator[Collective]:
+    for site in sites:
+        axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
+        axes = tuple(
+            str(a)
+            for a in (axes if isinstance(axes, (tuple, list)) else (axes,))
+            if not isinstance(a, int)
+        )
+        for x in site.equation.outvars if axes else ():
+            name, kind = "/".join((*site.path, site.name)), HLO_COLLECTIVES[site.name]
+            yield Collective(
+                kind, x.aval.dtype.name, tuple(x.aval.shape), axes, name, spelled(site.path)
+            )
+
+
+def _partitioned_text(lowered: Any) -> tuple[str, Any]:
+    """Returns the partitioned HLO module ("" for one device) and its mesh, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_pass_re": "spmd-partitioning",
+            "xla_dump_hlo_as_text": True,
+            # Part of the key of JAX's compilation cache, out of which a program writes nothing;
+            # does nothing else.
+            "xla_debug_buffer_assignment_show_max": random.SystemRandom().randrange(16, 2**31),
+        }
+        compiled = lowered.compile(compiler_options=options)
+        shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+        mesh = next(
+            (
+                s.mesh
+                for s in shardings
+                if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1
+            ),
+            None,
+        )
+        files = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
+        if files:
+            return files[-1].read_text(), mesh
+    if mesh is not None or any(s.num_devices > 1 for s in shardings):
+        raise RuntimeError(
+            "The partitioned program can't be read: this backend wrote none, or took the program "
+            "from JAX's "
+            "compilation cache (jax_enable_compilation_cache=False turns that off). stage='traced' "
+            "reads what "
+            "shard_map was told."
+        )
+    return "", None
+
+
+_ARRAY = re.compile(r"([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
+_INSTRUCTION = re.compile(
+    r"= (?P<result>.*?) (?P<operation>all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)\((?P<rest>.*)"
+)
+_DTYPES = {"pred": "bool", "s": "int", "u": "uint", "c": "complex"}
+
+
+_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
+    names = set(_NAME.findall(text))
+    with naming(map(_path_of, names)):
+        yield from _partitioned_at(text, mesh)
+
+
+def _path_of(name: str) -> Path:
+    """Returns the module path in an operation's name, whose last part is the primitive's."""
+    return path_of(name.rpartition("/")[0])
+
+
+def _partitioned_at(text: str, mesh: Any) -> Iterator[Collective]:
+    for line in text.splitlines():
+        found = _INSTRUCTION.search(line)
+        if not found:
+            continue
+        name = _NAME.search(found["rest"])
+        for dtype, shape in _ARRAY.findall(found["result"]):
+            yield Collective(
+                found["operation"],
+                _dtype_name(dtype),
+                tuple(int(n) for n in shape.split(",") if n),
+                _axes(found["rest"], mesh),
+                name[1] if name else "",
+                spelled(_path_of(name[1])) if name else "",
+            )
+
+
+def _dtype_name(hlo: str) -> str:
+    letters, bits = re.match(r"([a-z]+)([0-9]*)", hlo).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    if letters in _DTYPES:
+        return _DTYPES[letters] + bits
+    return parse_dtype(hlo).name if hlo in ("bf16", "f16", "f32", "f64") else hlo
+
+
+def _axes(attributes: str, mesh: Any) -> tuple[str, ...]:
+    """Returns the axes of `mesh` whose devices form the groups of a collective.
+
+    Partitions are numbered as in the mesh.
+    """
+    if mesh is None:
+        return ()
+    pairs = re.search(r"source_target_pairs=\{(\{[^=]*?\})\}", attributes)
+    if pairs:
+        ends = np.array(
+            [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([0-9,]+)\}", pairs[1])]
+        )
+        places = [np.unravel_index(ends[:, i], mesh.axis_sizes) for i in (0, 1)]
+        return tuple(a for a, x, y in zip(mesh.axis_names, *places, strict=True) if (x != y).any())
+    groups = _groups(attributes)
+    for count in range(1, len(mesh.axis_names) + 1):
+        for axes in itertools.combinations(range(len(mesh.axis_names)), count):
+            # an axis of one device is part of no exchange
+            if all(mesh.axis_sizes[a] > 1 for a in axes) and groups == _groups_over(
+                mesh.axis_sizes, axes
+            ):
+                return tuple(mesh.axis_names[a] for a in axes)
+    return ()
+
+
+Groups = frozenset[frozenset[int]]
+
+
+def _groups(attributes: str) -> Groups | None:
+    """Returns the groups of partitions that exchange, from any of HLO's three notations."""
+    if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
+        return frozenset(
+            frozenset(map(int, group.split(",")))
+            for group in re.findall(r"\{([0-9,]+)\}", listed[1])
+        )
+    if counted := re.search(
+        r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes
+    ):
+        numbers = _numbers(counted[2], counted[3]).reshape(_ints(counted[1])[0], -1)
+        return frozenset(frozenset(map(int, row)) for row in numbers)
+    order = r"(?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))?"
+    if meshed := re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} \{{([^}}]*)\}}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=([0-9]+)", meshed[1])}
+        named = re.findall(r"'([^']*)'", meshed[4])
+        if ":" not in meshed[4] and set(named) <= set(sizes):
+            numbers = _numbers(meshed[2] or str(math.prod(sizes.values())), meshed[3])
+            return _groups_over(
+                list(sizes.values()), [list(sizes).index(a) for a in named], numbers
+            )
+    return None
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def _numbers(sizes: str, order: str | None) -> np.ndarray:
+    """Returns partition numbers counted along axes of these sizes, then transposed."""
+    shape = _ints(sizes)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(_ints(order) if order else None)
+
+
+def _groups_over(sizes: Any, axes: Any, numbers: np.ndarray | None = None) -> Groups:
+    """Returns the groups of partitions whose positions differ along the given mesh axes only.
+
+    Partitions are counted along the mesh's axes, or numbered by `numbers`.
+    """
+    numbers = (np.arange(math.prod(sizes)) if numbers is None else numbers).reshape(sizes)
+    rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(
+        -1, math.prod(sizes[a] for a in axes)
+    )
+    return frozenset(frozenset(map(int, row)) for row in rows)

@@ -1,0 +1,1 @@
+"""The cheapest rules that meet an error budget."""

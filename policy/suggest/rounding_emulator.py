@@ -1,0 +1,180 @@
+"""A program in half precision, computed in float32 and rounded where a flag says so.
+
+Rounding is a conversion there and back, which overflows, underflows and keeps subnormals as the
+dtype does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from policy._jaxpr.control_flow import handler_of
+from policy._jaxpr.paths import Path
+from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
+from policy._jaxpr.primitives import ACCUMULATES, EXACT, HOST, MATMULS, category_of
+from policy._jaxpr.subprograms import bind
+from policy._jaxpr.upcast import Upcast, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
+
+
+class Emulated(Upcast):
+    """A value is an array in float32; and where it may be one in the program, too, whether it is.
+
+    Attributes:
+      flags: which candidates run in float32, as a vector of booleans; the first is what no rule
+        reaches. The last says whether operations promote: else half precision is half whatever it
+        is mixed with, as where a module casts what it is given.
+      candidates: the place of each path in the flags.
+    """
+
+    def __init__(self, flags: Any, candidates: Mapping[Path, int]):
+        super().__init__()
+        self.flags, self.candidates = flags, candidates
+
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        if (handler := handler_of(equation)) is not None:
+            return handler(self, equation, values)
+        if equation.primitive.name in HOST and not equation.outvars:
+            return []
+        atoms = (*equation.invars, *equation.outvars)
+        if not any(is_half(dtype) for dtype in map(dtype_of, atoms) if dtype is not None):
+            return [
+                Value([output])
+                for output in bound_wide(equation, [value.arrays[0] for value in values])
+            ]
+        return self._half(equation, values)
+
+    def _half(self, equation: Any, values: list[Value]) -> list[Value]:
+        """As JAX promotes, what is mixed with float32 is float32, but matmuls and casts go where
+        the rules say.
+        """
+        name, is_wide = equation.primitive.name, self.flag(self.place_of(equation))
+        promotes = self.flags[-1]
+        decides = _decides(equation)
+        given = [value.arrays[1] for value in values if len(value.arrays) > 1]
+        own = is_wide
+        if not decides:
+            for flag in given:
+                is_wide = is_wide | (flag & promotes)
+        dtypes = [dtype_of(atom) for atom in equation.invars]
+        arrays = [widen(value.arrays[0]) for value in values]
+        if given:
+            stays = own if decides else own | promotes
+            arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
+        outputs = bound_wide(equation, arrays)
+        # Some backends add these up in half, which no rounding of a float32 sum shows.
+        if name in ACCUMULATES:
+            narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
+            outputs = [
+                jnp.where(is_wide, o, widen(n)) for o, n in zip(outputs, narrow, strict=True)
+            ]
+        elif name not in EXACT:
+            outputs = [
+                rounded(o, dtype_of(v), is_wide)
+                for o, v in zip(outputs, equation.outvars, strict=True)
+            ]
+        halves = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.outvars)]
+        return [
+            Value([o, is_wide] if half else [o]) for o, half in zip(outputs, halves, strict=True)
+        ]
+
+    def given(self, equation: Any, values: list[Value]) -> list[Value]:
+        """Constants are not rounded where what they are mixed with is in float32."""
+        wide = {} if self.lane is None else dict(self.lane.given(self.chain, equation))
+        if not wide:
+            return values
+        is_wide = self.flag(self.place_of(equation))
+        if not _decides(equation):
+            for flag in [value.arrays[1] for value in values if len(value.arrays) > 1]:
+                is_wide = is_wide | (flag & self.flags[-1])
+        for k, array in wide.items():
+            own, *flag = values[k].arrays
+            values[k] = Value([jnp.where(is_wide, array, widen(own)), *flag])
+        return values
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        own, *flag = value.arrays
+        return Value([jnp.where(flag[0] if flag else self.flag(place), array, own), *flag])
+
+    def flag(self, place: Place) -> Any:
+        """Returns whether a place runs in float32."""
+        return self.flags[candidate_of(place.path, self.candidates)]
+
+    # Loops and branches hand on what their variables hold -----------------------------------------
+
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
+        flag = self.flag(self.place_of(equation))
+        return [Value([None], (dtype_of(variable), flag)) for variable in equation.outvars]
+
+    def settled(self, value: Value, like: Value) -> Value:
+        dtype, flag = like.origin
+        array = widen(value.arrays[0])
+        return Value([array if len(value.arrays) == 1 else rounded(array, dtype, flag)])
+
+
+def rounded(array: Any, dtype: Any, unless: Any) -> Any:
+    """A float32 array rounded to a half dtype, unless a flag is set; any other dtype leaves it as
+    it is.
+    """
+    if dtype is None or not is_half(dtype) or array.dtype != wide_dtype(dtype):
+        return array
+    half = lax.convert_element_type(array, dtype)
+    return jnp.where(unless, array, lax.convert_element_type(half, array.dtype))
+
+
+def _decides(equation: Any) -> bool:
+    """Returns whether an equation runs in the dtypes that it was written in, whatever it is given."""
+    name = equation.primitive.name
+    if name == "convert_element_type":
+        return is_half(equation.params["new_dtype"])
+    return name in MATMULS or category_of(name) in ("opaque", "explicit", None)
+
+
+def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:
+    """The place in the flags of the innermost candidate that holds a path; 0 where none does."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in candidates:
+            return candidates[path[:length]]
+    return 0
+
+
+class Ruled(PlacedInterpreter):
+    """The program with some paths in float32, and all others in the dtypes they were written in.
+    One array a value.
+    """
+
+    def __init__(self, wide: frozenset[Path], candidates: Mapping[Path, int]):
+        super().__init__()
+        self.wide, self.candidates = wide, candidates
+        self._places = {index: path for path, index in candidates.items()}
+
+    def is_wide(self, place: Place) -> bool:
+        """Returns whether a place runs in float32."""
+        return self._places.get(candidate_of(place.path, self.candidates)) in self.wide
+
+    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+        return Value([array]) if self.is_wide(place) else value
+
+    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        if (handler := handler_of(equation)) is not None:
+            return handler(self, equation, values)
+        arrays = [value.arrays[0] for value in values]
+        if self.is_wide(self.place_of(equation)):
+            return [Value([output]) for output in bound_wide(equation, list(map(widen, arrays)))]
+        operands = [
+            narrowed(a, dtype_of(atom)) for a, atom in zip(arrays, equation.invars, strict=True)
+        ]
+        return [Value([output]) for output in bind(equation, operands)]
+
+    def merge(
+        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
+    ) -> list[Value]:
+        return [Value([None], dtype_of(variable)) for variable in equation.outvars]
+
+    def settled(self, value: Value, like: Value) -> Value:
+        return Value([narrowed(value.arrays[0], like.origin)])

@@ -1,0 +1,180 @@
+"""Searches the paths to keep in float32: the cheapest set that meets a budget, as far as measuring
+tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+
+Wide = frozenset[int]
+FEW = 8  # candidates, of which all sets can be measured
+# How many times its budget the error may be that emulation foresees of a set that meets it.
+NEAR = 1.25
+DEARER = 1.05  # by how much a set may cost more than the cheapest
+CANCELLATION = (
+    2.0  # how many times smaller the error of several may be than the error of one of them
+)
+
+
+@dataclasses.dataclass
+class Search:
+    """Looks for a set of candidates, 0 to n - 1, in float32.
+
+    Attributes:
+      measure: the error with these candidates in float32, and all others in half.
+      measure_alone: the error with one candidate in half, and all others in float32.
+      costs: of each candidate in float32.
+      runs: how many times it may measure, all together.
+      alone: what `measure_alone` said of each; filled by `survey`.
+      refused: the sets that missed the budget when their rules were applied for real.
+    """
+
+    measure: Callable[[Wide], float]
+    measure_alone: Callable[[int], float]
+    costs: Sequence[float]
+    runs: int
+    alone: list[float] = dataclasses.field(default_factory=list)
+    known: dict[Wide, float] = dataclasses.field(default_factory=dict)
+    refused: set[Wide] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.every = frozenset(range(len(self.costs)))
+
+    def error(self, wide: Wide) -> float | None:
+        """The error of a set; None where it was not measured, and no more runs are left."""
+        if wide not in self.known:
+            if self.runs <= 0:
+                return None
+            self.runs -= 1
+            self.known[wide] = self.measure(wide)
+        return self.known[wide]
+
+    def meets(self, wide: Wide, budget: float) -> bool:
+        """Returns whether a set is known, or measured, to be within the budget."""
+        error = self.error(wide)
+        return error is not None and error <= budget and wide not in self.refused
+
+    def survey(self) -> None:
+        """Measures each candidate by itself."""
+        self.alone = [self.measure_alone(i) for i in sorted(self.every)]
+        self.runs -= len(self.alone)
+
+    def order(self) -> list[int]:
+        """The candidates by how much of the error each unit of cost buys, the best first.
+        Independent errors add up in squares.
+        """
+        gain = lambda i: self.alone[i] ** 2 / max(self.costs[i], 1e-12)  # noqa: E731
+        return sorted(
+            self.every, key=lambda i: (not math.isinf(self.alone[i]), -gain(i), self.costs[i])
+        )
+
+    def least(self, budget: float) -> Wide | None:
+        """A set that meets the budget, without what turned out superfluous in it.
+
+        Of few candidates it is the cheapest of all sets. Of many it does not meet the budget
+        without any one of its candidates.
+        """
+        wide = self._sufficient(budget)
+        if wide is None or not wide:
+            return wide
+        return (
+            self._cheapest(wide, budget) if len(self.costs) <= FEW else self._pruned(wide, budget)
+        )
+
+    def _sufficient(self, budget: float) -> Wide | None:
+        """A set that meets the budget: those that buy the most, as many as it takes."""
+        if self.meets(frozenset(), budget):
+            return frozenset()
+        if len(self.costs) <= 2:
+            return self._of_two(budget)
+        if not self.alone:
+            self.survey()
+        order = self.order()
+        low, high = 0, len(order)  # the first `low` are too few, the first `high` suffice
+        guess = max(self._predicted(order, budget), 1)
+        while high - low > 1:
+            middle = guess if low < guess < high else (low + high) // 2
+            guess = 0
+            if self.meets(frozenset(order[:middle]), budget):
+                high = middle
+            else:
+                low = middle
+        wide = frozenset(order[:high])
+        error = self.error(wide)
+        if (
+            error is not None and error > budget
+        ):  # unknown, where no run was left: its confirmation tells
+            return None
+        return wide
+
+    def _of_two(self, budget: float) -> Wide | None:
+        """Of one or two candidates: all sets are as few runs as a survey would be."""
+        sets = [frozenset([i]) for i in sorted(self.every, key=lambda i: self.costs[i])]
+        found = next((wide for wide in sets if self.meets(wide, budget)), self.every)
+        self.alone = [self.known.get(self.every - {i}, math.nan) for i in sorted(self.every)]
+        error = self.error(found)
+        return None if error is not None and error > budget else found
+
+    def _predicted(self, order: Sequence[int], budget: float) -> int:
+        left = sum(self.alone[i] ** 2 for i in order)
+        for count, i in enumerate(order):
+            if left <= budget**2:
+                return count
+            left = (
+                left - self.alone[i] ** 2
+                if math.isfinite(self.alone[i])
+                else self._rest(order[count + 1 :])
+            )
+        return len(order)
+
+    def _rest(self, order: Sequence[int]) -> float:
+        return sum(self.alone[i] ** 2 for i in order)
+
+    def _pruned(self, wide: Wide, budget: float) -> Wide:
+        """Without what is not needed, the dearest first. It has runs of its own: one for each
+        candidate at most.
+        """
+        self.runs = max(self.runs, len(wide))
+        for i in sorted(wide, key=lambda i: (-self.costs[i], self.alone[i])):
+            if self.meets(wide - {i}, budget):
+                wide = wide - {i}
+        return wide
+
+    def cost(self, wide: Collection[int]) -> float:
+        """The cost of a set."""
+        return sum(self.costs[i] for i in wide)
+
+    def _cheapest(self, wide: Wide, budget: float) -> Wide:
+        """The cheapest set of all: each that costs less is measured.
+
+        But not those without a candidate that, alone in half precision, leaves the others no way to
+        meet the budget.
+        """
+        self.runs = max(self.runs, 2 ** len(self.costs))
+        needed = {i for i in wide if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget}
+        left = sorted(self.every - needed)
+        sets = (
+            needed.union(chosen)
+            for count in range(len(left))
+            for chosen in itertools.combinations(left, count)
+        )
+        cheaper = [frozenset(s) for s in sets if self.cost(s) < self.cost(wide)]
+        cheaper.sort(key=lambda s: (self.cost(s), sorted(s)))
+        return next((s for s in cheaper if self.meets(s, budget)), wide)
+
+    def nearly(self, wide: Wide | None, budget: float) -> list[Wide]:
+        """The sets, two at most, that cost less than one that meets the budget, and were measured
+        to miss it by little.
+
+        The cheapest comes first. Of many candidates there are none.
+        """
+        if not wide or len(self.costs) > FEW:
+            return []
+        near = (s for s, error in self.known.items() if budget < error <= NEAR * budget)
+        cheaper = sorted(
+            (s for s in near if self.cost(s) * DEARER < self.cost(wide)), key=self.cost
+        )
+        return cheaper[:2]

@@ -1,0 +1,193 @@
+"""A program whose paths are put in float32 by flags, compiled once: what `suggest` measures with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy._jaxpr.costs import bytes_of, flops_of
+from policy._jaxpr.paths import Path, divided, once
+from policy._jaxpr.placed_interpreter import Value, lost_prefixes, module_path
+from policy._jaxpr.subprograms import opened, subprograms
+from policy._jaxpr.upcast import dtype_of, is_half, widen
+from policy._jaxpr.walk import walk
+from policy.compare.compare import EXACT
+from policy.compare.float32_values import first_array, lane_of
+from policy.suggest.rounding_emulator import Emulated
+from policy.suggest.search import Wide
+from policy.traced.call import Program
+
+
+class Trial:
+    """The program with flags, compiled once, and the error of each set of candidates.
+
+    Attributes:
+      paths: the candidates.
+      costs: of each in float32.
+      outside: whether something runs in half that no rule reaches.
+      runs: how many were made.
+    """
+
+    def __init__(self, program: Program, modules: set[str] | None):
+        self.program, self.runs = program, 0
+        shares, lost = _shares(program, modules)
+        self.outside = () in shares
+        self.paths = [path for path in shares if path]
+        if not self.paths:
+            raise ValueError(_no_paths(program, self.outside))
+        self.costs = [shares[path] for path in self.paths]
+        self.candidates = {path: i + 1 for i, path in enumerate(self.paths)}
+        self.candidates |= {
+            end: self.candidates[path] for end, path in lost.items() if path in self.candidates
+        }
+        self.compiled = compiled(program, self._run, self._flags(frozenset()))
+        self.reference = self._outputs(np.ones(len(self.paths) + 2, bool))
+        _require_finite(program, self.reference)
+
+    def _run(self, flags: Any, *arrays: Any) -> list[Any]:
+        body, consts = opened(self.program.jaxpr)
+        emulated = Emulated(flags, self.candidates)
+        emulated.lane = lane_of(self.program.reference, first_array)
+        given = [Value([widen(array)]) for array in arrays]
+        outputs = emulated.run(body, [Value([widen(const)]) for const in consts], given)
+        return floats_of(self.program, emulated.ended(outputs))
+
+    def _outputs(self, flags: np.ndarray) -> list[np.ndarray]:
+        self.runs += 1
+        return jax.device_get(self.compiled(flags, *self.program.arguments.arrays))
+
+    def _flags(self, wide: Wide, promotes: bool = True) -> np.ndarray:
+        flags = np.zeros(len(self.paths) + 2, bool)
+        flags[[i + 1 for i in wide]] = True
+        flags[-1] = promotes
+        return flags
+
+    def measure(self, wide: Wide) -> float:
+        """The error with these candidates in float32."""
+        return self.error(self._outputs(self._flags(wide)))
+
+    def measure_alone(self, i: int) -> float:
+        """The error with one candidate in half, whatever it is mixed with."""
+        return self.error(
+            self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False))
+        )
+
+    def error(self, outputs: Sequence[Any]) -> float:
+        """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for
+        rounding.
+        """
+        sides = [list(map(_exact, side)) for side in (outputs, self.reference)]
+        pairs = list(zip(*sides, strict=True))
+        if self.program.gradients:
+            return _relative(
+                *(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True))
+            )
+        return max(_relative(value, reference) for value, reference in pairs)
+
+
+def _exact(array: Any) -> np.ndarray:
+    return np.asarray(array, np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _relative(value: np.ndarray, reference: np.ndarray) -> float:
+    if not np.isfinite(value).all():
+        return math.inf
+    difference, norm = float(np.linalg.norm(value - reference)), float(np.linalg.norm(reference))
+    return 0.0 if difference == 0 else difference / norm if norm else math.inf
+
+
+def compiled(program: Program, run: Any, *before: Any) -> Any:
+    """A function of the program's arrays, and of what stands before them, that rounds where it says
+    so.
+    """
+    return jax.jit(run).lower(*before, *program.arguments.arrays).compile(compiler_options=EXACT)
+
+
+def floats_of(program: Program, outputs: Sequence[Value]) -> list[Any]:
+    """Returns the measured arrays in float32: the gradients, or else the floating and complex
+    outputs.
+    """
+    kept = outputs[len(program.outputs) :] if program.gradients else outputs
+    arrays = [output.arrays[0] for output in kept]
+    return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
+
+
+def _require_finite(program: Program, reference: Sequence[np.ndarray]) -> None:
+    if not reference:
+        raise ValueError(
+            "suggest measures the error of floating outputs, but the function returns none."
+        )
+    if all(np.isfinite(output).all() for output in reference):
+        return
+    inputs = zip(program.arguments.names(), program.arguments.arrays, strict=True)
+    bad = [
+        n
+        for n, a in inputs
+        if jnp.issubdtype(a.dtype, jnp.floating) and np.isnan(np.asarray(a)).any()
+    ]
+    why = f"There is NaN in {', '.join(bad)}" if bad else "Its inputs hold no NaN"
+    raise ValueError(
+        "float32 itself gives infinities or NaN for these inputs, and nothing can be measured "
+        f"against them. {why}: "
+        "give inputs for which the function is finite; policy.compare shows where it stops being "
+        "so."
+    )
+
+
+def _no_paths(program: Program, outside: bool) -> str:
+    if not outside:
+        return (
+            "Nothing of this call runs in half precision, so there is nothing to keep in float32: "
+            "give a policy, as "
+            "policy='mixed_bfloat16'."
+        )
+    return (
+        "Nothing of this call stands at a module path, and rules are about paths: name parts of "
+        "the function with "
+        "jax.named_scope, or call a module."
+    )
+
+
+def _shares(
+    program: Program, modules: set[str] | None
+) -> tuple[dict[Path, float], dict[Path, Path]]:
+    """The candidates in the order of the program, and their part in the FLOPs and the bytes of half
+    precision; and what else they are called.
+    """
+    sites = [(module_path(site.path, site.is_backward), site) for site in walk(program.jaxpr)]
+    lost = lost_prefixes(path for path, _ in sites) if program.gradients else {}
+    flops: dict[Path, float] = {}
+    moved: dict[Path, float] = {}
+    for path, site in sites:
+        if not _is_in_half(site.equation):
+            continue
+        path = _reached(lost.get(path, path), modules)
+        flops[path] = flops.get(path, 0) + flops_of(site.equation) * site.count
+        moved[path] = moved.get(path, 0) + bytes_of(site.equation) * site.count
+    totals = [max(sum(amounts.values()), 1) for amounts in (flops, moved)]
+    return {path: flops[path] / totals[0] + moved[path] / totals[1] for path in flops}, lost
+
+
+def _is_in_half(equation: Any) -> bool:
+    """Returns whether an equation that holds no program reads or returns half precision."""
+    dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
+    return not any(one.is_run for one in subprograms(equation)) and any(
+        is_half(d) for d in dtypes if d is not None
+    )
+
+
+def _reached(path: Path, modules: set[str] | None) -> Path:
+    """The innermost path that a rule can name: where layers obey them, those are modules, not
+    scopes within.
+    """
+    while modules is not None and path:
+        model = divided(path)
+        if model is not None and "/".join(once(model[1])) in modules:
+            return path
+        path = path[:-1]
+    return path

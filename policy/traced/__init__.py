@@ -1,0 +1,1 @@
+"""A user's call, traced: its arguments, gradients and kept dtypes."""

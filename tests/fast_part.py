@@ -1,0 +1,90 @@
+"""The fast part of the suite: tests that `pytest` runs where no file and no mark is named.
+
+`durations.txt` lists the test functions that take longer than `BUDGET` with all their cases, one a
+line: seconds of one case, and the name. The fast part has as many of a function's cases as fit into
+`BUDGET`, spread over their list and at least one, but none of a function whose one case takes
+longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. All other cases are
+marked `slow`. Functions that are not listed are fast.
+
+    python -m pytest -n 2                    # the fast part
+    python -m pytest -n 2 -m slow            # all others
+    python -m pytest tests/policy/optim      # both, of the files that are named
+
+After a change of many tests, measure again:
+
+    python -m pytest -n 2 -m "slow or not slow" --junitxml out/tests.xml && python -m
+    tests.fast_part out/tests.xml
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import xml.etree.ElementTree
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+BUDGET = 0.5  # seconds of a function, in the fast part
+LONGEST = 2.0  # seconds of a case, in the fast part
+DURATIONS = Path(__file__).with_name("durations.txt")
+
+
+def durations() -> dict[str, float]:
+    """Returns the seconds of one case of each function that is listed."""
+    lines = (line.split(maxsplit=1) for line in DURATIONS.read_text().splitlines())
+    return {name: float(seconds) for seconds, name in lines}
+
+
+def fast_cases(count: int, seconds: float, *, keeps_one: bool = False) -> list[int]:
+    """Returns the places of a function's fast cases among all.
+
+    Args:
+      count: the number of cases.
+      seconds: of one case.
+      keeps_one: whether one case is fast however long it takes.
+    """
+    if seconds > LONGEST and not keeps_one:
+        return []
+    fitting = min(count, max(1, int(BUDGET / seconds)))
+    return [place * count // fitting for place in range(fitting)]
+
+
+def mark(items: Iterable[pytest.Item], listed: Mapping[str, float]) -> None:
+    """Marks the collected cases that are not in the fast part as slow."""
+    functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in functions.items():
+        if name in listed:
+            is_defect = "/test_facts.py::" in name
+            fast = set(fast_cases(len(cases), listed[name], keeps_one=is_defect))
+            for place, case in enumerate(cases):
+                if place not in fast:
+                    case.add_marker(pytest.mark.slow)
+
+
+def measured(report: Path) -> dict[str, tuple[float, int]]:
+    """Returns the seconds and the number of cases of each function in a JUnit report."""
+    found: dict[str, tuple[float, int]] = {}
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/")
+        name = f"{file}.py::{case.attrib['name'].partition('[')[0]}"
+        seconds, count = found.get(name, (0.0, 0))
+        found[name] = seconds + float(case.attrib["time"]), count + 1
+    return found
+
+
+def write(found: Mapping[str, tuple[float, int]]) -> None:
+    """Writes the functions that take longer than `BUDGET` in all to `durations.txt`."""
+    lines = [
+        f"{seconds / count:.3f} {name}\n"
+        for name, (seconds, count) in sorted(found.items())
+        if seconds > BUDGET
+    ]
+    DURATIONS.write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    write(measured(Path(sys.argv[1])))

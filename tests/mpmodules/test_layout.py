@@ -1,0 +1,106 @@
+"""The layout of mpmodules: both wings have one file for one job, and imports have no circle."""
+
+import ast
+import functools
+from collections.abc import Iterator, KeysView
+from pathlib import Path
+
+import pytest
+
+import mpmodules
+
+ROOT = Path(mpmodules.__file__).parent
+ONLY_LINEN = {
+    "_init_policy",  # a linen model is no state that could hold its policy
+    "_instance_methods",  # a linen port is a subclass, whose methods look like the base class's
+    "_lstm_gates",  # nnx adds the four biases itself
+    "_setup_parameters",  # nnx has no setup
+}
+ONLY_NNX = {"_ema", "_gradients", "_lora", "_optimizer", "_rotary"}  # linen has none of these
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Returns the modules of mpmodules that each imports, deferred imports included."""
+    trees = {name_of(path): ast.parse(path.read_text("utf-8")) for path in ROOT.rglob("*.py")}
+    return {name: set(_imported(tree, trees.keys())) for name, tree in trees.items()}
+
+
+def _imported(tree: ast.Module, known: KeysView[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in known:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in known else str(node.module)
+
+
+def reachable(name: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = imports()[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_both_wings_have_the_same_files_for_the_same_jobs():
+    linen, nnx = ({path.stem for path in (ROOT / wing).glob("*.py")} for wing in ("linen", "nnx"))
+    assert linen - nnx == ONLY_LINEN
+    assert nnx - linen == ONLY_NNX
+
+
+def test_no_file_imports_itself_through_others():
+    assert not [name for name in imports() if name in reachable(name)]
+
+
+@pytest.mark.parametrize(("wing", "other"), [("linen", "nnx"), ("nnx", "linen")])
+def test_wings_import_shared_files_alone_and_shared_files_no_wing(wing: str, other: str):
+    for name, imported in imports().items():
+        if name.startswith(f"mpmodules.{wing}"):
+            assert not [module for module in imported if module.startswith(f"mpmodules.{other}")]
+        elif not name.startswith(f"mpmodules.{other}"):
+            assert not [module for module in imported if module.startswith(f"mpmodules.{wing}")]
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_a_dense_layer_needs_no_file_about_carries(wing: str):
+    assert "mpmodules._carries" not in reachable(f"mpmodules.{wing}._linear")
+    assert "mpmodules._carries" in reachable(f"mpmodules.{wing}._recurrent")
+
+
+def test_no_module_is_imported_for_its_side_effects():
+    for path in ROOT.rglob("*.py"):
+        if path.name == "__init__.py":
+            continue  # a face re-exports
+        tree = ast.parse(path.read_text("utf-8"))
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = {a.asname or a.name for n in nodes for a in n.names if n.module != "__future__"}
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        kept = {a.asname for n in nodes for a in n.names if a.asname == a.name}  # re-exported
+        assert names - kept <= read | _in_annotations(tree), path
+
+
+def _in_annotations(tree: ast.Module) -> set[str]:
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return {name for text in texts if isinstance(text, str) for name in text.split()}
+
+
+def test_docstrings_open_with_verbs_or_nouns_and_seldom_say_what():
+    words = said = 0
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            text = (ast.get_docstring(node) if documented else None) or ""
+            assert not text.startswith(("What ", "Whether ", "Where ", "How ")), (path, text)
+            found = [word.strip(".,:;()").lower() for word in text.split()]
+            words += len(found)
+            said += sum(word in ("what", "whatever") for word in found)
+    assert said * 1000 <= 3 * words

@@ -1,0 +1,463 @@
+"""``python -m policy audit``, for someone who has never seen it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy.command_line.command import CommandError, main, parse_argument
+from tests.eight_devices import ROOT
+
+MODEL = """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    number = 3
+
+    def loss(params, x, scale=1.0):
+        return jax.nn.softmax(x @ params["w"]).astype(jnp.float32).sum() * scale
+
+    def clean(x):
+        return x @ x
+
+    def example():
+        return loss, ({"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}, jax.ShapeDtypeStruct((2, 8), jnp.bfloat16))
+
+    def with_keywords():
+        return (*example(), {"scale": 2.0})
+
+    def wrong():
+        return loss, 3
+
+    def broken():
+        raise RuntimeError("no weights here")
+
+    def no_arguments():
+        return jnp.ones((2, 2)) @ jnp.ones((2, 2))
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.head = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return nnx.softmax(self.head(x).astype(jnp.bfloat16))
+
+    net = Net()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The path of a file with functions in it."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "audited_model.py").write_text(textwrap.dedent(MODEL))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        yield str(folder / "audited_model.py")
+    sys.modules.pop("audited_model", None)
+
+
+def run(*arguments: str) -> int:
+    return main(["audit", *arguments])
+
+
+GIVEN = ("--arg", "{'w': bf16[8,4]}", "--arg", "bf16[2, 8]")
+
+
+def test_a_function_with_arguments_by_their_shapes(model, capsys):
+    assert run(f"{model}:loss", *GIVEN) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"audit of {model}:loss: 1 finding\n") and "low-precision-function" in out
+
+
+@pytest.mark.parametrize("name", ("example", "with_keywords"))
+def test_a_function_that_returns_what_to_audit(model, capsys, name):
+    assert run(f"{model}:{name}", "--backward") == 0
+    assert "dot_general backward" in capsys.readouterr().out
+
+
+def test_gradients_are_taken_by_the_arguments_that_are_named(model, capsys):
+    counts = []
+    for params in ((), ("--params", "x"), ("--params", "params", "--params", "1")):
+        assert run(f"{model}:loss", *GIVEN, "--backward", *params, "--json", "-") == 0
+        operations = json.loads(capsys.readouterr().out)["operations"]
+        counts.append(
+            sum(op["count"] for op in operations if op["kind"] == "dot" and op["is_backward"])
+        )
+    assert counts == [1, 1, 2]
+    assert run(f"{model}:loss", *GIVEN, "--params", "x") == 2
+    assert (
+        "--params says what gradients are taken by: give --backward with it."
+        in capsys.readouterr().err
+    )
+
+
+def test_a_policy_and_rules_are_taken_as_by_audit(model, capsys):
+    assert (
+        run(f"{model}:net", "--arg", "f32[2,4]", "--policy", "mixed_bfloat16", "--json", "-") == 0
+    )
+    read = json.loads(capsys.readouterr().out)
+    dots = [operation["operands"] for operation in read["operations"] if operation["kind"] == "dot"]
+    assert read["policy"] == "mixed_bfloat16" and dots == [["bfloat16", "bfloat16"]]
+    ruled = ("--policy", "mixed_bfloat16", "--rule", "head=p=f32,c=f32,o=f32", "--json", "-")
+    assert run(f"{model}:net", "--arg", "f32[2,4]", *ruled) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [o["operands"] for o in read["operations"] if o["kind"] == "dot"] == [
+        ["float32", "float32"]
+    ]
+    assert run(f"{model}:clean", "--arg", "f32[4,4]") == 0
+    assert "no findings, and no policy was in force" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (("--rule", "head=f32"), "--rule says what differs from a policy: give --policy with it."),
+        (("--policy", "nonsense"), "--policy nonsense: "),
+        (
+            ("--policy", "bf16", "--rule", "head"),
+            "--rule: Rule 'head' should be PATH=TEXT, such as head=f32.",
+        ),
+        (("--policy", "bf16", "--rule", "haed=f32"), "ValueError, see above."),
+    ),
+)
+def test_a_policy_or_rule_that_is_none_is_refused(model, capsys, options, message):
+    assert run(f"{model}:net", "--arg", "f32[2,4]", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_function_without_arguments_and_an_nnx_module(model, capsys):
+    assert run(f"{model}:no_arguments") == 0
+    assert run(f"{model}:net", "--arg", "f32[2,4]") == 0
+    out = capsys.readouterr().out
+    assert "low-precision-function  Net:  exp bf16" in out and "\n  head  " in out
+
+
+def test_a_module_by_its_name(model, capsys, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(model))
+    assert run("audited_model:clean", "--arg", "f32[4,4]") == 0
+    assert "no findings" in capsys.readouterr().out
+
+
+def test_findings_fail_where_that_is_asked_for(model, capsys):
+    assert run(f"{model}:example", "--fail-on-findings") == 1
+    assert run(f"{model}:example", "--fail-on-findings", "--ignore", "low-precision-function") == 0
+    assert "no findings" in capsys.readouterr().out
+
+
+def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
+    assert run(f"{model}:example", "--json", "-") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["findings"][0]["kind"] == "low-precision-function"
+    assert run(f"{model}:example", "--json", str(tmp_path / "out.json")) == 0
+    assert json.loads((tmp_path / "out.json").read_text()) == read
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (
+            ["loss"],
+            r"error: 'loss' should be module:function or file.py:function, as in train:loss_fn.",
+        ),
+        (
+            ["no_such_module:f"],
+            r"error: there is no module 'no_such_module', neither installed nor in this folder.",
+        ),
+        (
+            ["no_such.module:f"],
+            r"error: there is no module 'no_such', neither installed nor in this folder.",
+        ),
+        (["missing.py:f"], r"error: there is no file 'missing.py' here."),
+        (["MODEL:los"], r"MODEL' has no 'los'. Did you mean 'loss'\?"),
+        (["MODEL:number"], r"MODEL:number' is 3, of type int: it can't be called."),
+        (
+            ["MODEL:loss"],
+            r"takes params, x: give each with --arg, as in --arg bf16\[8,128\]; or name a function without",
+        ),
+        (
+            ["MODEL:wrong"],
+            r"should return \(function, args\) or \(function, args, kwargs\), .* but returned function, int",
+        ),
+        (["MODEL:broken"], r"error: MODEL:broken\(\) failed: RuntimeError, see above."),
+        (
+            ["MODEL:clean", "--arg", "bf16[2,3]"],
+            r"error: MODEL:clean can't be traced: TypeError, see above.",
+        ),
+        (
+            ["MODEL:clean", "--arg", "bf17[2]"],
+            r"'bf17' is no dtype. Known are bf16, f16, f32, f64, i8 to i64",
+        ),
+        (
+            ["MODEL:clean", "--arg", "bf16[2,n]"],
+            r"dimensions in 'bf16\[2,n\]' should be whole numbers",
+        ),
+        (
+            ["MODEL:clean", "--arg", "two words"],
+            r"--arg 'two words' is no argument: give a shape such as bf16\[8,128\]",
+        ),
+        (
+            ["MODEL:example", "--ignore", "repeated-casts"],
+            r"is no kind of finding. Did you mean 'repeated-cast'\?",
+        ),
+        (
+            ["MODEL:example", "--json", "/nowhere/x.json"],
+            r"error: /nowhere/x.json can't be written: No such file",
+        ),
+    ),
+)
+def test_errors_name_the_value_and_the_way_out(model, capsys, arguments, message):
+    assert run(*(text.replace("MODEL", model) for text in arguments)) == 2
+    error = capsys.readouterr().err.replace(model, "MODEL")
+    assert "error: " in error
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error)
+
+
+def test_a_module_that_does_not_import_says_so(tmp_path, capsys):
+    (tmp_path / "does_not_import.py").write_text("1 / 0\n")
+    assert run(f"{tmp_path / 'does_not_import.py'}:f") == 2
+    assert (
+        "'does_not_import' can't be imported: ZeroDivisionError, see above."
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        ("bf16[8,128]", jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)),
+        ("f32[]", jax.ShapeDtypeStruct((), jnp.float32)),
+        ("float8_e4m3fn[2]", jax.ShapeDtypeStruct((2,), jnp.float8_e4m3fn)),
+        ("u8[3]", jax.ShapeDtypeStruct((3,), jnp.uint8)),
+        ("bool[2]", jax.ShapeDtypeStruct((2,), np.bool_)),
+        ("3", 3),
+        ("'mean'", "mean"),
+        ("[1.5, None, True]", [1.5, None, True]),
+        ("{'w': f16[2], 'deep': [i32[1], (f32[2],)]}", None),
+        ("key", None),
+        ("{'key': 1}", {"key": 1}),
+    ),
+)
+def test_arguments_are_shapes_keys_numbers_and_containers_of_these(text, expected):
+    value = parse_argument(text)
+    if text == "key":
+        assert jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    elif expected is None:
+        leaves = jax.tree.leaves(value)
+        assert {(leaf.shape, leaf.dtype.name) for leaf in leaves} == {
+            *(((2,), "float16"), ((1,), "int32"), ((2,), "float32"))
+        }
+        assert list(value) == ["w", "deep"] and isinstance(value["deep"][1], tuple)
+    else:
+        assert value == expected
+
+
+def test_code_is_no_argument():
+    with pytest.raises(CommandError, match=r"is no argument"):
+        parse_argument("__import__('os')")
+
+
+def test_from_the_shell(model):
+    """The one test in a process of its own."""
+    command = [sys.executable, "-m", "policy", "audit", f"{model}:example", "--fail-on-findings"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert result.returncode == 1, result.stderr
+    assert "\x1b[" not in result.stdout and "low-precision-function" in result.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# Hostile modules, examples and arguments
+# --------------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "exits.py": "import sys\nsys.exit(0)\n",
+    "exits_with_text.py": "import sys\nsys.exit('bye')\n",
+    "raises_no_exception.py": "raise BaseException('odd')\n",
+    "needs_more.py": "import not_installed_anywhere\n",
+    "is_no_python.py": "def (\n",
+    "package_that_exits/__init__.py": "raise SystemExit\n",
+    "package_that_exits/inner.py": "",
+    "package_that_needs_more/__init__.py": "import not_installed_anywhere\n",
+    "package_that_needs_more/inner.py": "",
+    "raises_when_asked.py": "def __getattr__(name):\n    raise RuntimeError(name)\n",
+    "examples.py": """
+        import sys
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            return (x @ x).sum()
+
+        X = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
+        good_example = lambda: (f, (X,))
+        function_example = lambda: f
+        one_example = lambda: (f,)
+        list_example = lambda: [f, (X,)]
+        dict_example = lambda: {"fn": f}
+        none_example = lambda: None
+        arrays_example = lambda: (jnp.ones(3), jnp.ones(3))
+        swapped_example = lambda: ((X,), f)
+        array_example = lambda: (f, jnp.ones((4, 4)))
+        long_example = lambda: (f, (X,), {}, 3)
+        no_keywords_example = lambda: (f, (X,), None)
+        empty_example = lambda: ()
+        shapes = lambda: X
+        number = lambda: 3.0
+
+        def exits():
+            sys.exit(0)
+
+        def exits_in_trace(x):
+            sys.exit(3)
+
+        def interrupted():
+            raise KeyboardInterrupt
+
+        def odd():
+            raise BaseException("odd")
+
+        class Properties:
+            @property
+            def f(self):
+                raise RuntimeError("no")
+
+        properties = Properties()
+    """,
+}
+SHOULD_RETURN = r"should return \(function, args\) or \(function, args, kwargs\), .* but returned "
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A folder of modules, the current one."""
+    for name, text in HOSTILE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (["exits.py:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
+        (["exits:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
+        (
+            ["exits_with_text.py:f"],
+            r"'exits_with_text' can't be imported: it calls sys.exit\('bye'\)\.",
+        ),
+        (
+            ["raises_no_exception:f"],
+            r"'raises_no_exception' can't be imported: BaseException, see above\.",
+        ),
+        (["needs_more:f"], r"'needs_more' can't be imported: ModuleNotFoundError, see above\."),
+        (["is_no_python.py:f"], r"'is_no_python' can't be imported: SyntaxError, see above\."),
+        (
+            ["package_that_exits.inner:f"],
+            r"'package_that_exits.inner' can't be imported: it calls sys.exit\(\)\.",
+        ),
+        (
+            ["package_that_needs_more.inner:f"],
+            r"can't be imported: ModuleNotFoundError, see above\.",
+        ),
+        (
+            ["package_that_is_none.inner:f"],
+            r"there is no module 'package_that_is_none', neither installed",
+        ),
+        (
+            ["raises_when_asked.py:f"],
+            r"'raises_when_asked.py:f' can't be read: RuntimeError, see above\.",
+        ),
+        (
+            ["examples.py:properties.f"],
+            r"'examples.py:properties.f' can't be read: RuntimeError, see above\.",
+        ),
+        (["examples.py:f:f"], r"should be module:function or file.py:function"),
+        ([".examples:f"], r"should be module:function or file.py:function"),
+        (["examples.py:X"], r"of type ShapeDtypeStruct: it can't be called\."),
+        (["examples.py:exits"], r"examples.py:exits\(\) failed: it calls sys.exit\(0\)\."),
+        (
+            ["examples.py:exits_in_trace", "--arg", "f32[2]"],
+            r"exits_in_trace can't be traced: it calls sys.exit\(3\)\.",
+        ),
+        (["examples.py:odd"], r"examples.py:odd\(\) failed: BaseException, see above\."),
+        (["examples.py:function_example"], SHOULD_RETURN + r"function\."),
+        (["examples.py:one_example"], SHOULD_RETURN + r"a tuple of 1\."),
+        (["examples.py:list_example"], SHOULD_RETURN + r"list\."),
+        (["examples.py:dict_example"], SHOULD_RETURN + r"dict\."),
+        (["examples.py:none_example"], SHOULD_RETURN + r"NoneType\."),
+        (["examples.py:arrays_example"], SHOULD_RETURN + r"ArrayImpl, ArrayImpl\."),
+        (["examples.py:swapped_example"], SHOULD_RETURN + r"tuple, function\."),
+        (["examples.py:array_example"], SHOULD_RETURN + r"function, ArrayImpl\."),
+        (["examples.py:long_example"], SHOULD_RETURN + r"function, tuple, dict, int\."),
+        (["examples.py:no_keywords_example"], SHOULD_RETURN + r"function, tuple, NoneType\."),
+        (["examples.py:empty_example"], SHOULD_RETURN + r"a tuple of 0\."),
+        (["examples.py:shapes"], SHOULD_RETURN + r"ShapeDtypeStruct\."),
+        (["examples.py:number"], SHOULD_RETURN + r"float\."),
+        (["examples.py:f", "--arg", "{[1]: 2}"], r"--arg '{\[1\]: 2}' is no argument"),
+        (["examples.py:f", "--arg", "[" * 10**5], r"--arg '\[+\.\.\.' is no argument"),
+        (
+            ["examples.py:f", "--arg", "f32[²]"],
+            r"the dimensions in 'f32\[²\]' should be whole numbers",
+        ),
+        (["examples.py:f", "--arg", "f32[99999999999999999999]"], r"should be whole numbers"),
+        (["examples.py:f", "--arg", "object[3]"], r"'object' is no dtype"),
+        (["examples.py:f", "--arg", "str[3]"], r"'str' is no dtype"),
+        (
+            ["examples.py:f", "--arg", "f64[4,4]"],
+            r"JAX has float32 in place of float64 here. Set JAX_ENABLE_X64=1",
+        ),
+        (["examples.py:good_example", "--html", ""], r"'' can't be written"),
+        (
+            ["examples.py:good_example", "--json", "-", "--html", "-"],
+            r"both take the standard output",
+        ),
+    ),
+)
+def test_hostile_lines_end_in_one_line_that_says_why(hostile, capsys, arguments, message):
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert printed.out == "" or "--html" in arguments
+    assert last.startswith("error: ") and re.search(message, last), last
+
+
+def test_an_interrupt_stays_one(hostile):
+    with pytest.raises(KeyboardInterrupt):
+        run("examples.py:interrupted")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.b.py", "with space.py", "class.py", "1x.py", "json.py", "jax.py", "a.b.c.py"]
+)
+def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
+    (hostile / "inside").mkdir()
+    (hostile / "inside" / name).write_text(textwrap.dedent(HOSTILE["examples.py"]))
+    assert run(f"inside/{name}:good_example") == 0
+    assert run(f"{hostile}/inside/{name}:f", "--arg", "f32[4,4]") == 0
+    assert "no findings" in capsys.readouterr().out
+
+
+def test_the_page_on_the_standard_output(hostile, capsys):
+    assert run("examples.py:good_example", "--html", "-") == 0
+    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
+    assert not (hostile / "-").exists()

@@ -1,0 +1,158 @@
+"""Reports name lines of the user's code: none of JAX, Flax, Optax or this library."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax.linen as flax_linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import linen, nnx
+from policy import audit, compare, use_policy
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+HERE = re.compile(r"test_sources\.py:\d+ \(.+\)")
+WINGS = pytest.mark.parametrize("wing", ["Flax's linen", "linen", "Flax's nnx", "nnx"])
+
+
+def model_of(wing: str) -> tuple[Any, tuple[Any, ...]]:
+    if wing.endswith("linen"):
+        nn: Any = linen if wing == "linen" else flax_linen
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.LayerNorm(name="norm")(nn.Dense(8, name="up")(x))
+                x = x * 6e4  # overflows
+                return nn.Dense(3, name="head")(x)
+
+        model = Net()
+        return model.apply, (model.init(jax.random.key(0), X), X)
+    mod: Any = nnx if wing == "nnx" else flax_nnx
+    rngs = flax_nnx.Rngs(0)
+
+    class NnxNet(mod.Module):
+        def __init__(self):
+            self.up, self.norm = mod.Linear(8, 8, rngs=rngs), mod.LayerNorm(8, rngs=rngs)
+            self.head = mod.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.norm(self.up(x))
+            x = x * 6e4  # overflows
+            return self.head(x)
+
+    with use_policy("mixed_float16"):
+        return NnxNet(), (X,)
+
+
+def line(text: str) -> list[int]:
+    return [
+        i
+        for i, each in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if each.endswith(text)
+    ]
+
+
+@WINGS
+def test_every_operation_and_finding_is_of_a_line_of_the_model(wing):
+    fn, args = model_of(wing)
+    report = audit(fn, *args, policy="mixed_float16", backward=True)
+    sources = {
+        op.source for op in report.operations if op.kind not in ("other", "cast") and op.path
+    }
+    assert sources and all(HERE.fullmatch(source) for source in sources), sources
+    casts = {op.source for op in report.operations if op.kind == "cast" and op.path}
+    at_the_models_boundary = {
+        type(getattr(fn, "__self__", fn)).__name__
+    }  # no code of the model's calls it
+    assert all(HERE.fullmatch(source) for source in casts - at_the_models_boundary), casts
+    report = audit(lambda *args: fn(*args).astype(jnp.bfloat16).sum(dtype=jnp.bfloat16), *args)
+    assert all(HERE.fullmatch(finding.source) for finding in report.findings), report
+
+
+@WINGS
+def test_compare_names_the_line_and_operation_that_made_an_error_and_no_cast_of_a_boundary(wing):
+    fn, args = model_of(wing)
+    comparison = compare(fn, *args, policy="mixed_float16")
+    assert all(HERE.fullmatch(row.source) for row in comparison.rows), [
+        row.source for row in comparison.rows
+    ]
+    assert not {row.primitive for row in comparison.rows} & {"convert_element_type"}
+    jump = comparison[comparison.first_jump or ""]
+    overflowing = [number for number in line("# overflows") if f".py:{number} " in jump.source]
+    assert jump.primitive == "mul" and overflowing and jump.source in str(comparison)
+
+
+def test_a_scan_of_a_model_names_the_line_in_the_body():
+    class Step(flax_linen.Module):
+        @flax_linen.compact
+        def __call__(self, x, _):
+            return flax_linen.Dense(8, dtype=jnp.bfloat16, name="up")(x).astype(
+                x.dtype
+            ), None  # in the body
+
+    class Net(flax_linen.Module):
+        @flax_linen.compact
+        def __call__(self, x):
+            scan: Any = flax_linen.scan(
+                Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
+            return scan(name="steps")(x, None)[0]
+
+    model = Net()
+    report = audit(model.apply, model.init(jax.random.key(0), X), X, backward=True)
+    dots = {op.source for op in report.operations if op.kind == "dot"}
+    (number,) = line("# in the body")
+    assert dots == {f"test_sources.py:{number} (Step.__call__)"}
+
+
+def test_an_update_of_optax_is_of_the_line_that_asked_for_it():
+    tx = optax.adam(1e-3)
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state)  # asks
+        return optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):
+        report = audit(step, params, jax.eval_shape(tx.init, params), params)
+    assert report.findings and all(HERE.fullmatch(finding.source) for finding in report.findings)
+
+
+@pytest.mark.parametrize("nn", [flax_linen, linen])
+def test_a_layer_that_no_code_of_a_users_calls_is_named_by_its_path_and_class(nn):
+    model = nn.Sequential([nn.Dense(8, dtype=jnp.bfloat16), nn.Dense(3, dtype=jnp.bfloat16)])
+    report = audit(model.apply, model.init(jax.random.key(0), X), X, backward=True)
+    assert {op.source for op in report.operations if op.kind == "dot"} == {
+        "layers_0 (Dense)",
+        "layers_1 (Dense)",
+    }
+    attention = nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16)
+    report = audit(
+        attention.apply, attention.init(jax.random.key(0), X[None]), X[None].astype(jnp.bfloat16)
+    )
+    sources = {op.source for op in report.operations if op.kind == "dot"}
+    assert "MultiHeadDotProductAttention" in sources and "query (DenseGeneral)" in sources
+
+
+def test_a_library_of_a_third_party_counts_as_the_users_code(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "their_models"
+    package.mkdir(parents=True)
+    text = "import flax.linen as nn\n\ndef model(x):\n    return nn.relu(x).astype('bfloat16')\n"
+    (package / "__init__.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("their_models", package / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    theirs = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "their_models", theirs)
+    spec.loader.exec_module(theirs)
+    report = audit(theirs.model, X)
+    assert {op.source for op in report.operations if op.kind == "cast"} == {"__init__.py:4 (model)"}

@@ -1,0 +1,340 @@
+"""Functions that know nothing of dtypes: what autocast is asked to transform."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(scale * RNG.normal(size=shape), jnp.float32)
+
+
+X, SEQUENCE, IMAGE = normal(6, 8), normal(2, 5, 8), normal(2, 6, 6, 3)
+TOKENS = jnp.asarray([[1, 2, 3, 4, 0], [2, 2, 0, 1, 3]])
+SQUARE = normal(8, 8, scale=8**-0.5)
+STACK = normal(3, 8, 8, scale=8**-0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A function of parameters and inputs.
+
+    Attributes:
+      fn: ``fn(params, x)`` -> an array.
+      params, x: what it is called with.
+      matmuls: how many matmuls and convolutions its program holds, or more.
+      batched: whether it may be mapped over the first axis of `x`.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    params: Any
+    x: Any
+    matmuls: int = 1
+    batched: bool = True
+
+
+MODELS: dict[str, Model] = {}
+
+
+def model(x: Any = X, params: Any = None, **options: Any) -> Callable[[Any], Any]:
+    """Registers a plain function; its params are a square matrix and a bias unless given."""
+    given = {"w": SQUARE, "b": normal(8)} if params is None else params
+
+    def register(fn: Any) -> Any:
+        MODELS[fn.__name__] = Model(fn, given, x, **options)
+        return fn
+
+    return register
+
+
+def flax_model(name: str, module: nn.Module, x: Any = X, *, matmuls: int = 1, **call: Any) -> None:
+    variables = module.init({"params": KEY, "dropout": KEY}, x, **call)
+
+    def fn(variables: Any, x: Any) -> Any:
+        return module.apply(variables, x, rngs={"dropout": KEY}, **call)
+
+    MODELS[name] = Model(fn, variables, x, matmuls)
+
+
+def dense(params: Any, x: Any) -> Any:
+    return x @ params["w"] + params["b"].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+# --------------------------------------------------------------------------------------------------
+# Flax's layers
+# --------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4)(nn.relu(nn.Dense(16)(nn.gelu(nn.Dense(16)(x)))))
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Conv(8, (3, 3))(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        return nn.Dense(4)(nn.GroupNorm(2)(nn.ConvTranspose(8, (2, 2))(x)).mean((1, 2)))
+
+
+class Attention(nn.Module):
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        mask = nn.make_causal_mask(x[..., 0])
+        h = nn.MultiHeadDotProductAttention(
+            2, dropout_rate=self.dropout, deterministic=not self.dropout
+        )(nn.LayerNorm()(x), mask=mask)
+        return x + nn.Dense(8)(nn.silu(nn.RMSNorm()(x + h)))
+
+
+class Recurrent(nn.Module):
+    cell: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4)(nn.RNN(self.cell(8))(x))
+
+
+class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        table = nn.Embed(5, 8)
+        return table.attend(nn.tanh(nn.Dense(8)(table(tokens))))
+
+
+class Layers(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x: Any, _: Any) -> Any:
+                return x + nn.tanh(nn.Dense(8)(nn.LayerNorm()(x))), None
+
+        block = nn.remat(Block) if self.remat else Block
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(
+            x, None
+        )[0]
+
+
+flax_model("mlp", Mlp(), matmuls=3)
+flax_model("conv and BatchNorm", Convolutions(), IMAGE, matmuls=3)
+flax_model("attention", Attention(), SEQUENCE, matmuls=7)
+flax_model("attention with dropout", Attention(0.5), SEQUENCE, matmuls=7)
+flax_model("LSTM", Recurrent(nn.OptimizedLSTMCell), SEQUENCE, matmuls=3)
+flax_model("GRU", Recurrent(nn.GRUCell), SEQUENCE, matmuls=3)
+flax_model("tied weights", Tied(), TOKENS, matmuls=2)
+flax_model("scanned layers", Layers(), SEQUENCE)
+flax_model("scanned layers, checkpointed", Layers(remat=True), SEQUENCE)
+flax_model(
+    "dropout",
+    nn.Sequential([nn.Dense(16), nn.Dropout(0.5, deterministic=False), nn.Dense(4)]),
+    matmuls=2,
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Plain functions
+# --------------------------------------------------------------------------------------------------
+
+
+@model(matmuls=2)
+def nested_jit(params, x):
+    inner = jax.jit(lambda x: jnp.tanh(dense(params, x)))
+    return inner(inner(x))
+
+
+@model(matmuls=2)
+def donated_jit(params, x):
+    return jax.jit(lambda x: jnp.tanh(dense(params, x)), donate_argnums=0)(
+        jnp.tanh(dense(params, x))
+    )
+
+
+@model(params=STACK)
+def raw_scan(params, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, params)[0]
+
+
+@model()
+def scan_of_sums(params, x):
+    total, _ = lax.scan(lambda total, row: (total + row @ params["w"], None), params["b"], x)
+    return total
+
+
+@model(matmuls=2)
+def checkpointed(params, x):
+    return dense(params, jax.checkpoint(lambda x: jax.nn.silu(dense(params, x)))(x))
+
+
+@model()
+def while_loop(params, x):
+    def step(state):
+        return state[0] + 1, jnp.tanh(dense(params, state[1]))
+
+    # of a fixed number of turns for reverse mode: the whole of it is a scan
+    return lax.fori_loop(0, 3, lambda _, x: step((0, x))[1], x)
+
+
+@model(matmuls=2)
+def cond(params, x):
+    return lax.cond(x.sum() > 0, lambda x: dense(params, x), lambda x: dense(params, x) * 2.0, x)
+
+
+@model(matmuls=1)
+def switch(params, x):
+    branches = [lambda x: x, lambda x: jnp.tanh(dense(params, x)), lambda x: x * 2.0]
+    return lax.switch(jnp.argmax(x[0]) % 3, branches, dense(params, x))
+
+
+@jax.custom_jvp
+def _tripled(x):
+    return 3.0 * jnp.tanh(x)
+
+
+_tripled.defjvp(
+    lambda primals, tangents: (
+        _tripled(*primals),
+        tangents[0] * 3 * (1 - jnp.tanh(primals[0]) ** 2),
+    )
+)
+
+
+@model(matmuls=2)
+def custom_jvp(params, x):
+    return dense(params, _tripled(dense(params, x)))
+
+
+@jax.custom_vjp
+def _product(x, w):
+    return x @ w
+
+
+_product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct))
+
+
+@model(matmuls=2)
+def custom_vjp(params, x):
+    return _product(jnp.tanh(_product(x, params["w"])), params["w"])
+
+
+@jax.custom_vjp
+def _straight_through(x):
+    return jnp.round(x)
+
+
+_straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, ct: (ct,))
+
+
+@model(matmuls=2)
+def straight_through(params, x):
+    return dense(params, dense(params, x) + 0.01 * _straight_through(x))
+
+
+@model(matmuls=1, batched=False)
+def shard_map(params, x):
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec()
+    mapped = jax.shard_map(
+        lambda params, x: lax.pmean(jnp.tanh(dense(params, x)), "i"),
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec("i")),
+        out_specs=PartitionSpec(),
+    )
+    return mapped(params, x)
+
+
+@model()
+def linear_algebra(params, x):
+    covariance = x.T @ x / 6 + jnp.eye(8)
+    return (
+        jnp.linalg.solve(covariance, dense(params, x).T).T + jnp.linalg.cholesky(covariance).sum()
+    )
+
+
+@model()
+def fourier(params, x):
+    return jnp.fft.irfft(jnp.fft.rfft(dense(params, x)) * 0.5)
+
+
+@model(x=TOKENS, params={"table": normal(5, 8), "w": SQUARE})
+def embedding(params, tokens):
+    return params["table"][tokens] @ params["w"]
+
+
+@model(params={"w": STACK, "gate": normal(8, 3)}, matmuls=2, batched=False)
+def mixture_of_experts(params, x):
+    expert = jnp.argmax(x @ params["gate"], -1)
+    order = jnp.argsort(expert)
+    sizes = jnp.bincount(expert, length=3).astype(jnp.int32)
+    return lax.ragged_dot(x[order], params["w"], sizes)
+
+
+@model()
+def complex_numbers(params, x):
+    z = lax.complex(dense(params, x), x)
+    return jnp.real(z @ jnp.conj(z).T @ z) * 0.01
+
+
+@model(x=SEQUENCE, matmuls=2)
+def masked_softmax(params, x):
+    q = dense(params, x)
+    logits = jnp.einsum("btd,bsd->bts", q, x) / jnp.sqrt(8.0)
+    mask = jnp.tril(jnp.ones((5, 5), bool))
+    weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min))
+    return jnp.einsum("bts,bsd->btd", weights, q)
+
+
+@model(x=SEQUENCE)
+def rotary(params, x):
+    angles = jnp.arange(5.0)[None, :, None] / 100.0 ** (jnp.arange(4.0)[None, None] / 4)
+    first, second = jnp.split(dense(params, x), 2, -1)
+    return jnp.concatenate(
+        [first * jnp.cos(angles) - second * jnp.sin(angles), second * jnp.cos(angles)], -1
+    )
+
+
+@model(
+    x=(IMAGE, normal(3, 3, 3, 4)), params=normal(3, 3, 4, 4, scale=0.2), matmuls=2, batched=False
+)
+def raw_convolutions(params, x):
+    image, kernel = x
+    dims = ("NHWC", "HWIO", "NHWC")
+    h = jax.nn.relu(lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=dims))
+    return lax.conv_general_dilated(h, params, (2, 2), "SAME", dimension_numbers=dims)
+
+
+@model(matmuls=2)
+def inner_gradient(params, x):
+    energy = lambda x: jnp.sum(jnp.tanh(dense(params, x)) ** 2)  # noqa: E731
+    return x - 0.1 * jax.grad(energy)(x)
+
+
+@model(x=SEQUENCE)
+def cumulative(params, x):
+    return (
+        jnp.cumsum(dense(params, x), 1)
+        + jax.ops.segment_sum(dense(params, x)[0], jnp.array([0, 0, 1, 1, 2]), 5)[None]
+    )
+
+
+@model(matmuls=1)
+def mapped(params, x):
+    return jax.vmap(lambda row: jnp.tanh(dense(params, row)))(x)

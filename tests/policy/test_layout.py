@@ -1,0 +1,200 @@
+"""The layout of the packages, read from their syntax trees: who knows jaxprs, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import mpmodules
+import policy
+from policy._jaxpr.equations import equations_within
+from policy._jaxpr.subprograms import opened, subprograms
+
+PACKAGES = [pathlib.Path(package.__path__[0]) for package in (policy, mpmodules)]
+ROOM = "policy._jaxpr"
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """Returns the syntax tree of each module, by its dotted name; packages by their own."""
+    trees = {}
+    for package in PACKAGES:
+        for file in package.rglob("*.py"):
+            parts = file.relative_to(package.parent).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            trees[name] = ast.parse(file.read_text(encoding="utf-8"))
+    return trees
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yields the imported modules, deferred ones included, and the names that they are bound to."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, alias.asname or alias.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules() else str(node.module), alias.asname or alias.name
+
+
+# --------------------------------------------------------------------------------------------------
+# One room knows jaxprs
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def _with_jvp(x):
+    return 2 * x
+
+
+@jax.custom_vjp
+def _with_vjp(x):
+    return 2 * x
+
+
+_with_jvp.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
+_with_vjp.defvjp(lambda x: (2 * x, None), lambda _, cotangent: (2 * cotangent,))
+
+
+def holding(x):
+    """Runs each kind of equation that holds programs."""
+    x = lax.scan(lambda c, _: (c + 1, None), x, None, length=2)[0]
+    x = lax.while_loop(lambda c: c.sum() < 0, jnp.sin, x)
+    x = lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+    x = jax.jit(jnp.tanh)(jax.checkpoint(jnp.sin)(_with_jvp(_with_vjp(x))))
+    return lax.reduce(x, 0.0, lambda a, b: a + b, (0,)), x.at[0].add(1.0)
+
+
+def parameters_of_programs() -> set[str]:
+    body, _ = opened(jax.make_jaxpr(holding)(jnp.ones(3)))
+    return {one.parameter for equation in equations_within(body) for one in subprograms(equation)}
+
+
+def words_of_jaxprs(tree: ast.Module, parameters: set[str]) -> Iterator[str]:
+    """Yields what a module reads of jaxprs: attributes, names of parameters that hold programs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in (
+            "eqns",
+            "get_bind_params",
+            "current_name_stack",
+        ):
+            yield node.attr
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names if alias.name == "current_name_stack")
+        if isinstance(node, ast.Constant) and node.value in (
+            {"eqns", "cond_nconsts", "body_nconsts"} | parameters
+        ):
+            yield str(node.value)
+
+
+def test_equations_and_parameters_of_programs_are_read_in_one_room():
+    parameters = parameters_of_programs()
+    assert {
+        "jaxpr",
+        "call_jaxpr",
+        "branches",
+        "body_jaxpr",
+        "cond_jaxpr",
+        "update_jaxpr",
+    } <= parameters
+    found = {
+        name: words
+        for name, tree in modules().items()
+        if not is_in(name, ROOM) and (words := {*words_of_jaxprs(tree, parameters)})
+    }
+    assert found == {}
+
+
+def test_one_file_decides_which_parameters_hold_programs():
+    types = ("Jaxpr", "ClosedJaxpr")
+    found = {
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if getattr(node, "id", getattr(node, "attr", None)) in types
+    }
+    assert found == {f"{ROOM}.subprograms"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Packages
+# --------------------------------------------------------------------------------------------------
+
+
+def node_of(module: str) -> str:
+    """Returns the top-level module or the package of policy that a module belongs to."""
+    return ".".join(module.split(".")[:2])
+
+
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """Returns for each top-level module and package of policy those that it imports."""
+    edges: dict[str, set[str]] = {}
+    for name, tree in modules().items():
+        if is_in(name, "policy") and name != "policy":
+            imported = {node_of(target) for target, _ in imports(tree) if is_in(target, "policy")}
+            edges.setdefault(node_of(name), set()).update(imported - {node_of(name)})
+    return edges
+
+
+def reached_from(node: str) -> set[str]:
+    waiting, seen = [node], set()
+    while waiting:
+        fresh = graph()[waiting.pop()] - seen
+        seen |= fresh
+        waiting.extend(fresh)
+    return seen
+
+
+def test_no_module_of_policy_imports_the_face():
+    assert {node for node, imported in graph().items() if "policy" in imported} <= {
+        "policy.__main__"
+    }
+
+
+def test_the_packages_of_policy_import_each_other_in_no_circle():
+    assert [node for node in graph() if node in reached_from(node)] == []
+
+
+def test_the_room_of_jaxprs_imports_nothing_of_policy_but_itself():
+    assert graph()[ROOM] == set()
+
+
+def test_policy_imports_neither_flax_nor_its_modules():
+    found = {
+        name
+        for name, tree in modules().items()
+        if is_in(name, "policy")
+        and any(is_in(t, "flax") or is_in(t, "mpmodules") for t, _ in imports(tree))
+    }
+    assert found == set()
+
+
+def test_no_module_is_imported_for_its_side_effects():
+    """Every module that another imports is read there by its name, unless that is a package, which
+    exports it.
+    """
+    unread = set()
+    for name, tree in modules().items():
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        is_package = any(other.startswith(f"{name}.") for other in modules())
+        for target, bound in imports(tree):
+            binds_module = target in modules() and bound in (
+                target.split(".")[0],
+                target.split(".")[-1],
+            )
+            if binds_module and bound not in read and not is_package:
+                unread.add((name, bound))
+    assert unread == set()

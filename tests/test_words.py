@@ -1,0 +1,63 @@
+"""Docstrings read as in JAX and Optax: few riddles around "what", and openings with a verb or noun."""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = [path for name in ("policy", "mpmodules") for path in ROOT.glob(f"{name}/**/*.py")]
+PACKAGES = sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
+# Packages whose docstrings are still being rewritten.
+PENDING = frozenset(
+    (
+        *("mpmodules", "mpmodules/linen", "mpmodules/nnx"),
+        *("policy/_jaxpr", "policy/optim", "policy/autocast", "policy/compare", "policy/suggest"),
+        *("policy/audit", "policy/audit/checks"),
+    )
+)
+MOST_PER_THOUSAND = 3
+MOST_OPENERS = 0.05
+
+WHAT = re.compile(r"\b(what|whatever|that which)\b", re.IGNORECASE)
+OPENERS = re.compile(r"\W*(what|whether|where|how|whatever)\b", re.IGNORECASE)
+
+
+def docstrings(package: str) -> Iterator[tuple[str, str]]:
+    """Yields the place and text of every docstring of a package, without its subpackages."""
+    for path in sorted((ROOT / package).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    yield f"{path.name}:{getattr(node, 'name', 'module')}", text
+
+
+def test_whatever_counts_as_what_and_an_opener_is_a_whole_word():
+    assert len(WHAT.findall("What it is, whatever that which is; somewhat.")) == 3
+    assert (
+        OPENERS.match("`Where` it is")
+        and not OPENERS.match("Whatsoever")
+        and not OPENERS.match("However")
+    )
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in PENDING])
+def test_docstrings_seldom_say_what(package):
+    found = list(docstrings(package))
+    words = sum(len(text.split()) for _, text in found)
+    told = {place: count for place, text in found if (count := len(WHAT.findall(text)))}
+    assert sum(told.values()) <= max(MOST_PER_THOUSAND * words / 1000, 1), told
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in PENDING])
+def test_docstrings_open_with_a_verb_or_a_noun(package):
+    found = list(docstrings(package))
+    opened = [place for place, text in found if OPENERS.match(text)]
+    assert len(opened) <= MOST_OPENERS * len(found), opened
+
+
+def test_a_pending_package_exists():
+    assert set(PACKAGES) >= PENDING
