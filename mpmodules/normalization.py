@@ -98,7 +98,7 @@ def _normalize_jvp(
     if scale_tangent is not None or bias_tangent is not None:
         # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep
         # these until then.
-        scale_tangent, bias_tangent = lax.optimization_barrier((scale_tangent, bias_tangent))
+        scale_tangent, bias_tangent = _kept_apart(scale_tangent, bias_tangent)
 
     def derivative(
         x: Array,
@@ -130,14 +130,16 @@ def _normalize_jvp(
                 by_element = _sum(by_element, centred * by_centred)
                 by_region = by_region if offset is None else _less(by_region, offset * by_centred)
         else:
-            normalized = (centred if offset is None else centred - offset) * root
+            # Numbers that a row shares are multiplied with each other before they meet an element.
+            centred = centred if offset is None else centred - offset
             if x_tangent is not None:
                 wide = x_tangent.astype(jnp.float32)
-                mean_tangent, along = region.mean(wide), region.mean(wide * normalized)
-                by_element = ((wide - mean_tangent) - normalized * along) * factor
+                mean_tangent, along = region.mean(wide), region.mean(wide * centred) * root
+                by_element = wide * root - mean_tangent * root - centred * (along * root * root)
+                by_element = by_element if scale is None else by_element * scale
                 variance_tangent = 2 * along / root
             if by_normalized is not None:
-                by_element = _sum(by_element, normalized * by_normalized)
+                by_element = _sum(by_element, centred * root * by_normalized)
         if by_region is not None:
             by_element = by_region if by_element is None else by_element + by_region
         by_element = jnp.zeros(x.shape, jnp.float32) if by_element is None else by_element
@@ -157,6 +159,18 @@ def _normalize_jvp(
         *kept, x_tangent, scale_tangent, bias_tangent
     )
     return (y, centre, offset, variance), tangents_out
+
+
+def _kept_apart(*tangents: Array | None) -> list[Array | None]:
+    """Puts tangents behind a barrier, without their axes of size 1.
+
+    XLA leaves those axes out of its kernels: a tangent that has them there gets two small kernels
+    of its own.
+    """
+    shapes = [None if t is None else t.shape for t in tangents]
+    flat = [None if t is None else lax.reshape(t, [n for n in t.shape if n != 1]) for t in tangents]
+    behind = lax.optimization_barrier(flat)
+    return [None if t is None else lax.reshape(t, s) for t, s in zip(behind, shapes, strict=True)]
 
 
 def _sum(x: Array | None, y: Array) -> Array:

@@ -1,5 +1,6 @@
 """Attention's maths against float64, and when it is left to the fused kernel."""
 
+import functools
 from typing import Any
 
 import flax.linen as flax_linen
@@ -39,6 +40,33 @@ def test_weights_are_exact_to_float32_with_grouped_heads(dtype, key_heads):
     weights = attention.dot_product_attention_weights(query, key)
     assert (weights.shape, weights.dtype) == ((2, 4, 3, 5), jnp.float32)
     np.testing.assert_allclose(weights, exact_weights(query, key), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "half", "is_ahead"),
+    [
+        (128, 16, "bfloat16", True),
+        (120, 16, "bfloat16", False),
+        (128, 8, "bfloat16", False),
+        (128, 16, "float16", False),
+    ],
+)
+def test_queries_are_scaled_in_place_of_logits_where_that_rounds_nothing(
+    length, width, half, is_ahead
+):
+    query, key = (jnp.asarray(RNG.normal(size=(1, length, 1, width)), half) for _ in range(2))
+    weigh = attention.dot_product_attention_weights
+    products = [
+        e.outvars[0].aval.shape
+        for e in jax.make_jaxpr(weigh)(query, key).eqns
+        if e.primitive.name == "mul"
+    ]
+    assert products == [query.shape if is_ahead else (1, 1, length, length)]
+    np.testing.assert_allclose(weigh(query, key), exact_weights(query, key), rtol=2e-5, atol=1e-6)
+    masked = jax.make_jaxpr(functools.partial(weigh, is_causal=True))(query, key)
+    assert [e.outvars[0].aval.shape for e in masked.eqns if e.primitive.name == "mul"] == [
+        (1, 1, length, length)
+    ]
 
 
 def test_bias_mask_and_causality():

@@ -175,9 +175,8 @@ def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
     )
 
 
-@pytest.mark.parametrize("region", [Region((0, 1, 2)), Region((1, 2), groups=2)])
-def test_channels_are_multiplied_and_added_to_as_seldom_as_can_be(region):
-    """Numbers of a channel are computed before they meet its elements."""
+def backward(region: Region) -> list[Any]:
+    """The operations of backward, with a scale and a bias of channels."""
 
     def pullback(x: jax.Array, scale: jax.Array, bias: jax.Array, ct: jax.Array) -> Any:
         forward = functools.partial(normalize, region=region, epsilon=1e-5, dtype=jnp.bfloat16)
@@ -187,16 +186,36 @@ def test_channels_are_multiplied_and_added_to_as_seldom_as_can_be(region):
         jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16),
         jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32),
     )
-    sites = [
-        site for site in walk(jax.make_jaxpr(pullback)(x, scale, scale, x)) if site.is_backward
-    ]
+    return [site for site in walk(jax.make_jaxpr(pullback)(x, scale, scale, x)) if site.is_backward]
+
+
+# x - centre; of the others, for channels: the cotangent by that, by the factor, and that by a
+# number; the sum of the two and another number. For rows: the cotangent by the scale, by the root
+# and by x - centre, that by the root and by the cotangent for the scale's gradient, and by a
+# number.
+@pytest.mark.parametrize(
+    ("region", "counts"),
+    [
+        (Region((0, 1, 2)), {"sub": 1, "mul": 3, "add_any": 2}),
+        (Region((1, 2), groups=2), {"sub": 1, "mul": 3, "add_any": 2}),
+        (Region((3,)), {"sub": 1, "mul": 6, "add_any": 2}),
+    ],
+)
+def test_elements_are_multiplied_and_added_to_as_seldom_as_can_be(region, counts):
+    """Numbers of a channel or a row are computed before they meet its elements."""
+    sites = backward(region)
     of_elements = [
         site.name for site in sites if getattr(site.equation.outvars[0].aval, "shape", ()) == SHAPE
     ]
-    counts = {name: of_elements.count(name) for name in ("sub", "mul", "add_any")}
-    # x - centre; the cotangent by that, by the factor, and that by a number; the sum of the two and
-    # another number.
-    assert counts == {"sub": 1, "mul": 3, "add_any": 2}
+    assert {name: of_elements.count(name) for name in counts} == counts
+
+
+def test_gradients_of_scale_and_bias_meet_a_barrier_without_axes_of_size_one():
+    """Of XLA for TPUs each that has them would get two kernels of its own."""
+    barriers = [
+        site.equation for site in backward(Region((3,))) if site.name == "optimization_barrier"
+    ]
+    assert [[v.aval.shape for v in barrier.invars] for barrier in barriers] == [[(8,), (8,)]]
 
 
 def test_statistics_that_may_not_be_written_are_refused_as_by_flax():
