@@ -1,4 +1,4 @@
-"""Draws docs/house.svg, the packages and their imports, and writes the table of docs/contributing.md.
+"""Draws docs/house.svg, the packages and their imports, and writes docs/contributing.md's table.
 
     python docs/make_house.py
 
@@ -140,27 +140,37 @@ def imports(root: pathlib.Path = ROOT) -> Graph:
     return merged(graph, dict.fromkeys(ground, GROUND))
 
 
+def boxes(graph: Graph) -> Graph:
+    """Returns the imports between boxes of the picture."""
+    return merged(graph, {inner: inner.rpartition("/")[0] for inner in INNER})
+
+
 def arrows(graph: Graph) -> set[tuple[str, str]]:
     """Returns the imports between boxes of the picture, without those that others imply."""
-    boxes = merged(graph, {inner: inner.rpartition("/")[0] for inner in INNER})
+    joined = boxes(graph)
     return {
         (part, target)
-        for part, targets in boxes.items()
+        for part, targets in joined.items()
         for target in targets
-        if not any(target in reached(boxes, other) for other in targets)
+        if not any(target in reached(joined, other) for other in targets)
     }
 
 
 def require_rooms(graph: Graph) -> None:
-    """Raises LookupError where `ROOMS` and `INNER` are not the packages that there are."""
+    """Raises LookupError where `ROOMS` and `INNER` are not the packages of the tree, or where an
+    import goes upwards in the picture.
+    """
     known = ROOMS.keys() | INNER.keys()
     if missing := sorted(graph.keys() - known):
         raise LookupError(f"{', '.join(missing)}: give each a row in docs/make_house.py.")
     if gone := sorted(known - graph.keys()):
         raise LookupError(f"{', '.join(gone)}: not in the tree, but in docs/make_house.py.")
-    for part, target in sorted(arrows(graph)):
-        if ROOMS[part].row >= ROOMS[target].row:
-            raise LookupError(f"{part} imports {target}: draw it above that in docs/make_house.py.")
+    for part, targets in boxes(graph).items():
+        for target in sorted(targets):
+            if ROOMS[part].row >= ROOMS[target].row:
+                raise LookupError(
+                    f"{part} imports {target}: draw it above that in docs/make_house.py."
+                )
 
 
 # --------------------------------------------------------------------------------------------------
