@@ -1,0 +1,382 @@
+"""docs/contributing.md against the tree: its names, its tables, its picture, and the tasks, done in
+a copy of policy.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+import shutil
+import xml.etree.ElementTree
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.eight_devices import ROOT, run_python
+
+PAGE = ROOT / "docs" / "contributing.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@functools.cache
+def house() -> ModuleType:
+    """Returns the script that makes the picture and the table."""
+    spec = importlib.util.spec_from_file_location("make_house", ROOT / "docs" / "make_house.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def paths(text: str) -> set[str]:
+    """Returns the files and directories that a text names in code."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    return {each for each in spans if re.fullmatch(r"[\w.*/-]*(/[\w.*-]+|\.(py|md|txt))", each)}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Returns the cells of a section's table, without its head."""
+    section = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def directories(*roots: str) -> set[str]:
+    """Returns the directories below `roots` that hold files, without caches."""
+    files = (file for root in roots for file in (ROOT / root).rglob("*") if file.is_file())
+    folders = {file.parent.relative_to(ROOT).as_posix() for file in files}
+    return {folder for folder in folders if "__pycache__" not in folder}
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+# --------------------------------------------------------------------------------------------------
+
+
+def test_every_path_of_the_page_is_in_the_tree():
+    named = paths(PROSE)
+    assert len(named) > 60
+    assert [path for path in sorted(named) if not any(ROOT.glob(path))] == []
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert links and all((PAGE.parent / link).exists() for link in links)
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        ("policy/_jaxpr/primitives.py", "_TABLE"),
+        ("policy/audit/finding_kinds.py", "KINDS"),
+        ("policy/audit/findings.py", "_CHECKS"),
+        ("policy/audit/flow.py", "Flow"),
+        ("policy/optim/storage_modes.py", "STORAGE_MODES StorageMode MasterWeights"),
+        ("policy/optim/wrapper.py", "mixed_precision"),
+        ("policy/optim/step.py", "Stepper _step"),
+        ("mpmodules/linen/_layer.py", "Layer _call_layer"),
+        ("mpmodules/nnx/_layer.py", "Layer _call_layer"),
+        ("tests/mpmodules/table/cases.py", "Case"),
+    ],
+)
+def test_a_file_defines_the_names_that_the_page_sends_readers_to(file, names):
+    defined = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for name in names.split():
+        assert name in defined and f"`{name}`" in TEXT
+
+
+def test_the_files_of_the_small_layer_are_those_that_name_it():
+    section = TEXT.partition("### A layer\n")[2].partition("\n### ")[0]
+    files = [*ROOT.glob("mpmodules/**/*.py*"), ROOT / "docs" / "make_layers.py"]
+    naming = {
+        file.relative_to(ROOT).as_posix()
+        for file in files
+        if file.suffix in (".py", ".pyi") and "PReLU" in file.read_text(encoding="utf-8")
+    }
+    pages = {"docs/layers.md", "mpmodules/activations.py"}
+    tested = {path for path in paths(section) if path.startswith("tests/")}
+    assert paths(section) == naming | pages | tested
+    assert all("PReLU" in (ROOT / path).read_text(encoding="utf-8") for path in tested)
+
+
+def test_an_option_of_the_step_is_where_the_page_says():
+    for file in ("wrapper", "step"):
+        assert "skip_nonfinite" in (ROOT / f"policy/optim/{file}.py").read_text(encoding="utf-8")
+    assert "skip_nonfinite" in (ROOT / "tests/policy/optim/test_wrapper.py").read_text("utf-8")
+
+
+def test_each_command_of_the_page_is_in_the_file_that_it_runs_from():
+    modules = re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", TEXT)
+    assert len(set(modules)) > 5
+    for module in modules:
+        path = ROOT / module.replace(".", "/")
+        main = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert main.exists(), module
+    assert "pytest -n 2 -m slow" in (ROOT / "tests/fast_part.py").read_text(encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables and picture
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_and_the_table_are_those_of_the_imports():
+    made = house()
+    graph = made.imports()
+    made.require_rooms(graph)
+    assert made.PICTURE.read_text("utf-8") == made.picture(graph), "run python docs/make_house.py"
+    assert made.with_table(TEXT, graph) == TEXT, "run python docs/make_house.py"
+
+
+def test_every_package_is_in_the_table_with_its_imports():
+    table = {cells[0].strip("`"): paths(cells[2]) for cells in rows("The house")}
+    files = {path for path in table if path.endswith(".py")}
+    packages = directories("policy", "mpmodules") - {"policy", "mpmodules"}
+    assert set(table) - files == packages | {"examples", "benchmarks"}
+    assert {f"{root}/*.py" for root in ("policy", "mpmodules")} <= files
+    assert "policy/optim" in table["policy/parameters.py"] and not table["policy/_jaxpr"]
+
+
+def test_the_picture_has_every_package_and_only_arrows_that_are_imports():
+    made = house()
+    graph = made.imports()
+    root = xml.etree.ElementTree.parse(made.PICTURE).getroot()
+    words = {text.text for text in root.iter(f"{SVG}text")}
+    boxes = {str(word).partition(" (")[0] for word in words}
+    inner = {
+        f"{word.partition(' (')[0]}/{name}"
+        for word in map(str, words)
+        if " (" in word
+        for name in word.partition(" (")[2].rstrip(")").split(", ")
+    }
+    assert set(graph) <= boxes | inner
+    parents = {part: [part, *(i for i in inner if i.startswith(f"{part}/"))] for part in boxes}
+    titles = [str(line[0].text).split(" -> ") for line in root.iter(f"{SVG}line")]
+    assert len(titles) > 20
+    for start, end in titles:
+        assert any(set(parents[end]) & graph[part] for part in parents[start]), (start, end)
+
+
+def test_every_import_goes_along_arrows():
+    made = house()
+    lines: dict[str, set[str]] = {part: set() for part in made.ROOMS}
+    for start, end in made.arrows(made.imports()):
+        lines[start].add(end)
+    for part, targets in made.boxes(made.imports()).items():
+        assert targets <= made.reached(lines, part)
+
+
+def test_a_package_without_a_row_and_an_import_upwards_are_named():
+    made = house()
+    graph = {part: set(targets) for part, targets in made.imports().items()}
+    with pytest.raises(LookupError, match=r"policy/attic: give each a row in docs/make_house.py"):
+        made.require_rooms(graph | {"policy/attic": set()})
+    with pytest.raises(LookupError, match=r"policy/render: not in the tree"):
+        made.require_rooms({part: graph[part] for part in graph if part != "policy/render"})
+    wrong = graph | {"policy/render": {"policy/testing.py"}}
+    with pytest.raises(LookupError, match=r"policy/render imports policy/testing.py: draw it"):
+        made.require_rooms(wrong)
+
+
+def test_deferred_imports_and_namespaces_count_as_imports():
+    source = "def f():\n    from examples import train_digits\n    import policy.audit as a\n"
+    known = dict.fromkeys(("examples.train_digits", "policy.audit", "policy"))
+    found = {*house().imported(ast.parse(source), known)}
+    assert found == {"examples.train_digits", "policy.audit"}
+
+
+def test_every_directory_of_tests_is_in_the_table():
+    named = {path for cells in rows("Tests") for path in re.findall(r"`([^`]+)`", cells[0])}
+    assert named == directories("tests")
+
+
+# --------------------------------------------------------------------------------------------------
+# The tasks
+# --------------------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A task of the page, done.
+
+    Attributes:
+      row: how its row begins.
+      edits: the file, the text to replace and the text to put there; "" is a new file's text.
+      program: sets `seen`.
+      before, after: `seen` without and with the edits.
+    """
+
+    row: str
+    edits: tuple[tuple[str, str, str], ...]
+    program: str
+    before: Any
+    after: Any
+
+
+NEW_CHECK = '''"""Sines."""
+
+from policy.audit.finding_kinds import finding
+
+
+def sines(flow):
+    for node in flow.graph.nodes:
+        if node.name == "sin":
+            yield finding("sine", node, "A sine.")
+'''
+NEW_LOSS = """def absolute_error(predictions, targets):
+    out = reduction_dtype(predictions, targets)
+    return widely(lambda x, y: abs(x - y), predictions, targets, dtype=out)
+
+
+def squared_error("""
+
+TASKS = (
+    Task(
+        "Make autocast keep `erf`",
+        (
+            ("policy/_jaxpr/primitives.py", "            erf: bounded\n", ""),
+            (
+                "policy/_jaxpr/primitives.py",
+                "            erf_inv: gentle\n",
+                "            erf_inv: gentle\n            erf: gentle bounded\n",
+            ),
+        ),
+        """
+from policy._jaxpr.walk import walk
+fn = policy.autocast(lambda w, x: jax.lax.erf(x @ w), "mixed_bfloat16")
+program = jax.make_jaxpr(fn)(jnp.ones((2, 2)), jnp.ones((2, 2)))
+[erf] = [site.equation for site in walk(program) if site.name == "erf"]
+seen = str(erf.invars[0].aval.dtype)
+""",
+        "bfloat16",
+        "float32",
+    ),
+    Task(
+        "A new finding",
+        (
+            ("policy/audit/checks/sines.py", "", NEW_CHECK),
+            ("policy/audit/finding_kinds.py", "KINDS = {\n", 'KINDS = {\n    "sine": "A sine.",\n'),
+            (
+                "policy/audit/findings.py",
+                "from policy.audit.checks.states",
+                "from policy.audit.checks.sines import sines\nfrom policy.audit.checks.states",
+            ),
+            ("policy/audit/findings.py", "    sums_by_hand,\n", "    sums_by_hand,\n    sines,\n"),
+        ),
+        "seen = [found.kind for found in policy.audit(jnp.sin, jnp.ones(2)).findings]",
+        [],
+        ["sine"],
+    ),
+    Task(
+        "A preset policy",
+        (("policy/policy.py", "_MIXED = {", '_MIXED = {"mixed_float32": jnp.float32, '),),
+        """
+try:
+    seen = policy.get_policy("mixed_float32").short
+except ValueError:
+    seen = "unknown"
+""",
+        "unknown",
+        "p=f32,c=f32,o=f32",
+    ),
+    Task(
+        "A text on the audit page",
+        (("policy/audit/render/html.py", '"Shares by dtype"', '"Dtypes and their shares"'),),
+        """
+page = policy.audit(jnp.sin, jnp.ones(2)).to_html()
+seen = [title for title in ("Shares by dtype", "Dtypes and their shares") if title in page]
+""",
+        ["Shares by dtype"],
+        ["Dtypes and their shares"],
+    ),
+    Task(
+        "Another column in compare",
+        (
+            ("policy/compare/render/text.py", '"of limit")', '"of limit", "dtype")'),
+            (
+                "policy/compare/render/text.py",
+                "        _share(row.headroom),\n",
+                "        _share(row.headroom),\n        row.dtype,\n",
+            ),
+        ),
+        """
+table = str(policy.compare(lambda x: x * x, jnp.ones(2, jnp.float16)))
+seen = table.splitlines()[-1].split()[-1]
+""",
+        "<0.01%",
+        "float16",
+    ),
+    Task(
+        "A loss",
+        (("policy/losses.py", "def squared_error(", NEW_LOSS),),
+        """
+loss = getattr(policy.losses, "absolute_error", None)
+seen = "" if loss is None else str(loss(jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float16)).dtype)
+""",
+        "",
+        "float32",
+    ),
+)
+PREFACE = "import jax, jax.numpy as jnp, policy\n"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The tasks, all done in one copy of policy: what each program sees there, by its row."""
+    copy: Path = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "policy", copy / "policy", ignore=shutil.ignore_patterns("__pycache__"))
+    for task in TASKS:
+        for file, old, new in task.edits:
+            path = copy / file
+            text = path.read_text(encoding="utf-8") if old else ""
+            assert text.count(old) == 1, (file, old)
+            path.write_text(text.replace(old, new), encoding="utf-8")
+    program = [PREFACE, "import json\nall_seen = {}\n"]
+    for task in TASKS:
+        program.append(f"{task.program}\nall_seen[{task.row!r}] = seen\n")
+    script = copy / "tasks.py"
+    script.write_text("".join(program) + "print(policy.__file__)\nprint(json.dumps(all_seen))\n")
+    *_, used, seen = run_python(script, PYTHONPATH=str(copy)).splitlines()
+    assert Path(used).is_relative_to(copy)
+    return json.loads(seen)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.row)
+def test_a_task_is_done_in_the_files_that_the_page_names(task, done):
+    [cells] = [
+        cells for cells in rows("Ten tasks, and where they belong") if cells[0].startswith(task.row)
+    ]
+    for file, old, _ in task.edits:
+        assert file in TEXT or (not old and str(Path(file).parent) in TEXT)
+    assert any(file.startswith(tuple(paths(cells[1]))) for file, _, _ in task.edits)
+    here: dict[str, Any] = {}
+    exec(compile(PREFACE + task.program, task.row, "exec"), here)
+    assert (here["seen"], done[task.row]) == (task.before, task.after)
+
+
+def test_there_are_ten_tasks_each_with_a_file_and_a_test():
+    tasks = rows("Ten tasks, and where they belong")
+    assert len(tasks) == 10
+    for _, files, test in tasks:
+        assert paths(files)
+        assert [path for path in paths(test) if path.startswith("tests/")]
+
+
+def test_the_tests_named_for_the_other_tasks_do_them():
+    modes = (ROOT / "tests/policy/optim/test_storage_modes.py").read_text(encoding="utf-8")
+    assert "def test_a_sixth_record_is_a_mode(" in modes
+    catalogue = (ROOT / "tests/test_catalogue.py").read_text(encoding="utf-8")
+    assert "def test_a_new_layer_of_flaxs_is_a_gap_that_names_it(" in catalogue
+
+
+def test_the_readme_links_the_page():
+    assert "(docs/contributing.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
