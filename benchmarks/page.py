@@ -161,7 +161,7 @@ def _table(
     corner: str = "ours / reference",
     cell: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> str:
-    """One line for each name, one column for each quantity; a missed bound in bold, with the bound."""
+    """A line for each name, a column for each quantity; a missed bound in bold, with the bound."""
     quantities = list(dict.fromkeys(row["quantity"] for row in rows))
     names: dict[str, dict[str, str]] = {}
     for row in rows:

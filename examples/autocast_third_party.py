@@ -1,19 +1,18 @@
 """Trains a model that knows nothing of dtypes three ways, without an edit: in float32, ported, and
 under autocast.
 
-    python examples/autocast_third_party.py                                    # all three,
-    mixed_bfloat16 python examples/autocast_third_party.py --way port --way autocast --policy
-    mixed_float16 python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
-    python examples/autocast_third_party.py --wing nnx --explain               # what autocast does,
-    and why
+    python examples/autocast_third_party.py                       # all three, mixed_bfloat16
+    python examples/autocast_third_party.py --way port --way autocast --policy mixed_float16
+    python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
+    python examples/autocast_third_party.py --wing nnx --explain  # what autocast does, and why
 
 The model is a vision transformer as others publish them: plain `flax.linen` (or `flax.nnx`), no
 dtype anywhere, with its normalisation, its GELU, its attention and one of its projections written
 by hand in `jax.numpy`. It is run as it is:
 
-- float32: the model as it came. - port: `apply_policy(model, policy, rules, own_code="autocast")`.
-Flax's layers run as mpmodules' own do, and what is
-  written by hand runs under autocast, by the policies that hold at each path.
+- float32: the model as it came.
+- port: `apply_policy(model, policy, rules, own_code="autocast")`. Flax's layers run as mpmodules'
+  own do, and what is written by hand runs under autocast, by the policies that hold at each path.
 - autocast: `autocast(fn, policy, rules=rules)` around what is computed with the model, layers
   included: every matmul runs in half, sums, exponentials and normalisations in float32.
 
@@ -69,10 +68,10 @@ WAYS = ("float32", "port", "autocast")
 RULES = ("head=f32",)
 
 
-# ------------------------------------------------------------------------------------------
-# somebody else's linen model A vision transformer as its authors published it: plain `flax.linen`,
-# no dtype in it, and some of the maths by hand. Letters in shapes: b images, q and k tokens, h
-# heads, d head width, w model width.
+# ---------------------------------------------------------------------- somebody else's linen model
+# A vision transformer as its authors published it: plain `flax.linen`, no dtype in it, and some of
+# the maths by hand. Letters in shapes: b images, q and k tokens, h heads, d head width, w model
+# width.
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -145,8 +144,7 @@ class ViT(nn.Module):
         return nn.Dense(10, name="head")(Norm(name="norm")(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# ------------------------------------------------------------------------------------------ the
-# same authors' nnx model
+# ---------------------------------------------------------------------- the same authors' nnx model
 
 
 class NnxNorm(flax.nnx.Module):
@@ -204,8 +202,7 @@ class NnxViT(flax.nnx.Module):
         return self.head(self.norm(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# --------------------------------------------------------------------------------------------------
-# the three ways
+# ----------------------------------------------------------------------------------- the three ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,8 +285,7 @@ def _autocast_if(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,8 +402,7 @@ def train(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def table(results: list[Result]) -> str:

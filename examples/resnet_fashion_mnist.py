@@ -1,12 +1,13 @@
 """Trains Flax's imagenet ResNet on Fashion-MNIST under a dtype policy, on one device or on all
 there are.
 
-    python examples/resnet_fashion_mnist.py                                  # mixed_bfloat16 python
-    examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576 python
-    examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32' python
-    examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json    # the table, for
-    three seeds python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16
-    # on several devices
+    python examples/resnet_fashion_mnist.py  # mixed_bfloat16
+    python examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576
+    python examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32'
+    python examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json
+    python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16
+
+The fourth command makes the table below, of three seeds; the fifth is for several devices.
 
 Data: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60000 training and 10000 test images of
 clothes, 28x28 grey, ten classes, from the system package: `apt-get install dataset-fashion-mnist`
@@ -94,8 +95,7 @@ class Config:
     evaluations: int = 2  # an epoch
 
 
-# --------------------------------------------------------------------------------------------------
-# the data
+# ----------------------------------------------------------------------------------------- the data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +214,8 @@ def steps_per_epoch(data: Images, config: Config) -> int:
     return len(data.train_labels) // config.batch_size
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
 
 
 class ResNetBlock(nn.Module):
@@ -303,8 +303,7 @@ MODELS = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 class TrainState(NamedTuple):
@@ -409,7 +408,7 @@ def make_step(
 
 
 def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[TrainState], float]:
-    """The accuracy on the test images, by running statistics, which are float32 under every policy."""
+    """The accuracy on the test images, by running statistics: float32 under every policy."""
     replicated, sharded = (
         NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("batch"))
     )
@@ -512,8 +511,7 @@ def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any
     return nbytes([x for x in saved if (x.shape, x.dtype) not in given])
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:

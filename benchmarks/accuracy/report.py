@@ -165,7 +165,7 @@ def accepted(row: Row) -> bool:
 
 
 def as_json(rows: list[Row]) -> dict[str, Any]:
-    """Everything that was measured; a column that raised is null, an infinite error the text "inf"."""
+    """All measurements; a column that raised is null, an infinite error the text "inf"."""
     return {
         "environment": environment(),
         "rows": [
