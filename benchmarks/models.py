@@ -24,8 +24,8 @@ kernels    fusions, matmuls and the like in the compiled program's entry.
 tracing    CPU seconds to trace value_and_grad with JAX's caches warm but for the model's: the best
            of several.
 compiling  CPU seconds of XLA.
-seconds    CPU seconds of a step of the small model, A B A B, the median, and the spread; in the full
-           table.
+seconds    CPU seconds of a step of the small model, A B A B, the median, and the spread; in the
+           full table.
 
 Rows of *repaired* layers are apart: where Flax sums a bias's gradient, a softmax or a pooling
 window in bfloat16, ours does it in float32, and the row says what that costs.
@@ -195,7 +195,8 @@ def compiled(program: Program) -> dict[str, float]:
 
 
 _KERNEL = re.compile(
-    r"= \S+ (fusion|dot|convolution|custom-call|reduce|reduce-window|select-and-scatter|scatter|sort)\("
+    r"= \S+ (fusion|dot|convolution|custom-call|reduce|reduce-window|select-and-scatter|scatter"
+    r"|sort)\("
 )
 
 

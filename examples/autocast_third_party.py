@@ -530,7 +530,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
             print(f"\n{result.name}: {mp.compare(result.model.apply, held, images)}")
             if options.explain and result.name == "autocast":
                 print(
-                    f"\nautocast explains itself\n{cast(Any, result.model.apply).explain(held, images)}"
+                    "\nautocast explains itself\n"
+                    f"{cast(Any, result.model.apply).explain(held, images)}"
                 )
     plot(results, options.plot)
     print(f"\nloss curves: {os.path.relpath(options.plot)}")

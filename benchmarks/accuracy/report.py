@@ -70,8 +70,14 @@ def environment() -> dict[str, str]:
 
 def about_torch() -> str:
     if torch_peer.available():
-        return "torch: under CPU autocast; blank where it has no such layer or function, or the row was not written."
-    return "torch is not installed, so its column is empty: `pip install torch` and run the command again."
+        return (
+            "torch: under CPU autocast; blank where it has no such layer or function, or the row "
+            "was not written."
+        )
+    return (
+        "torch is not installed, so its column is empty: `pip install torch` and run the command "
+        "again."
+    )
 
 
 def columns_of(rows: list[Row]) -> list[str]:

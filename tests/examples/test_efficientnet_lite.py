@@ -200,7 +200,8 @@ class Malicious:
     [
         (
             {"w": Malicious()},
-            r"A checkpoint may hold collections\.OrderedDict, .*, but this one asks for .*\.setattr\.",
+            r"A checkpoint may hold collections\.OrderedDict, .*, but this one asks for .*"
+            r"\.setattr\.",
         ),
         (
             {"w": Saved(np.ones(2, np.float32), "module")},

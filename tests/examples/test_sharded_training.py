@@ -441,7 +441,8 @@ def test_what_cannot_be_run_is_one_line_and_starts_nothing(tiny, arguments, mess
         ),
         (
             [],
-            r"--checkpoint .*/copy holds step \d already: go on from there with --resume, or name another folder\.$",
+            r"--checkpoint .*/copy holds step \d already: go on from there with --resume, or name "
+            r"another folder\.$",
         ),
     ],
 )
