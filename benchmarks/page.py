@@ -28,7 +28,8 @@ def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
         "# Benchmarks",
         "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; "
         "with `--check` it fails where a bound is missed, and names the row.",
-        "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at most."
+        "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at "
+        "most."
         if "gpu" not in tables
         else "",
         accelerators(environment, tables["accel"]) if tables.get("accel") else "",
