@@ -243,9 +243,7 @@ class Runnable:
 
 
 def linen_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> Runnable:
-    """Two calls make the difference: `apply_policy` on the model, or `autocast` around what is
-    computed with it.
-    """
+    """Two calls make the difference: `apply_policy` on the model, or `autocast` around its use."""
     model = ViT()
     if way == "port":
         model = mpmodules.linen.apply_policy(model, policy, rules, own_code="autocast")
@@ -309,9 +307,7 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
-    dropped.
-    """
+    """Shuffled batches of all epochs; an epoch's last batch is dropped where it is not full."""
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -342,9 +338,7 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside parameters and batch: counted, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]

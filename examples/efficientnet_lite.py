@@ -122,9 +122,7 @@ class Config:
 
 
 class ConvNorm(nn.Module):
-    """A convolution without a bias, and batch normalisation: (n, h, w, c) -> (n, h / stride, w /
-    stride, filters).
-    """
+    """Convolution and batch norm, no bias: (n, h, w, c) -> (n, h / stride, w / stride, filters)."""
 
     filters: int
     kernel: int = 1
@@ -148,9 +146,7 @@ class ConvNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Widens, filters each channel by itself, narrows; the input is added where the shape is the
-    same.
-    """
+    """Widens, filters each channel by itself, narrows; adds the input where shapes agree."""
 
     filters: int
     kernel: int
@@ -235,9 +231,7 @@ def tensor(
 
 
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickles containers, numbers, strings and tensors. Everything else that a pickle can call is
-    refused by name.
-    """
+    """Unpickles containers, numbers, strings and tensors; refuses all other calls by name."""
 
     admitted: Mapping[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -361,9 +355,7 @@ def flax_variables(weights: Mapping[str, np.ndarray], config: Config) -> dict[st
 
 
 def stored(variables: Mapping[str, Any], shapes: Any) -> Any:
-    """Each weight in the dtype that the policy in force would have created it in; ValueError where
-    a shape differs.
-    """
+    """Each weight in the dtype that the policy creates it in; ValueError where a shape differs."""
 
     def put(path: Any, weight: np.ndarray, created: jax.ShapeDtypeStruct) -> jax.Array:
         if weight.shape != created.shape:
@@ -379,9 +371,7 @@ def stored(variables: Mapping[str, Any], shapes: Any) -> Any:
 
 
 def crop(photo: Image.Image, config: Config) -> np.ndarray:
-    """The central square of a photo, without a margin of `crop_padding` pixels of the result: (224,
-    224, 3) uint8.
-    """
+    """The central square of a photo, without a margin of `crop_padding`: (224, 224, 3) uint8."""
     side = min(photo.size) * config.image_size / (config.image_size + config.crop_padding)
     left, top = (photo.width - side) / 2, (photo.height - side) / 2
     box = (left, top, left + side, top + side)
@@ -442,9 +432,7 @@ def run(
     config: Config,
     plain: bool = False,
 ) -> list[Result]:
-    """One result a policy, each compared with float32's logits; the statistics of the batch norms
-    stay float32.
-    """
+    """One result a policy, beside float32's logits; statistics of batch norms stay float32."""
     model = EfficientNetLite(config)
 
     @jax.jit
@@ -524,9 +512,7 @@ def plot(
     labels: Mapping[int, str],
     path: Path,
 ) -> None:
-    """Each photo as the model sees it, beside the probabilities of its five classes under each
-    policy.
-    """
+    """Each photo as the model sees it, beside its five classes' probabilities by policy."""
     figure, axes = plt.subplots(
         len(names), 2, figsize=(9, 3 * len(names)), layout="constrained", squeeze=False
     )

@@ -63,9 +63,7 @@ START = 0  # the token before the first character; characters count from 1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the model is, then how it is trained. `vocab_size` is the King James text's, with the
-    start token.
-    """
+    """The model, then its training. `vocab_size` is the King James text's, with the start token."""
 
     vocab_size: int = 66
     width: int = 128
@@ -140,18 +138,14 @@ class Text:
 
 
 def batch_of(tokens: np.ndarray, config: Config, step: int) -> np.ndarray:
-    """(batch_size, length) int32: stretches of `tokens` that begin anywhere, decided by (seed,
-    step) alone.
-    """
+    """(batch_size, length) int32: stretches of `tokens`, decided by (seed, step) alone."""
     rng = np.random.default_rng((config.seed, step))
     starts = rng.integers(0, len(tokens) - config.length + 1, config.batch_size)
     return tokens[starts[:, None] + np.arange(config.length)]
 
 
 def batches(tokens: np.ndarray, config: Config, start: int = 0) -> Iterator[np.ndarray]:
-    """The batches of steps `start` to `config.steps`: a run resumed at a step sees what it would
-    have seen.
-    """
+    """The batches of steps `start` to `config.steps`, the same ones in a resumed run."""
     for step in range(start, config.steps):
         yield batch_of(tokens, config, step)
 
@@ -167,18 +161,14 @@ def shift_right(tokens: jax.Array) -> jax.Array:
 
 
 def sinusoids(length: int, width: int) -> np.ndarray:
-    """(length, width): sines in the first half, cosines in the second, of wavelengths from 2 pi to
-    20000 pi.
-    """
+    """(length, width): sines, then cosines, of wavelengths from 2 pi to 20000 pi."""
     wavelengths = 10000.0 ** (np.arange(width // 2) / (width // 2 - 1))
     angles = np.arange(length)[:, None] / wavelengths  # (length, width / 2)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 
 
 class Positions(nn.Module):
-    """Adds sinusoids to (batch, length, width); while decoding, the ones of the position that the
-    cache is at.
-    """
+    """Adds sinusoids to (batch, length, width); while decoding, those of the cache's position."""
 
     config: Config
 
@@ -303,9 +293,7 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside parameters and batch: counted, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -361,9 +349,7 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
 def held_out_loss(
     loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config
 ) -> float:
-    """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left
-    over isn't counted.
-    """
+    """Mean over the stretches of `tokens` side by side, in whole batches; the rest is left out."""
     count = len(tokens) // (config.batch_size * config.length)
     windows = tokens[: count * config.batch_size * config.length].reshape(
         count, config.batch_size, config.length
@@ -391,9 +377,7 @@ class Result:
 
 
 def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result, Any]:
-    """One run, in plain JAX: compute-dtype gradients, one fused step that reads them. Returns the
-    parameters too.
-    """
+    """One run, in plain JAX: compute-dtype gradients, one fused step. Returns the parameters too."""
     start, key = time.perf_counter(), jax.random.key(config.seed)
     tokens = batch_of(text.train, config, 0)
     params, opt_state = run.init(key, tokens)
@@ -475,9 +459,7 @@ def sample(
     count: int,
     temperature: float,
 ) -> str:
-    """`prompt` and `count` more characters. A full window begins again with the second half of what
-    it holds.
-    """
+    """`prompt` and `count` more characters. A full window begins again with its second half."""
     tokens, key = text.encode(prompt), jax.random.key(config.seed)
     while len(tokens) < len(prompt) + count:
         known = tokens if len(tokens) < config.length else tokens[-(config.length // 2) :]
@@ -505,9 +487,7 @@ def mean_and_std(values: list[float]) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """One row a policy: mean ± standard deviation over its seeds; skipped steps and last scale of
-    each seed.
-    """
+    """One row a policy: mean ± deviation over its seeds; each one's skipped steps and scale."""
     header = ("policy", "held-out nats/char", "final training loss", "params KiB", "optimizer KiB")
     header += ("saved activations KiB", "skipped steps", "final loss scale", "seconds")
     rows = [

@@ -145,9 +145,7 @@ class Embeddings(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """(n, t, d) -> (n, t, d), each half normalised after its residual; `mask` is (n, 1, 1, t), True
-    for a token.
-    """
+    """(n, t, d) -> (n, t, d), normalised after residuals; `mask` (n, 1, 1, t): True for tokens."""
 
     config: Config
 
@@ -240,9 +238,7 @@ def flax_params(weights: Mapping[str, np.ndarray], config: Config) -> dict[str, 
 
 
 def stored(params: Mapping[str, Any], shapes: Any) -> Any:
-    """Each weight in the dtype that the policy in force would have created it in; ValueError where
-    a shape differs.
-    """
+    """Each weight in the dtype that the policy creates it in; ValueError where a shape differs."""
 
     def put(path: Any, weight: np.ndarray, created: jax.ShapeDtypeStruct) -> jax.Array:
         if weight.shape != created.shape:
@@ -278,9 +274,7 @@ def tokenize(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`embeddings` are (n, d) float32; `error` is the largest difference of an element from
-    float32's embeddings.
-    """
+    """`embeddings` are (n, d) float32; `error` is the largest difference from float32's."""
 
     name: str
     embeddings: np.ndarray

@@ -180,9 +180,7 @@ def load_stand_in() -> Images:
 
 
 def load(folder: Path | None) -> Images:
-    """Fashion-MNIST from a folder, or from where its system package puts it; the digits where that
-    isn't installed.
-    """
+    """Fashion-MNIST from a folder, or from its system package; the digits where there is none."""
     if folder is not None or SYSTEM_DATA.exists():
         return load_fashion_mnist(folder or SYSTEM_DATA)
     print(
@@ -194,9 +192,7 @@ def load(folder: Path | None) -> Images:
 
 
 def batches(data: Images, config: Config, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs, half of the images mirrored; what is left after the last full
-    one is dropped.
-    """
+    """Shuffled batches of all epochs, half of the images mirrored; partial batches are dropped."""
     rng = np.random.default_rng(seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -240,9 +236,7 @@ class ResNetBlock(nn.Module):
 
 
 class BottleneckResNetBlock(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1, the last four times as wide, and a shortcut, projected
-    where shapes differ.
-    """
+    """Convolutions of 1x1, 3x3 and 1x1 (four times as wide), and a shortcut."""
 
     filters: int
     conv: Any
@@ -437,9 +431,7 @@ def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[Tra
 def train(
     text: str, rules: mp.PolicyRules, data: Images, config: Config, seed: int, bar: Any
 ) -> Result:
-    """One run. The policy is in force wherever the model is traced; nothing else in here depends on
-    it.
-    """
+    """One run. The policy is in force where the model is traced; nothing else depends on it."""
     start, policy, mesh, model = (
         time.perf_counter(),
         mp.get_policy(text),
@@ -499,9 +491,7 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any) -> int:
-    """The bytes that backward keeps from forward beside what it is given: counted from shapes,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside its arguments: counted from shapes, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, *others), parameters)[1]
@@ -568,9 +558,7 @@ def noise(results: dict[str, list[Result]]) -> str:
 
 
 def plot(results: dict[str, list[Result]], path: Path) -> None:
-    """Training loss, test accuracy and, where there is one, the loss scale, by policy; a line for
-    each seed.
-    """
+    """Training loss, test accuracy and any loss scale, by policy; a line for each seed."""
     scaled = any(max(run.loss_scales) > 1 for runs in results.values() for run in runs)
     window = min(50, *(len(run.losses) for runs in results.values() for run in runs))
     figure, panels = plt.subplots(

@@ -219,9 +219,7 @@ class Trainer:
 
 
 def abstract_state(init: Callable[[], Any], tx: optax.GradientTransformation, mesh: Mesh) -> Any:
-    """What `init` returns, params and opt_state, as shapes with their shardings. Nothing is
-    computed.
-    """
+    """Params and opt_state as `init` returns them: shapes with shardings; nothing is computed."""
 
     def split(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -474,9 +472,7 @@ def _stop(number: int, _: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices exchange in a step by one operation, in one dtype, over the same axes; bytes
-    each one receives.
-    """
+    """Exchanges of a step by one operation, in one dtype, over the same axes; bytes received."""
 
     operation: str
     dtype: str

@@ -103,9 +103,7 @@ class Config:
 
 
 def rotation_of(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), in float32: bfloat16 has 256 and
-    257 in one.
-    """
+    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), float32: bfloat16 has no 257."""
     frequencies = theta ** -(np.arange(0, width, 2, dtype=np.float32) / width)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
@@ -326,9 +324,7 @@ def weights_of(reader: Any, config: Config) -> dict[str, np.ndarray]:
 
 
 def tokenizer_of(reader: Any) -> Tokenizer:
-    """The byte-level BPE that a GGUF file holds: of the kind `gpt2`, with single digits split off
-    (`smollm`).
-    """
+    """The byte-level BPE of a GGUF file: kind `gpt2`, single digits split off (`smollm`)."""
 
     def field(name: str) -> Any:
         return reader.get_field(f"tokenizer.ggml.{name}").contents()
@@ -361,9 +357,7 @@ def tokenizer_of(reader: Any) -> Tokenizer:
 def build(
     config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules
 ) -> Decoder:
-    """The model under a policy and rules: each weight is rounded once, to the param_dtype that
-    holds for it.
-    """
+    """The model under a policy and rules: each weight is rounded once, to its param_dtype."""
 
     def abstract() -> Decoder:
         with mp.use_policy(policy):
@@ -393,9 +387,7 @@ def build(
 
 @dataclasses.dataclass
 class Generation:
-    """What a model wrote after each prompt (B), N tokens each, and the logits that it chose them
-    by.
-    """
+    """N tokens after each prompt (B), and the logits that they were chosen by."""
 
     tokens: np.ndarray  # (B, N) int32
     logits: np.ndarray  # (B, N, vocabulary) float32
@@ -408,9 +400,7 @@ class Generation:
 
 @nnx.jit(static_argnames="cache_length")
 def prefill(model: Decoder, tokens: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
-    """Fills a new cache with padded prompts (B, P); returns the logits (B, vocabulary) after each
-    row's last token.
-    """
+    """Fills a new cache with padded prompts (B, P). Returns last logits (B, vocabulary)."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model(tokens, positions, last=lengths - 1, cache_length=cache_length)[:, 0]
 
@@ -499,9 +489,7 @@ def dtypes_of(tree: Any) -> str:
 
 @dataclasses.dataclass
 class Difference:
-    """The first token of a prompt's that a policy would choose otherwise than float32, after the
-    same tokens.
-    """
+    """The first token that a policy chooses otherwise than float32, after the same tokens."""
 
     prompt: int
     position: int  # counted from 0, of the generated tokens
@@ -580,9 +568,7 @@ def table(results: list[Result], prompts: list[str]) -> str:
 
 
 def table_of_differences(results: list[Result], prompts: list[str], tokenizer: Tokenizer) -> str:
-    """Each first difference. A margin below twice the logit error is one that such an error can
-    turn around.
-    """
+    """Each first difference. A logit error can turn around a margin below twice its size."""
     header = (
         "policy",
         "prompt",
@@ -611,9 +597,7 @@ def table_of_differences(results: list[Result], prompts: list[str], tokenizer: T
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """The largest logit error at each token, and the margin of float32's choice, prompt after
-    prompt.
-    """
+    """Each token's largest logit error, and the margin of float32's choice, by prompt."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     best = np.sort(results[0].generation.logits, -1)[..., -2:]  # (B, N, 2)
     axes.plot(

@@ -83,9 +83,7 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
-    dropped.
-    """
+    """Shuffled batches of all epochs; an epoch's last batch is dropped where it is not full."""
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -215,9 +213,7 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside parameters and batch: counted, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
