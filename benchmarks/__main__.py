@@ -1,16 +1,19 @@
 """Every table, each in a process of its own: what a policy costs beside what a user would pick
 instead.
 
-python -m benchmarks                    # all that need no GPU: 40 minutes on two idle cores python
--m benchmarks --check            # exits with 1 where a bound is missed, and names the rows python
--m benchmarks --quick --check    # counts alone, of small models: under 3 minutes; the same on every
-run python -m benchmarks --only models      # one table, or several: --only models --only scale
-python -m benchmarks --json FILE        # the rows of all as JSON, with date, device and versions
-python -m benchmarks gpu                # at most 8 minutes on a GPU python -m benchmarks accel
-# programs as TPUs and GPUs get them, compiled without one: 2 hours python -m benchmarks accel
---only models layers --on v5e   # some of its tables, on some chips python -m benchmarks packages
---write   # published packages' models into docs/porting.md; installs them: 20 minutes python -m
-benchmarks packages --only griffin e3x           # some of them
+python -m benchmarks                   # all that need no GPU: 40 minutes on two idle cores
+python -m benchmarks --check           # exits with 1 where a bound is missed, and names the rows
+python -m benchmarks --quick --check   # counts alone, of small models: under 3 minutes; the same on
+                                       # every run
+python -m benchmarks --only models     # one table, or several: --only models --only scale
+python -m benchmarks --json FILE       # the rows of all as JSON, with date, device and versions
+python -m benchmarks gpu               # at most 8 minutes on a GPU
+python -m benchmarks accel             # programs as TPUs and GPUs get them, compiled without one: 2
+                                       # hours
+python -m benchmarks accel --only models layers --on v5e  # some of its tables, on some chips
+python -m benchmarks packages --write  # published packages' models into docs/porting.md; installs
+                                       # them: 20 minutes
+python -m benchmarks packages --only griffin e3x  # some of them
 """
 
 from __future__ import annotations
@@ -118,7 +121,7 @@ def chosen(names: Sequence[str], quick: bool) -> dict[str, Table]:
 def run(
     name: str, table: Table, quick: bool, check: bool, more: Sequence[str] = ()
 ) -> tuple[int, Any]:
-    """Runs a table's command, with more arguments of its own. Returns its exit status and its rows."""
+    """Runs a table's command with arguments of its own. Returns its exit status and its rows."""
     arguments = [*((table.quick or ()) if quick else ()), *(table.check if check else ()), *more]
     return run_table(name, f"{name}: {table.what}", table.module, arguments)
 

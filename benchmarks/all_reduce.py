@@ -1,9 +1,9 @@
 """What data parallel training exchanges, and what the step after it moves: gradients in bfloat16,
 weights in float32.
 
-    python -m benchmarks.all_reduce          # the table: 10 s on one core; nothing is run python -m
-    benchmarks.all_reduce --check  # exits with 1 where a row exchanges another dtype, or is above
-    its budget
+    python -m benchmarks.all_reduce          # the table: 10 s on one core; nothing is run
+    python -m benchmarks.all_reduce --check  # exits with 1 where a row exchanges another dtype, or
+                                             # is above its budget
 
 Two kernels of 1M elements each, on eight CPU devices. Collectives are read from the program as
 XLA's partitioner left it (XLA:CPU sums in float32 later on, whatever was asked for). `wire` is the

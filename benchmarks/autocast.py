@@ -11,11 +11,13 @@ is it without dtypes, under autocast; `hand` has dtype=bfloat16 and Flax's `forc
 both are measured in this run, and the ratio is ours / hand.
 
 saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs; nothing is
-compiled. bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls
-of bfloat16 are float32 flops      matmuls between casts, and how these fuse is in the figures: a
-percent either way. error      of gradients, relative to float32's: the geometric mean over leaves
-and over seeds. XLA is told to round
-           where the program says so; by default it leaves out what roundings it likes.
+           compiled.
+bytes,     what XLA's cost analysis counts in the compiled value_and_grad. On CPU, matmuls of
+flops      bfloat16 are float32 matmuls between casts, and how these fuse is in the figures: a
+           percent either way.
+error      of gradients, relative to float32's: the geometric mean over leaves and over seeds. XLA
+           is told to round where the program says so; by default it leaves out what roundings it
+           likes.
 casts      of one weight: as many as it has uses, each in the loop that uses it. A cast that is
            shared or hoisted sums gradients in bfloat16.
 tracing    CPU seconds for `jax.make_jaxpr` of value_and_grad, caches warm, beside the same function

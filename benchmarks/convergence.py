@@ -194,7 +194,7 @@ def table(rows: list[Row]) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(HEADER, *cells, strict=True)]
     lines = [HEADER, tuple("-" * width for width in widths), *cells]
-    pad = lambda line: " | ".join(
+    pad = lambda line: " | ".join(  # noqa: E731
         cell.ljust(width) for cell, width in zip(line, widths, strict=True)
     )
     return "\n".join(f"| {pad(line)} |" for line in lines)

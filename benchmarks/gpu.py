@@ -1,10 +1,11 @@
 """What a policy costs on a GPU: tokens and images a second, memory, kernels, bandwidth, beside
 dtypes threaded by hand.
 
-    python -m benchmarks.gpu                # at most 8 minutes; downloads nothing python -m
-    benchmarks.gpu --json FILE    # writes the rows there, with device, date and versions python -m
-    benchmarks.gpu --only decoder # the jobs whose names hold that python -m benchmarks.gpu --tiny
-    # smallest sizes, to try the programs; so too where there is no GPU
+    python -m benchmarks.gpu                 # at most 8 minutes; downloads nothing
+    python -m benchmarks.gpu --json FILE     # writes the rows there, with device, date and versions
+    python -m benchmarks.gpu --only decoder  # the jobs whose names hold that
+    python -m benchmarks.gpu --tiny          # smallest sizes, to try the programs; so too where
+                                             # there is no GPU
 
 Everything is measured in one run, ours and the reference in turn (A B A B), as medians; `+-` is
 half of the range of the ratios of neighbours. Of rates, a ratio above 1 is faster than the
@@ -120,7 +121,7 @@ class Report:
         self.started = time.monotonic()
 
     def run(self, jobs: Sequence[Job], limit: float) -> None:
-        """Runs jobs in order, and leaves out those that are expected to end after `limit` seconds."""
+        """Runs jobs in order, but those that are expected to end after `limit` seconds."""
         longest: dict[str, float] = {}
         self.missing = [job.name for job in jobs]
         print(f"{table.header()}    +-  peak")

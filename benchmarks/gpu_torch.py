@@ -25,8 +25,17 @@ from torch import nn
 from torch.nn import functional
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "TF32": None, "float32": None}
-ORDER = (("decoder", "bf16"), ("ResNet-50", "bf16"), ("decoder", "f16"), ("ViT-S", "bf16"), ("ResNet-50", "f16"),
-         ("decoder", "TF32"), ("ResNet-50", "TF32"), ("ViT-S", "f16"), ("decoder", "float32"))  # fmt: skip
+ORDER = (
+    ("decoder", "bf16"),
+    ("ResNet-50", "bf16"),
+    ("decoder", "f16"),
+    ("ViT-S", "bf16"),
+    ("ResNet-50", "f16"),
+    ("decoder", "TF32"),
+    ("ResNet-50", "TF32"),
+    ("ViT-S", "f16"),
+    ("decoder", "float32"),
+)
 
 
 class Block(nn.Module):

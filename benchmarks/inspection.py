@@ -1,9 +1,10 @@
 """What it costs to look at a program before it runs.
 
-    python -m benchmarks.inspection           # the table, that of benchmarks.inspection_compare
-    included: 3 minutes python -m benchmarks.inspection --check   # exits with 1 where a ratio
-    misses its bound python -m benchmarks.inspection --small   # shallower models python -m
-    benchmarks.inspection --json FILE
+    python -m benchmarks.inspection          # the table, that of benchmarks.inspection_compare
+                                             # included: 3 minutes
+    python -m benchmarks.inspection --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.inspection --small  # shallower models
+    python -m benchmarks.inspection --json FILE
 
 audit      seconds for `policy.audit` of a model, forward and backward, beside those for
            `jax.make_jaxpr` of the same `value_and_grad`: tracing included. Caches warm, a new

@@ -8,13 +8,13 @@
 A transformer of ours that obeys the scope's policy, and one of Flax's under autocast.
 
 flops    of the compiled comparison with gradients, by XLA's cost analysis, and of the float32
-value_and_grad. memory   by XLA's memory analysis: what a program needs beside its arguments,
-temporaries and results. The comparison
-         returns numbers only, so for it the gradients are temporaries. Forward: the bound is what
-         float32 needs, and
-         one layer: its parameters, what it needs, and what it returns.
+         value_and_grad.
+memory   by XLA's memory analysis: what a program needs beside its arguments, temporaries and
+         results. The comparison returns numbers only, so for it the gradients are temporaries.
+         Forward: the bound is what float32 needs, and one layer: its parameters, what it needs, and
+         what it returns.
 time     of one run, the best of several, side by side. On CPU, half precision is float32 between
-casts.
+         casts.
 """
 
 from __future__ import annotations

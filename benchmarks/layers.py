@@ -90,7 +90,7 @@ def _linen(case: Case, ours: bool) -> Program:
     make, options = case.linen, {} if ours else {"dtype": BF16}
 
     class Holder(wing.Module):
-        """Obeys the policy, so that the layer inside returns compute_dtype, as Flax's by hand does."""
+        """Obeys the policy, so that the layer inside returns compute_dtype, as Flax's does."""
 
         @wing.compact
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -144,12 +144,14 @@ POOL = "sums windows in float32"
 ATTENTION = "a float32 softmax, kept once; by hand in nnx it is in bfloat16"
 CELLS = "gradients of its weights are summed over the steps in float32"
 # Why ratios are above 1; each is as it was measured, rounded up, the larger one of jax 0.10.2's and
-# jax 0.12's. - flops and converts: backward computes again what it does not keep, and widens half
-# values to do so. Normalisations cut each square into two halves and sum these apart; GroupNorm
-# also joins the sums of its parts. - bytes: as lowered they count each float32 value, which XLA
-# then fuses away. - c-flops, c-bytes and temp: XLA for CPUs writes what a reduction reads, so the
-# halves of the squares and attention's float32 weights stand in memory. Compilers of accelerators
-# fuse them: see `benchmarks.accel.layers`.
+# jax 0.12's.
+# - flops and converts: backward computes again what it does not keep, and widens half values to do
+#   so. Normalisations cut each square into two halves and sum these apart; GroupNorm also joins the
+#   sums of its parts.
+# - bytes: as lowered they count each float32 value, which XLA then fuses away.
+# - c-flops, c-bytes and temp: XLA for CPUs writes what a reduction reads, so the halves of the
+#   squares and attention's float32 weights stand in memory. Compilers of accelerators fuse them:
+#   see `benchmarks.accel.layers`.
 
 
 def layer(

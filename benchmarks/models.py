@@ -1,10 +1,10 @@
 """Costs of a policy, beside the same model of upstream Flax with its half dtype threaded through by
 hand.
 
-    python -m benchmarks.models           # the table: every model in both wings; 8 minutes on two
-    idle cores python -m benchmarks.models --check   # exits with 1 where a ratio misses its bound
-    python -m benchmarks.models --small   # shallower and narrower models, nothing is compiled: 30
-    seconds
+    python -m benchmarks.models  # the table: every model in both wings; 8 minutes on two idle cores
+    python -m benchmarks.models --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.models --small  # shallower and narrower models, nothing is compiled: 30
+                                         # seconds
 
 Each model is written once over a wing (`benchmarks/linen_models.py`, `benchmarks/nnx_models.py`):
 `ours` is it over `mpmodules` under mixed_bfloat16, with no dtype in it; `hand` is it over Flax with
@@ -13,14 +13,19 @@ loss, from the same shapes; the ratio is ours / hand. Shapes alone are traced an
 numbers are computed, but for `seconds`.
 
 flops,     XLA's count of the program as it is lowered, before the backend rewrites it: on CPU
-bfloat16 is emulated, and bytes      the compiled program says more of that than of the model.
-value_and_grad of the loss. converts   `stablehlo.convert` operations in that program. saved
-bytes that `jax.vjp` keeps for the backward pass beside the function's inputs. c-flops,   the same
-of the compiled program, and its temporary memory; in the full table. c-bytes, temp kernels
-fusions, matmuls and the like in the compiled program's entry. tracing    CPU seconds to trace
-value_and_grad with JAX's caches warm but for the model's: the best of several. compiling  CPU
-seconds of XLA. seconds    CPU seconds of a step of the small model, A B A B, the median, and the
-spread; in the full table.
+bytes      bfloat16 is emulated, and the compiled program says more of that than of the model.
+           value_and_grad of the loss.
+converts   `stablehlo.convert` operations in that program.
+saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs.
+c-flops,   the same of the compiled program,
+c-bytes,
+temp       and its temporary memory; in the full table.
+kernels    fusions, matmuls and the like in the compiled program's entry.
+tracing    CPU seconds to trace value_and_grad with JAX's caches warm but for the model's: the best
+           of several.
+compiling  CPU seconds of XLA.
+seconds    CPU seconds of a step of the small model, A B A B, the median, and the spread; in the
+           full table.
 
 Rows of *repaired* layers are apart: where Flax sums a bias's gradient, a softmax or a pooling
 window in bfloat16, ours does it in float32, and the row says what that costs.
@@ -160,7 +165,7 @@ def saved_bytes(program: Program) -> int:
 
 
 def lowered(program: Program) -> dict[str, float]:
-    """FLOPs, bytes accessed and converts of value_and_grad, as it is lowered; nothing is compiled."""
+    """FLOPs, bytes accessed and converts of value_and_grad as lowered; nothing is compiled."""
     low = jax.jit(program.step).lower(*program.arguments)
     costs = low.cost_analysis()
     if costs is None:
@@ -190,7 +195,8 @@ def compiled(program: Program) -> dict[str, float]:
 
 
 _KERNEL = re.compile(
-    r"= \S+ (fusion|dot|convolution|custom-call|reduce|reduce-window|select-and-scatter|scatter|sort)\("
+    r"= \S+ (fusion|dot|convolution|custom-call|reduce|reduce-window|select-and-scatter|scatter"
+    r"|sort)\("
 )
 
 

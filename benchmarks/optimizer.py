@@ -1,19 +1,22 @@
 """Bytes that one AdamW step moves, an element of the params, beside plain optax, jmp's pipeline and
 mpx's.
 
-    python -m benchmarks.optimizer          # the table: 3 minutes on two idle cores python -m
-    benchmarks.optimizer --check  # exits with 1 where a row is above its budget, or above jmp's or
-    mpx's python -m benchmarks.optimizer --small  # bytes alone: 10 s, nothing is run python -m
-    benchmarks.optimizer --json FILE
+    python -m benchmarks.optimizer          # the table: 3 minutes on two idle cores
+    python -m benchmarks.optimizer --check  # exits with 1 where a row is above its budget, or above
+                                            # jmp's or mpx's
+    python -m benchmarks.optimizer --small  # bytes alone: 10 s, nothing is run
+    python -m benchmarks.optimizer --json FILE
 
 bytes      XLA's own cost analysis of the compiled program, params and state donated, four leaves of
            1M elements, gradients scaled by a dynamic loss scale. The floor for float32 params and
            bfloat16 gradients is 26: read gradient 2, param 4, moments 8, and write the last two;
            XLA counts 36, as it reads the moments twice. Held against the row's budget, and against
            jmp's and mpx's pipelines where they have such a row.
-temp       the peak of temporary memory, in bytes an element too. ns         CPU nanoseconds an
-element of a step on those leaves, beside plain optax, A B A B, the median. compiling  CPU seconds
-to trace and compile a step of 1, 50 and 500 small leaves, beside plain optax.
+temp       the peak of temporary memory, in bytes an element too.
+ns         CPU nanoseconds an element of a step on those leaves, beside plain optax, A B A B, the
+           median.
+compiling  CPU seconds to trace and compile a step of 1, 50 and 500 small leaves, beside plain
+           optax.
 
 CPU times are this process's: they don't depend on what else the machine does, but for its caches.
 """

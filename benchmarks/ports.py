@@ -10,8 +10,9 @@ they are ported by `mpmodules.linen.apply_policy`, alone and with their loss und
 has dtype=bfloat16 in every layer.
 
 tracing    CPU seconds to trace value_and_grad with JAX's caches warm but for the model's: the best
-of several. calls      of Python functions meanwhile, in thousands: nearly the same on every run,
-whatever else the machine does.
+           of several.
+calls      of Python functions meanwhile, in thousands: nearly the same on every run, whatever else
+           the machine does.
 """
 
 from __future__ import annotations

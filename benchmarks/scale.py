@@ -1,24 +1,27 @@
 """How tracing, compiling and memory grow with layers, params and devices. Straight lines are
 wanted.
 
-    python -m benchmarks.scale              # the table: 15 minutes of one core; nothing is
-    allocated or run python -m benchmarks.scale --check      # exits with 1 where a line bends, or a
-    row misses its bound python -m benchmarks.scale --small      # equations, lines and bytes only:
-    15 s python -m benchmarks.scale --json FILE
+    python -m benchmarks.scale  # the table: 15 minutes of one core; nothing is allocated or run
+    python -m benchmarks.scale --check  # exits with 1 where a line bends, or a row misses its bound
+    python -m benchmarks.scale --small  # equations, lines and bytes only: 15 s
+    python -m benchmarks.scale --json FILE
 
 Two kinds of rows. Those that say "beside" hold ours against the same model threaded by hand, or
 plain optax. All others hold what one more layer (param, device) costs at the far end, in the column
 `ours`, against what it costs at the near end: 1 is a straight line.
 
-equations  of the traced value_and_grad, those in bodies included. lines      of the StableHLO that
-it lowers to. saved      bytes that `jax.vjp` keeps for the backward pass beside the function's
-inputs. calls      of Python functions while it is traced, as cProfile counts them: the time to
-trace, without its noise. tracing    CPU seconds of this process for `jax.jit(...).trace`, garbage
-collection off, the best of two; no bound:
-           on a machine that does other things they are known to a third;
-lowering   for `.lower()`; compiling  for `.compile()`, of all of XLA's threads. temporary  bytes of
-temporary memory that the compiled program plans; `moved` is the bytes that it accesses. state
-bytes of params and optimizer state, from `jax.eval_shape`.
+equations  of the traced value_and_grad, those in bodies included.
+lines      of the StableHLO that it lowers to.
+saved      bytes that `jax.vjp` keeps for the backward pass beside the function's inputs.
+calls      of Python functions while it is traced, as cProfile counts them: the time to trace,
+           without its noise.
+tracing    CPU seconds of this process for `jax.jit(...).trace`, garbage collection off, the best of
+           two; no bound: on a machine that does other things they are known to a third;
+lowering   for `.lower()`;
+compiling  for `.compile()`, of all of XLA's threads.
+temporary  bytes of temporary memory that the compiled program plans; `moved` is the bytes that it
+           accesses.
+state      bytes of params and optimizer state, from `jax.eval_shape`.
 """
 
 from __future__ import annotations

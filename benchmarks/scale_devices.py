@@ -71,7 +71,7 @@ def _params() -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def wire(collectives: list[Collective]) -> float:
-    """Bytes that one device sends or receives at least, a param: of the results of its collectives."""
+    """Bytes a param that a device sends or receives at least: the results of its collectives."""
     total = sum(c.size * jnp.dtype(c.dtype).itemsize for c in collectives)
     return total / sum(leaf.size for leaf in _params().values())
 
@@ -139,7 +139,7 @@ def compiled_on(devices: int, *, ours: bool) -> dict[str, float]:
 
     Returns:
       `held`: bytes of its params, state and batch, times the devices; `temporary`; `instructions`;
-        `compiling`.
+      `compiling`.
 
     Raises:
       RuntimeError: the process has fewer devices.

@@ -72,7 +72,7 @@ def state_bytes(tx: optax.GradientTransformation, tree: Any) -> float:
 
 
 def state_rows() -> Iterator[Row]:
-    """By storage mode: beside AdamW of float32 params, and the largest model beside the smallest."""
+    """By storage mode: beside AdamW of float32 params, and the largest beside the smallest."""
     small, large = list(SIZES)[:: len(SIZES) - 1]
     plain = state_bytes(optax.adamw(1e-3), params(large, jnp.float32, stacked=True))
     for name, (dtype, options) in STORAGE.items():

@@ -45,8 +45,14 @@ def both(linen: str, nnx: str) -> dict[str, str]:
 
 
 _SAME = {
-    "linen": "mpmodules/test_same_as_upstream.py::test_a_linen_layer_has_flaxs_tree_values_outputs_gradients_and_state",
-    "nnx": "mpmodules/test_same_as_upstream.py::test_an_nnx_layer_has_flaxs_tree_values_outputs_gradients_and_state",
+    "linen": (
+        "mpmodules/test_same_as_upstream.py::"
+        "test_a_linen_layer_has_flaxs_tree_values_outputs_gradients_and_state"
+    ),
+    "nnx": (
+        "mpmodules/test_same_as_upstream.py::"
+        "test_an_nnx_layer_has_flaxs_tree_values_outputs_gradients_and_state"
+    ),
 }
 _CELLS = both(
     "test_recurrent.py::test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward",
@@ -306,8 +312,12 @@ EXEMPT = {
         "List": "holds modules and is never called",
         "Rngs": "holds random keys",
         "RngStream": "holds a random key",
-        "Optimizer": "runs policy.mixed_precision(...), or any optax transform; takes ScaledGradients",
-        "ModelAndOptimizer": "runs policy.mixed_precision(...), or any optax transform; takes ScaledGradients",
+        "Optimizer": (
+            "runs policy.mixed_precision(...), or any optax transform; takes ScaledGradients"
+        ),
+        "ModelAndOptimizer": (
+            "runs policy.mixed_precision(...), or any optax transform; takes ScaledGradients"
+        ),
         "EMA": "averages variables in the dtype that they are stored in: keep those in float32",
         "Metric": "a base class; Flax's metrics sum in float32",
         "MultiMetric": "holds metrics; Flax's metrics sum in float32",

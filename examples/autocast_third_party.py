@@ -1,19 +1,18 @@
 """Trains a model that knows nothing of dtypes three ways, without an edit: in float32, ported, and
 under autocast.
 
-    python examples/autocast_third_party.py                                    # all three,
-    mixed_bfloat16 python examples/autocast_third_party.py --way port --way autocast --policy
-    mixed_float16 python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
-    python examples/autocast_third_party.py --wing nnx --explain               # what autocast does,
-    and why
+    python examples/autocast_third_party.py                       # all three, mixed_bfloat16
+    python examples/autocast_third_party.py --way port --way autocast --policy mixed_float16
+    python examples/autocast_third_party.py --rule 'block_2=f32' --rule 'head=f32'
+    python examples/autocast_third_party.py --wing nnx --explain  # what autocast does, and why
 
 The model is a vision transformer as others publish them: plain `flax.linen` (or `flax.nnx`), no
 dtype anywhere, with its normalisation, its GELU, its attention and one of its projections written
 by hand in `jax.numpy`. It is run as it is:
 
-- float32: the model as it came. - port: `apply_policy(model, policy, rules, own_code="autocast")`.
-Flax's layers run as mpmodules' own do, and what is
-  written by hand runs under autocast, by the policies that hold at each path.
+- float32: the model as it came.
+- port: `apply_policy(model, policy, rules, own_code="autocast")`. Flax's layers run as mpmodules'
+  own do, and what is written by hand runs under autocast, by the policies that hold at each path.
 - autocast: `autocast(fn, policy, rules=rules)` around what is computed with the model, layers
   included: every matmul runs in half, sums, exponentials and normalisations in float32.
 
@@ -69,10 +68,10 @@ WAYS = ("float32", "port", "autocast")
 RULES = ("head=f32",)
 
 
-# ------------------------------------------------------------------------------------------
-# somebody else's linen model A vision transformer as its authors published it: plain `flax.linen`,
-# no dtype in it, and some of the maths by hand. Letters in shapes: b images, q and k tokens, h
-# heads, d head width, w model width.
+# ---------------------------------------------------------------------- somebody else's linen model
+# A vision transformer as its authors published it: plain `flax.linen`, no dtype in it, and some of
+# the maths by hand. Letters in shapes: b images, q and k tokens, h heads, d head width, w model
+# width.
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -145,8 +144,7 @@ class ViT(nn.Module):
         return nn.Dense(10, name="head")(Norm(name="norm")(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# ------------------------------------------------------------------------------------------ the
-# same authors' nnx model
+# ---------------------------------------------------------------------- the same authors' nnx model
 
 
 class NnxNorm(flax.nnx.Module):
@@ -204,8 +202,7 @@ class NnxViT(flax.nnx.Module):
         return self.head(self.norm(x).mean(1))  # (b, w) -> (b, 10)
 
 
-# --------------------------------------------------------------------------------------------------
-# the three ways
+# ----------------------------------------------------------------------------------- the three ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,9 +243,7 @@ class Runnable:
 
 
 def linen_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> Runnable:
-    """Two calls make the difference: `apply_policy` on the model, or `autocast` around what is
-    computed with it.
-    """
+    """Two calls make the difference: `apply_policy` on the model, or `autocast` around its use."""
     model = ViT()
     if way == "port":
         model = mpmodules.linen.apply_policy(model, policy, rules, own_code="autocast")
@@ -288,8 +283,7 @@ def _autocast_if(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,9 +307,7 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
-    dropped.
-    """
+    """Shuffled batches of all epochs; an epoch's last batch is dropped where it is not full."""
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -346,9 +338,7 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside parameters and batch: counted, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -406,8 +396,7 @@ def train(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def table(results: list[Result]) -> str:
@@ -535,7 +524,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
             print(f"\n{result.name}: {mp.compare(result.model.apply, held, images)}")
             if options.explain and result.name == "autocast":
                 print(
-                    f"\nautocast explains itself\n{cast(Any, result.model.apply).explain(held, images)}"
+                    "\nautocast explains itself\n"
+                    f"{cast(Any, result.model.apply).explain(held, images)}"
                 )
     plot(results, options.plot)
     print(f"\nloss curves: {os.path.relpath(options.plot)}")

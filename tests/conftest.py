@@ -101,6 +101,6 @@ def no_global_policy():
 def same_numbers_in_any_order(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each test draws from its module's generator as if it were the first, whatever ran before it."""
+    """Each test draws from its module's generator as if it were the first that runs."""
     if isinstance(getattr(request.module, "RNG", None), np.random.Generator):
         monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))

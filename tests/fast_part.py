@@ -12,8 +12,8 @@ marked `slow`. Functions that are not listed are fast.
 
 After a change of many tests, measure again:
 
-    python -m pytest -n 2 -m "slow or not slow" --junitxml out/tests.xml && python -m
-    tests.fast_part out/tests.xml
+    python -m pytest -n 2 -m "slow or not slow" --junitxml out/tests.xml
+    python -m tests.fast_part out/tests.xml
 """
 
 from __future__ import annotations

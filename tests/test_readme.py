@@ -40,7 +40,10 @@ def test_one_import_is_enough_for_a_model_author():
 
 
 def test_policy_imports_neither_flax_nor_mpmodules():
-    code = "import sys, policy; print([m for m in sys.modules if m.split('.')[0] in ('flax', 'mpmodules')])"
+    code = (
+        "import sys, policy; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('flax', 'mpmodules')])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )

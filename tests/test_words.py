@@ -1,4 +1,4 @@
-"""Docstrings read as in JAX and Optax: few riddles around "what", and openings with a verb or noun."""
+"""Docstrings read as in JAX and Optax: few riddles around "what", and verbs or nouns first."""
 
 import ast
 import pathlib

@@ -3,15 +3,20 @@ and their bounds.
 
     python -m benchmarks accel                         # every table: 2 hours on two idle cores
     python -m benchmarks accel --check                 # exits with 1 where a bound is missed, or a
-    baseline got dearer python -m benchmarks accel --quick --check         # small programs for v5e
-    and an H100: at most 3 minutes python -m benchmarks accel --only models --on v5e  # one table,
-    or several, and one chip's rows python -m benchmarks accel --record                # writes the
-    baselines' figures to benchmarks/accel/baseline.json
+                                                       # baseline got dearer
+    python -m benchmarks accel --quick --check         # small programs for v5e and an H100: at most
+                                                       # 3 minutes
+    python -m benchmarks accel --only models --on v5e  # one table, or several, and one chip's rows
+    python -m benchmarks accel --record                # writes the baselines' figures to
+                                                       # benchmarks/accel/baseline.json
 
 models      value_and_grad of models in both wings, beside Flax's with dtype=bfloat16, and autocast
-layers      layers alone optimizer   optimizer steps, beside Optax, jmp and mpx sharded     a whole
-training step, fully sharded scale       a model of 8 billion parameters: whether it fits bias
-a bias in the accumulator, which the layers don't do, beside one added to the rounded product
+layers      layers alone
+optimizer   optimizer steps, beside Optax, jmp and mpx
+sharded     a whole training step, fully sharded
+scale       a model of 8 billion parameters: whether it fits
+bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded
+            product
 
 It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 Linux, and no
 accelerator.

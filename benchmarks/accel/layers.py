@@ -1,10 +1,9 @@
 """Layers alone under mixed_bfloat16 as TPUs and GPUs get them, beside Flax's with dtype=bfloat16.
 
-    python -m benchmarks.accel.layers                             # v5e, v6e and H100: 10 minutes on
-    two idle cores python -m benchmarks.accel.layers --check                     # exits with 1
-    where a ratio misses its bound python -m benchmarks.accel.layers --on v5e --only LayerNorm   #
-    one chip's rows, and one layer's python -m benchmarks.accel.layers --small                     #
-    some layers of linen: a minute
+    python -m benchmarks.accel.layers          # v5e, v6e and H100: 10 minutes on two idle cores
+    python -m benchmarks.accel.layers --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.accel.layers --on v5e --only LayerNorm  # one chip's rows, and one layer's
+    python -m benchmarks.accel.layers --small  # some layers of linen: a minute
 
 value_and_grad of the mean square of a layer's result, by params and by a bfloat16 input, compiled
 for one chip and not run: the layers of `benchmarks.layers`, of larger inputs. The quantities are

@@ -1,11 +1,10 @@
 """Models under mixed_bfloat16 as TPUs and GPUs get them, beside the same by hand in Flax and under
 autocast.
 
-    python -m benchmarks.accel.models                            # v5e, v6e and H100: 40 minutes on
-    two idle cores python -m benchmarks.accel.models --check                    # exits with 1 where
-    a ratio misses its bound python -m benchmarks.accel.models --on v5e --only ResNet     # one
-    chip's rows, and one model's python -m benchmarks.accel.models --small                    # one
-    small model in linen: half a minute
+    python -m benchmarks.accel.models          # v5e, v6e and H100: 40 minutes on two idle cores
+    python -m benchmarks.accel.models --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.accel.models --on v5e --only ResNet  # one chip's rows, and one model's
+    python -m benchmarks.accel.models --small  # one small model in linen: half a minute
 
 value_and_grad of the loss, compiled and not run, of the models of `benchmarks.models` in both
 wings. On a TPU the batch is sharded over a topology of 2x2 chips and everything else is on each; on

@@ -51,7 +51,7 @@ def alike(*figures: Figures) -> tuple[Figures, ...]:
 
 
 def quantities(target: Target, *figures: Figures) -> tuple[str, ...]:
-    """Returns the quantities of a target's programs: no cycles on a GPU, no exchange on one device."""
+    """Returns the quantities of a target: no cycles on a GPU, no exchange on one device."""
     exchanges = any(figure.exchange for figure in figures)
     cycles = ("cycles", *(("seconds",) if exchanges else ())) if target.chip.clock else ()
     return (*cycles, "bytes", "temporary", "kernels", *(("exchange",) if exchanges else ()))

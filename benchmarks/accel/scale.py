@@ -1,11 +1,11 @@
 """A train step of 8 billion parameters over 256 chips of v5e and 64 of v5p, compiled from shapes
 alone.
 
-    python -m benchmarks.accel.scale                              # every row: 20 minutes on two
-    idle cores python -m benchmarks.accel.scale --check                      # exits with 1 where a
-    row misses its bound python -m benchmarks.accel.scale --on v5e --only remainders   # by hand and
-    one variant, on one chip: 5 minutes python -m benchmarks.accel.scale --small
-    # narrow layers over v5e:2x2: a minute and a half
+    python -m benchmarks.accel.scale          # every row: 20 minutes on two idle cores
+    python -m benchmarks.accel.scale --check  # exits with 1 where a row misses its bound
+    python -m benchmarks.accel.scale --on v5e --only remainders  # by hand and one variant, on one
+                                                                 # chip: 5 minutes
+    python -m benchmarks.accel.scale --small  # narrow layers over v5e:2x2: a minute and a half
 
 Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.scale_model`), 256
 texts of 4096 tokens. Params, their moments and remainders are split over the `fsdp` axis of the
@@ -15,14 +15,19 @@ are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` 
 `dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
 
 memory      bytes of a chip that arguments, temporaries and new results take, beside those that it
-has; temporary   bytes at their peak beside arguments and results; cycles      the compiler's
-estimate of a chip's, exchanges left out; seconds     of these cycles and of the exchanges at the
-published bandwidth of the links, one after the other; bytes       moved to and from a chip's
-memory; kernels     that run; exchange    bytes that collectives leave on a chip, of a
-reduce-scatter its operands; gathers     bytes of all-gathers that are wider than compute dtype,
-beside those of all; sums        bytes of all-reduces and reduce-scatters that are wider than
-compute dtype, beside those of all; asked       bytes summed in float32 where that is asked for,
-beside a float32 gradient for each param of a chip.
+            has;
+temporary   bytes at their peak beside arguments and results;
+cycles      the compiler's estimate of a chip's, exchanges left out;
+seconds     of these cycles and of the exchanges at the published bandwidth of the links, one after
+            the other;
+bytes       moved to and from a chip's memory;
+kernels     that run;
+exchange    bytes that collectives leave on a chip, of a reduce-scatter its operands;
+gathers     bytes of all-gathers that are wider than compute dtype, beside those of all;
+sums        bytes of all-reduces and reduce-scatters that are wider than compute dtype, beside those
+            of all;
+asked       bytes summed in float32 where that is asked for, beside a float32 gradient for each
+            param of a chip.
 """
 
 from __future__ import annotations
@@ -135,7 +140,7 @@ def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Averages the cross entropy of each token but the first: (B, T, vocabulary) and (B, T) -> ()."""
+    """Averages the cross entropy of all tokens but the first: (B, T, vocabulary), (B, T) -> ()."""
     labels = jnp.roll(tokens, -1, axis=1)
     weights = (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1).astype(jnp.float32)
     each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)

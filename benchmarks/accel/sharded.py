@@ -1,8 +1,8 @@
 """A whole train step whose params, state and batch are sharded over every chip, beside the same
 step by hand.
 
-    python -m benchmarks.accel.sharded          # the table, of sixteen v5e chips: 5 minutes of two
-    cores python -m benchmarks.accel.sharded --check  # exits with 1 where a ratio misses its bound
+    python -m benchmarks.accel.sharded  # the table, of sixteen v5e chips: 5 minutes of two cores
+    python -m benchmarks.accel.sharded --check  # exits with 1 where a ratio misses its bound
     python -m benchmarks.accel.sharded --small  # one block of a 64th of the size, of four chips
     python -m benchmarks.accel.sharded --json FILE
 
@@ -11,8 +11,9 @@ hand is Flax's linen with dtype=bfloat16, `jax.value_and_grad` and optax, and
 `optax.apply_if_finite` where a step is to be skipped.
 
 cycles     the compiler's estimate of one step on one chip; of a conditional the costlier branch.
-temp       the peak of temporary memory. exchanged  bytes that one chip receives by collectives. It
-only reports: XLA exchanges params in bfloat16 in every step.
+temp       the peak of temporary memory.
+exchanged  bytes that one chip receives by collectives. It only reports: XLA exchanges params in
+           bfloat16 in every step.
 """
 
 from __future__ import annotations

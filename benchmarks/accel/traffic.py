@@ -95,7 +95,7 @@ def _read(
 
 
 def _sliced(computations: dict[str, Computation], fused: Computation, name: str) -> float | None:
-    """Returns the bytes read of an array that a fusion only slices or updates in place; else None."""
+    """Returns the bytes read of an array that a fusion only slices or updates; else None."""
     users = [user for user in fused.instructions.values() if name in user.operands]
     total = 0.0
     for user in users:

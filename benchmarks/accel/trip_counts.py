@@ -72,7 +72,7 @@ def _number(computation: Computation, instruction: Instruction) -> int | None:
 
 
 def _index(computation: Computation, instruction: Instruction) -> int | None:
-    """Returns the index of an instruction in the loop's state; None where it is no element of it."""
+    """Returns the index of an instruction in the loop's state; None where it is not in it."""
     instruction = settled(computation, instruction)
     if instruction.opcode != "get-tuple-element":
         return None

@@ -226,11 +226,13 @@ def _other_losses(small: bool) -> Iterator[Case]:
     frames, labels, classes = (8, 3, 8) if small else (32, 8, 32)
     for inputs, scale in (("normal", 1.0), ("large logits", 10.0)):
         probabilities: Data = lambda rng, s=scale: (  # noqa: E731
-            _log_softmax(s * rng.normal(size=(rows, width))), np.exp(_log_softmax(s * rng.normal(size=(rows, width))))
-        )  # fmt: skip
+            _log_softmax(s * rng.normal(size=(rows, width))),
+            np.exp(_log_softmax(s * rng.normal(size=(rows, width)))),
+        )
         logs: Data = lambda rng, s=scale: (  # noqa: E731
-            _log_softmax(s * rng.normal(size=(rows, width))), _log_softmax(s * rng.normal(size=(rows, width)))
-        )  # fmt: skip
+            _log_softmax(s * rng.normal(size=(rows, width))),
+            _log_softmax(s * rng.normal(size=(rows, width))),
+        )
         divergence = Function(losses.kl_divergence, optax.kl_divergence)
         yield function_case("kl_divergence", divergence, "losses", inputs, probabilities, wide=True)
         log_targets = Function(

@@ -19,9 +19,15 @@ from policy import use_policy
 
 Data = Callable[[np.random.Generator], tuple[np.ndarray, ...]]
 
-BIAS = "torch adds the bias to the accumulator; ours run Flax's program, which adds it to the rounded product"
+BIAS = (
+    "torch adds the bias to the accumulator; ours run Flax's program, which adds it to the rounded "
+    "product"
+)
 
-CARRY = "Flax's cells return float32 and keep a float32 carry whatever their dtype is; ours keep it in compute_dtype"
+CARRY = (
+    "Flax's cells return float32 and keep a float32 carry whatever their dtype is; ours keep it in "
+    "compute_dtype"
+)
 
 
 def layer_cases(small: bool = False) -> Iterator[Case]:
@@ -41,7 +47,10 @@ def _matmuls(small: bool) -> Iterator[Case]:
     flat, image = (rows, width), (2, side, side, 8)
     layers: dict[str, tuple[Layer, tuple[int, ...]]] = {
         "Dense, Linear": (
-            Layer(lambda nn, **kw: nn.Dense(out, **kw), lambda nnx, r, **kw: nnx.Linear(width, out, rngs=r, **kw)),
+            Layer(
+                lambda nn, **kw: nn.Dense(out, **kw),
+                lambda nnx, r, **kw: nnx.Linear(width, out, rngs=r, **kw),
+            ),
             flat,
         ),
         "DenseGeneral, LinearGeneral": (
@@ -229,7 +238,7 @@ def _attention_functions(small: bool) -> Iterator[Case]:
         name: functools.partial(_attend, wing) for name, wing in wings.items()
     }
     for inputs, scale in {"normal": 1.0, "large logits": 3.0}.items():
-        data: Data = lambda rng, s=scale: tuple(
+        data: Data = lambda rng, s=scale: tuple(  # noqa: E731
             s * rng.normal(size=(2, length, 4, 16)) for _ in range(3)
         )
         name = "dot_product_attention"

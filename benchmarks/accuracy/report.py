@@ -70,8 +70,14 @@ def environment() -> dict[str, str]:
 
 def about_torch() -> str:
     if torch_peer.available():
-        return "torch: under CPU autocast; blank where it has no such layer or function, or the row was not written."
-    return "torch is not installed, so its column is empty: `pip install torch` and run the command again."
+        return (
+            "torch: under CPU autocast; blank where it has no such layer or function, or the row "
+            "was not written."
+        )
+    return (
+        "torch is not installed, so its column is empty: `pip install torch` and run the command "
+        "again."
+    )
 
 
 def columns_of(rows: list[Row]) -> list[str]:
@@ -165,7 +171,7 @@ def accepted(row: Row) -> bool:
 
 
 def as_json(rows: list[Row]) -> dict[str, Any]:
-    """Everything that was measured; a column that raised is null, an infinite error the text "inf"."""
+    """All measurements; a column that raised is null, an infinite error the text "inf"."""
     return {
         "environment": environment(),
         "rows": [

@@ -23,7 +23,7 @@ def available() -> bool:
 
 
 def run(case: Any, precision: Any, inputs: list[np.ndarray]) -> np.ndarray | None:
-    """The result of a case in float64, or None where torch raises. Arguments as in `cases.measure`."""
+    """A case's result in float64, or None where torch raises. Arguments as in `cases.measure`."""
     import torch
 
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[

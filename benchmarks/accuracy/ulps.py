@@ -13,7 +13,7 @@ FLOOR = 2.0**-6  # the share of a row's root mean square below which an ulp gets
 
 
 def rounded(y: Any, dtype: Any) -> np.ndarray:
-    """`y` in float64; rounded to `dtype` first, so that nobody gains by returning something wider."""
+    """`y` in float64; rounded to `dtype` first, so that nobody gains by a wider result."""
     y = np.asarray(y)
     with np.errstate(over="ignore"):
         return y.astype(jnp.dtype(dtype)).astype(np.float64)

@@ -1,21 +1,21 @@
 """Models of published packages in bfloat16: ported by `apply_policy`, under `autocast`, and by
 their own dtype option.
 
-python -m benchmarks.packages                          # makes an environment, and prints the table:
-20 minutes python -m benchmarks.packages --only griffin e3x       # some models, by parts of their
-names python -m benchmarks.packages --environment FOLDER     # keeps the environment there, for the
-next time python -m benchmarks.packages --write                  # puts the table into
-docs/porting.md python -m benchmarks.packages --check                  # exits with 1 where a bound
-is missed, and names the rows
+python -m benchmarks.packages          # makes an environment, and prints the table: 20 minutes
+python -m benchmarks.packages --only griffin e3x  # some models, by parts of their names
+python -m benchmarks.packages --environment FOLDER  # keeps the environment there, for the next time
+python -m benchmarks.packages --write  # puts the table into docs/porting.md
+python -m benchmarks.packages --check  # exits with 1 where a bound is missed, and names the rows
 
 The models are tiny and their weights random. Of each way to run one:
 
 float32 FLOPs   share of the FLOPs of matmuls, forward and backward, that have a float32 operand.
-Port: at most 1%. outputs         relative L2 error beside the model in float32; the median of the
-draws. Port: at most 1.1 times that of gradients       the model's own option, or of autocast where
-it has none, or one that leaves more than 1% in float32. import swap     whether parameters, outputs
-and gradients in float32 are the same bits where the package's imports of
-                `flax.linen` and `flax.nnx` are replaced by ours.
+                Port: at most 1%.
+outputs,        relative L2 error beside the model in float32; the median of the draws. Port: at
+gradients       most 1.1 times that of the model's own option, or of autocast where it has none, or
+                one that leaves more than 1% in float32.
+import swap     whether parameters, outputs and gradients in float32 are the same bits where the
+                package's imports of `flax.linen` and `flax.nnx` are replaced by ours.
 
 A model that fails is a row with the first line of its error.
 """

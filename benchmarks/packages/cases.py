@@ -53,7 +53,7 @@ class Case:
         return (PORT, AUTOCAST, *((OWN,) if self.has_option else ()))
 
     def program(self, way: Way) -> tuple[Function, Callable[[], tuple[Any, Any]]]:
-        """Returns a function of parameters, other state and inputs, and what makes the first two."""
+        """Returns a function of parameters, state and inputs, and a maker of the first two."""
         module = self.make(jnp.bfloat16 if way == OWN else None)
         if isinstance(module, flax.linen.Module):
             return self._linen(module, way)

@@ -26,7 +26,7 @@ def install(packages: Collection[str]) -> set[str]:
 
     Returns:
       The names of the modules in which something was replaced: a set that grows as they are
-        imported.
+      imported.
 
     Raises:
       ValueError: one of them is imported already.

@@ -24,11 +24,11 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
     The policy is the one that the module captured, in its short text form, empty where there is
     none. The source is one of
 
-    - ``argument: dtype_policy`` or ``argument: apply_policy``; - ``argument: dtype=float32; else
-    ...``, a dtype argument that holds against the policy; - ``rule: 'encoder/.*'`` or ``rule:
-    Linear``, of the module itself or of one above; - ``enclosing module: encoder``, the nearest
-    that carries a policy by an argument: its path where `apply_policy`
-      put it there, its class where it was built with it;
+    - ``argument: dtype_policy`` or ``argument: apply_policy``;
+    - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
+    - ``rule: 'encoder/.*'`` or ``rule: Linear``, of the module itself or of one above;
+    - ``enclosing module: encoder``, the nearest that carries a policy by an argument: its path
+      where `apply_policy` put it there, its class where it was built with it;
     - ``scope``, the `use_policy` block that it was built in, or ``global``, `set_policy`;
     - ``none``, and ``none: Flax's own`` of one that obeys no policy, even where one is in force.
 

@@ -18,13 +18,16 @@ from policy._jaxpr.primitives import COMBINES, KERNELS, REMATS
 Role = Literal["call", "remat", "shard", "branch", "loop", "cond", "combine", "kernel", "other"]
 """The part that a program plays in its equation.
 
-- "call": runs once, on the equation's operands. - "remat": the same, and may be computed again in
-the backward pass. - "shard": runs once on each device of some mesh axes, on its shard of the
-operands. - "branch": one of those that a conditional chooses from by its first operand. - "loop":
-the body of a scan or a while. - "cond": the condition of a while. - "combine": a function of two
-numbers that a reduction, a scatter or a sort applies. - "kernel": another machine's program. -
-"other": gets its operands in a way that its primitive alone knows, as the solvers of a linear solve
-do.
+- "call": runs once, on the equation's operands.
+- "remat": the same, and may be computed again in the backward pass.
+- "shard": runs once on each device of some mesh axes, on its shard of the operands.
+- "branch": one of those that a conditional chooses from by its first operand.
+- "loop": the body of a scan or a while.
+- "cond": the condition of a while.
+- "combine": a function of two numbers that a reduction, a scatter or a sort applies.
+- "kernel": another machine's program.
+- "other": gets its operands in a way that its primitive alone knows, as the solvers of a linear
+  solve do.
 """
 
 T = TypeVar("T")

@@ -80,10 +80,9 @@ def reference_of(half: Any, wide: Any) -> Reference:
 
     Their operations are aligned by name, module and shape, in the order of the programs, and then
     followed: two are one where they read values that are one. Where one of them computes something
-      in another way, as
-    a normalisation that is exact for half inputs, the values that leave that part are joined: by
-    the operation that reads both, or by the module that they leave. Casts are no operations, and a
-    recomputation is the operation that it repeats.
+    in another way, as a normalisation that is exact for half inputs, the values that leave that
+    part are joined: by the operation that reads both, or by the module that they leave. Casts are
+    no operations, and a recomputation is the operation that it repeats.
     """
     return _Pairs(half, wide).found()
 

@@ -1,4 +1,4 @@
-"""Targets for tests, which are skipped where a compiler is not installed: in CI that is a failure."""
+"""Targets for tests, which are skipped where a compiler is not installed; in CI that fails."""
 
 from __future__ import annotations
 

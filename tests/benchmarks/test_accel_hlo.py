@@ -98,11 +98,13 @@ ASYNCHRONOUS = """HloModule m
 ENTRY %main (a: f32[7,128], b: s32[]) -> f32[4,128] {
   %a = f32[7,128]{1,0} parameter(0)
   %b = s32[] parameter(1)
-  %start = ((f32[7,128]{1,0}, s32[]), f32[1,128]{1,0}, u32[]) fusion-start(%a, %b), kind=kLoop, calls=%sliced
+  %start = ((f32[7,128]{1,0}, s32[]), f32[1,128]{1,0}, u32[]) fusion-start(%a, %b), \
+kind=kLoop, calls=%sliced
   %done = f32[1,128]{1,0} fusion-done(%start)
   %gather = (f32[1,128]{1,0}, f32[4,128]{1,0}) all-gather-start(%done), channel_id=1, dimensions={0}
   %gathered = f32[4,128]{1,0} all-gather-done(%gather)
-  %scatter = ((f32[4,128]{1,0}), f32[1,128]{1,0}) reduce-scatter-start(%gathered), channel_id=2, dimensions={0}
+  %scatter = ((f32[4,128]{1,0}), f32[1,128]{1,0}) reduce-scatter-start(%gathered), \
+channel_id=2, dimensions={0}
   ROOT %scattered = f32[1,128]{1,0} reduce-scatter-done(%scatter)
 }
 """
@@ -163,5 +165,8 @@ def test_a_text_that_is_no_module_is_refused():
     [("bf16", 2), ("f8e4m3fn", 1), ("s4", 0.5), ("pred", 1), ("u32", 4), ("c64", 8), ("token", 0)],
 )
 def test_an_arrays_bytes_are_its_dtypes(dtype, size):
-    module = f"HloModule m\nENTRY %main (p: {dtype}[6]) -> {dtype}[6] {{\n  ROOT %p = {dtype}[6]{{0}} parameter(0)\n}}\n"
+    module = (
+        f"HloModule m\nENTRY %main (p: {dtype}[6]) -> {dtype}[6] {{\n"
+        f"  ROOT %p = {dtype}[6]{{0}} parameter(0)\n}}\n"
+    )
     assert parse(module)[1].root.results[0].bytes == 6 * size

@@ -87,7 +87,8 @@ SCATTERED = """
   %x = bf16[64,8]{1,0} parameter(0)
   %all-reduce.1 = bf16[64,8]{1,0} all-reduce(%x), channel_id=1, to_apply=%add
   %zero = s32[] constant(0)
-  ROOT %slice = bf16[16,8]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={16,8}
+  ROOT %slice = bf16[16,8]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), \
+dynamic_slice_sizes={16,8}
 }
 
 ENTRY %main (y: bf16[64,8]) -> bf16[16,8] {
@@ -109,7 +110,8 @@ def test_the_largest_number_of_cycles_is_none_of_the_compiler_s_estimates():
 
 ENTRY %main (y: f32[8]) -> f32[8] {
   %y = f32[8]{0} parameter(0)
-  ROOT %f = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"9223372036854775807"}
+  ROOT %f = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused, \
+backend_config={"estimated_cycles":"9223372036854775807"}
 }
 """
     assert costs_of(text, lambda flops, moved: 7.0).cycles == 7.0

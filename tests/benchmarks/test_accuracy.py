@@ -20,7 +20,8 @@ from benchmarks.accuracy.ulps import max_ulps
 # Left to the command, which is slower: the like of what is here, and what half the compilations
 # would go into.
 SKIPPED = re.compile(
-    r"General|Einsum|ConvLocal|Transpose|LoRA|RNN|MultiHead|(attention|ctc_loss) \(large|(ctc_loss|with_log).* from"
+    r"General|Einsum|ConvLocal|Transpose|LoRA|RNN|MultiHead|(attention|ctc_loss) \(large"
+    r"|(ctc_loss|with_log).* from"
     r"|Norm(, training)? \(normal|Norm.*(gradient of bias|float32\), bfloat16| from bfloat16)"
     r"|(Weight|Spectral).* bfloat16"
 )

@@ -40,7 +40,7 @@ def test_the_page_that_is_shown_is_of_this_commands_form():
         storage.name for storage in STORAGES
     ]
     assert [cell.strip() for cell in figures[0].strip("|").split("|")] == list(HEADER)
-    prose = lambda text: [
+    prose = lambda text: [  # noqa: E731
         line for line in text.splitlines() if not line.startswith(("|", "Measured with"))
     ]
     assert prose(shown) == prose(made)

@@ -64,7 +64,10 @@ def test_programs_are_timed_in_turn_and_their_ratios_spread_as_they_differ():
 
 
 def test_the_fused_kernel_is_read_from_the_compiled_program():
-    called = '%c = (bf16[4]{0}) custom-call(%q), custom_call_target="__cudnn$fmhaScaleBiasSoftmax", backend_config={}'
+    called = (
+        '%c = (bf16[4]{0}) custom-call(%q), custom_call_target="__cudnn$fmhaScaleBiasSoftmax", '
+        "backend_config={}"
+    )
     assert gpu_timing.attention_kernel(called) == "cuDNN"
     assert (
         gpu_timing.attention_kernel(called.replace("fmhaScaleBiasSoftmax", "convForward")) == "XLA"
@@ -145,7 +148,7 @@ def test_attention_is_measured_with_its_kernels():
 
 
 def test_both_train_steps_of_a_model_step_the_same_params_to_nearly_the_same_place():
-    """In float16, with a loss scale that grows and skips on either side; batch statistics move too."""
+    """In float16, with a loss scale that grows and skips on either side; batch statistics too."""
     setting = SETTINGS["f16"]
 
     def make(nn, dtype):

@@ -52,7 +52,7 @@ def test_a_matmul_with_one_float32_operand_counts_as_float32():
 
 def test_matmuls_of_complex_numbers_are_left_out():
     w = jnp.ones((4, 4))
-    both = lambda x: (
+    both = lambda x: (  # noqa: E731
         x.astype(BF16) @ w.astype(BF16),
         x.astype(jnp.complex64) @ w.astype(jnp.complex64),
     )
@@ -245,7 +245,8 @@ def test_the_whole_table_is_written_or_nothing(capsys):
         ("import flax", "import flax"),
         (
             '"""Says."""\nfrom __future__ import annotations\nimport flax\nnet = flax.linen.Dense',
-            '"""Says."""\nfrom __future__ import annotations\nimport mpmodules.linen, mpmodules.nnx\nimport flax\n'
+            '"""Says."""\nfrom __future__ import annotations\n'
+            "import mpmodules.linen, mpmodules.nnx\nimport flax\n"
             "net = mpmodules.linen.Dense",
         ),
     ],

@@ -58,7 +58,8 @@ _LAYER_META = """
 _T = _typing.TypeVar("_T")
 
 class _LayerMeta(_ModuleMeta):
-    def __call__(cls: type[_T], *args: _typing.Any, **kwargs: _typing.Any) -> _T: ...  # type: ignore[override]
+    def __call__(cls: type[_T], *args: _typing.Any, **kwargs: _typing.Any) \
+-> _T: ...  # type: ignore[override]
 """
 
 _POLICY_PARAMETER = "dtype_policy: _Policy | str | None = None"
@@ -97,7 +98,7 @@ def stub_of(wing: str) -> str:
 
 
 def exported_by_us(wing: str) -> dict[str, tuple[str, str]]:
-    """Returns the names that replace Flax's, or are added: the module of each, and its name there."""
+    """Returns the names that replace Flax's, or are added: each one's module and name there."""
     source = Path(inspect.getfile(WINGS[wing])).read_text()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     found: dict[str, tuple[str, str]] = {}

@@ -106,8 +106,7 @@ def logits_in_float64(weights, config, images):
     return x @ weights["_fc.weight"].T + weights["_fc.bias"]
 
 
-# --------------------------------------------------------------------------------------------------
-# the checkpoint
+# ----------------------------------------------------------------------------------- the checkpoint
 
 
 @pytest.fixture
@@ -200,7 +199,8 @@ class Malicious:
     [
         (
             {"w": Malicious()},
-            r"A checkpoint may hold collections\.OrderedDict, .*, but this one asks for .*\.setattr\.",
+            r"A checkpoint may hold collections\.OrderedDict, .*, but this one asks for .*"
+            r"\.setattr\.",
         ),
         (
             {"w": Saved(np.ones(2, np.float32), "module")},
@@ -237,8 +237,7 @@ def test_a_damaged_checkpoint_is_refused(torch, tmp_path):
         view.array(np.zeros(4, np.float32))
 
 
-# --------------------------------------------------------------------------------------------------
-# the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 @pytest.fixture(scope="module")
@@ -399,8 +398,7 @@ def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --------------------------------------------------------------------------------------------- with
-# the real weights
+# ---------------------------------------------------------------------------- with the real weights
 
 # Made once with torch 2.15 in float64: `EfficientNet.from_name("efficientnet-lite0")` of the
 # package efficientnet_lite_pytorch 0.1.0, its checkpoint by load_state_dict, eval(), on

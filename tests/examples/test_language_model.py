@@ -125,8 +125,7 @@ def logits_of(policy: str, tied: bool = False) -> np.ndarray:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -241,8 +240,7 @@ def test_dropout_is_for_training_only():
     assert "random_bits" in primitives[True] and "random_bits" not in primitives[False]
 
 
-# -----------------------------------------------------------------------------------------------
-# the text and the loss
+# ---------------------------------------------------------------------------- the text and the loss
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float16])
@@ -333,8 +331,7 @@ def test_the_king_james_text_is_whole():
     assert text.endswith("\nThe grace of our Lord Jesus Christ be with you all. Amen.")
 
 
-# -------------------------------------------------------------------------------------------
-# training, sampling, report
+# ----------------------------------------------------------------------- training, sampling, report
 
 
 def test_float16_trains_with_a_dynamic_loss_scale_and_the_others_with_none():

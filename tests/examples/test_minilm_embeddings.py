@@ -307,8 +307,7 @@ def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --------------------------------------------------------------------------------------------- with
-# the real weights
+# ---------------------------------------------------------------------------- with the real weights
 
 
 @pytest.fixture(scope="module")

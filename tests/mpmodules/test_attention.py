@@ -145,8 +145,7 @@ def test_dropout_keeps_the_mean_and_checks_its_arguments():
         attention.dropout(weights, 0.5, broadcast=True, batch_axes=1, rng=None)
 
 
-# --- gradients and what they keep
-# -----------------------------------------------------------------------------------
+# --- gradients and what they keep -----------------------------------------------------------------
 
 
 def exact_gradients(query, key, value, cotangent):
@@ -235,8 +234,7 @@ def test_linen_takes_grouped_heads(dtype):
     )
 
 
-# --- the fused kernel
-# --------------------------------------------------------------------------------------------------
+# --- the fused kernel -----------------------------------------------------------------------------
 
 
 class Device:

@@ -49,8 +49,7 @@ def test_widen_never_narrows_and_leaves_other_things_alone():
     assert functional.widen(None, jnp.float32) is None
 
 
-# --- accumulating
-# --------------------------------------------------------------------------------------------------
+# --- accumulating ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("half", HALVES)

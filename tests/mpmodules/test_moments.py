@@ -153,8 +153,7 @@ def test_axes_are_cut_so_that_sums_stay_exact(shape, axes, parts):
     assert module._parts(shape, axes, 128) == parts
 
 
-# --- what layers reduce over
-# ----------------------------------------------------------------------------------------
+# --- what layers reduce over ----------------------------------------------------------------------
 
 
 class Layer:
@@ -175,8 +174,7 @@ def test_regions_of_layers_count_axes_from_both_ends():
         assert group_norm_region(Layer(num_groups=groups, reduction_axes=None), x) is None
 
 
-# --- shift
-# --------------------------------------------------------------------------------------------------
+# --- shift ----------------------------------------------------------------------------------------
 
 
 def shift(x: jax.Array, *axes: int) -> jax.Array:

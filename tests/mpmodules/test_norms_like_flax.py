@@ -88,8 +88,7 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-# --- epsilon
-# --------------------------------------------------------------------------------------------------
+# --- epsilon --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -118,8 +117,7 @@ def test_epsilon_may_be_any_number_or_array(epsilon):
     np.testing.assert_array_equal(found, expected)
 
 
-# --- shapes
-# --------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -169,8 +167,7 @@ def test_axes_that_flax_refuses_are_refused(wing, name, options):
     assert_like_flax(wing, name, half(*SHAPE), features=(SHAPE[axis % 4],), **options)
 
 
-# --- arguments
-# --------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -192,8 +189,7 @@ def test_arguments_that_flax_refuses_are_refused(wing, name, args, kwargs):
             nnx_layer(name)(half(2, 4), *args, **kwargs)
 
 
-# --- running statistics
-# --------------------------------------------------------------------------------------------------
+# --- running statistics ---------------------------------------------------------------------------
 
 
 def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32():

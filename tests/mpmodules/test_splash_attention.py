@@ -67,8 +67,7 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(_splash_kernel, "INTERPRET", True)
 
 
-# --- numbers
-# --------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 RANDOM_MASK = np.random.default_rng(1).random((1, 1, 128, 256)) > 0.7
 HEADS_MASK = np.random.default_rng(2).random((2, 128, 128)) > 0.5
@@ -163,8 +162,7 @@ def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
         )  # XLA's program rounds weights and the logits' cotangents too
 
 
-# --- the choice
-# --------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 def is_picked(function, *operands, **options) -> bool:
@@ -268,8 +266,7 @@ def test_operands_that_vary_over_different_axes_are_refused():
         jax.eval_shape(mapped, *qkv())
 
 
-# --- programs for TPUs
-# --------------------------------------------------------------------------------------------------
+# --- programs for TPUs ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

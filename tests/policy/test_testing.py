@@ -64,8 +64,7 @@ def said(error):
     return str(error.value)
 
 
-# --- reductions
-# --------------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def test_a_sum_in_half_is_named_with_its_path_dtype_and_line(pooled):
@@ -132,8 +131,7 @@ def test_sums_in_one_of_several_dtypes_are_right():
         assert_reductions_in(fn, (full(4),), ("bf16", "f32"))
 
 
-# --- dots
-# --------------------------------------------------------------------------------------------------
+# --- dots -----------------------------------------------------------------------------------------
 
 
 def test_a_dot_in_another_dtype_is_named_with_its_path_dtypes_and_line(pooled):
@@ -174,8 +172,7 @@ def test_eight_bit_dots_and_convolutions_are_dots_and_integer_ones_are_not():
         assert_dots_in(lambda x: x @ x, (half(2, 2, dtype=jnp.int8),), "bf16")
 
 
-# --- what all of them take
-# ------------------------------------------------------------------------------------------
+# --- what all of them take ------------------------------------------------------------------------
 
 
 def test_allowing_everything_is_asserting_nothing_and_a_pattern_that_matches_nothing_is_refused(
@@ -217,8 +214,7 @@ def test_our_layers_and_nnx_modules_pass():
     assert_reductions_in(layer, (full(2, 4),), "f32", backward=True)
 
 
-# --- promotions
-# --------------------------------------------------------------------------------------------------
+# --- promotions -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -258,8 +254,7 @@ def test_a_mixed_matmul_in_one_path_can_be_allowed(implicit_promotion):
     assert_no_silent_promotion(fn, args, allow=("mix",))
 
 
-# --- parameters
-# --------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 def step(params, gradients):
@@ -321,8 +316,7 @@ def test_parameters_of_nnx_modules_are_looked_at_where_they_are_changed():
         assert_params_keep_dtype(spoil, (layer, half(1, 2)))
 
 
-# --- programs
-# --------------------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
 
 
 def program(x, w):
@@ -409,8 +403,7 @@ def test_other_arguments_outputs_and_dtypes_are_differences():
         assert_same_program(lambda x: x.astype(BF16), lambda x: x.astype(F16), (full(2),))
 
 
-# --- numbers
-# --------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 DTYPES = [BF16, F16, F32, jnp.float8_e4m3fn, jnp.float8_e5m2]
 

@@ -57,8 +57,8 @@ class RMSNorm(nnx.Module):
         weight_dtype: Any = jnp.float32,  # goes
     ):
         self.dtype = dtype  # goes
-        self.scale = nnx.Param(
-            nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype)
+        self.scale = nnx.Param(  # goes
+            nnx.initializers.zeros_init()(rngs.params(), (dim,), weight_dtype)  # goes
         )  # goes
         # + self.scale = nnx.Param(nnx.initializers.zeros_init()(rngs.params(), (dim,)))
 

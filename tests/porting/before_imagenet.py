@@ -149,6 +149,7 @@ def train_step(state, images, labels):
             params=jax.tree.map(select, new_state.params, state.params),  # goes
             dynamic_scale=dynamic_scale,  # goes
         )  # goes
-    # + finite = finite_of(new_state.opt_state) + new_state =
-    # new_state.replace(batch_stats=select_tree(finite, new_state.batch_stats, state.batch_stats))
+    # + finite = finite_of(new_state.opt_state)
+    # + batch_stats = select_tree(finite, new_state.batch_stats, state.batch_stats)
+    # + new_state = new_state.replace(batch_stats=batch_stats)
     return new_state, loss

@@ -29,7 +29,10 @@ def test_a_port_is_shorter(name):
 
 
 def test_a_dtype_that_was_forgotten_is_left_over():
-    text = "x = nn.Dense(4, dtype=self.dtype)(x)\ny = x.astype(x.dtype)  # stays\nz = tokens.astype('int32')\n"
+    text = (
+        "x = nn.Dense(4, dtype=self.dtype)(x)\ny = x.astype(x.dtype)  # stays\n"
+        "z = tokens.astype('int32')\n"
+    )
     assert recipe.lines_left_over(text) == ["x = nn.Dense(4, dtype=self.dtype)(x)"]
     assert recipe.lines_that_stay(text) == ["y = x.astype(x.dtype)"]
 

@@ -199,8 +199,7 @@ def test_gradients_are_float32_and_close():
         np.testing.assert_allclose(ours, theirs, atol=0.05 * float(jnp.abs(theirs).max()) + 1e-3)
 
 
-# --- the instance
-# --------------------------------------------------------------------------------------------------
+# --- the instance ---------------------------------------------------------------------------------
 
 
 def test_the_result_is_an_instance_of_the_models_class_with_its_name_and_fields():
@@ -351,8 +350,7 @@ def test_a_ported_model_may_stand_inside_a_model_of_ours():
     assert [op.inputs[0] for op in dots] == ["float16", "float16", "bfloat16"]
 
 
-# --- explicit dtypes
-# --------------------------------------------------------------------------------------------------
+# --- explicit dtypes ------------------------------------------------------------------------------
 
 
 def test_explicit_dtypes_of_flax_layers_are_overridden_unless_kept():
@@ -380,8 +378,7 @@ def test_our_own_layers_inside_keep_their_own_policies():
     assert [op.inputs[0] for op in dots] == ["float16", "bfloat16"]
 
 
-# --- rules
-# --------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def kernels(variables: Any) -> dict[str, str]:
@@ -442,8 +439,7 @@ def test_a_rule_that_matches_nothing_is_an_error_that_lists_the_paths():
     jax.eval_shape(apply_policy(Setup(), MIXED, lenient).init, KEY, X)
 
 
-# --- what users do
-# --------------------------------------------------------------------------------------------------
+# --- what users do --------------------------------------------------------------------------------
 
 
 def test_batch_statistics_and_dropout_work():

@@ -39,8 +39,7 @@ def shapes(model: Any, *args: Any, **kwargs: Any) -> Any:
     return jax.eval_shape(lambda: model.init_with_output(KEY, *args, **kwargs)[0])
 
 
-# --- one boundary for the whole model
-# -------------------------------------------------------------------------------
+# --- one boundary for the whole model -------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -144,8 +143,7 @@ def test_a_module_stays_under_its_policy_whatever_its_body_raises():
     assert shapes(noting([], dtype_policy=MIXED), X).dtype == jnp.float32
 
 
-# --- styles
-# --------------------------------------------------------------------------------------------------
+# --- styles ---------------------------------------------------------------------------------------
 
 
 def setup_style():
@@ -283,8 +281,7 @@ def test_every_style_keeps_upstreams_tree_and_values(style):
         np.testing.assert_array_equal(a, b)
 
 
-# --- the boundary of a lifted class stands outside of the transform
-# -------------------------------------------------
+# --- the boundary of a lifted class stands outside of the transform -------------------------------
 
 
 def test_a_scanned_class_with_a_policy_carries_compute_dtype_and_casts_outside():
@@ -354,8 +351,7 @@ def test_a_lifted_layer_with_a_policy_of_its_own_is_a_boundary_outside(lift):
     assert dot.inputs == ("bfloat16", "bfloat16")
 
 
-# --- methods
-# --------------------------------------------------------------------------------------------------
+# --- methods --------------------------------------------------------------------------------------
 
 
 class AutoEncoder(nn.Module):
@@ -501,8 +497,7 @@ def test_a_getter_property_is_left_alone():
     assert shapes(Model(dtype_policy=MIXED), X).shape == (2, 3)
 
 
-# --- inputs that are left alone
-# -------------------------------------------------------------------------------------
+# --- inputs that are left alone -------------------------------------------------------------------
 
 
 class Diffusion(nn.Module):
@@ -589,8 +584,7 @@ def test_nan_and_infinity_pass_through_a_boundary():
     np.testing.assert_array_equal(out, [np.nan, np.inf, -np.inf, 0])
 
 
-# --- references survive
-# --------------------------------------------------------------------------------------------------
+# --- references survive ---------------------------------------------------------------------------
 
 
 def test_references_passed_as_arguments_keep_their_identity():
@@ -654,8 +648,7 @@ def test_batch_statistics_are_updated_inside_a_boundary():
     np.testing.assert_array_equal(updated["batch_stats"]["layers_0"]["mean"], 1.5)
 
 
-# --- a bare layer
-# --------------------------------------------------------------------------------------------------
+# --- a bare layer ---------------------------------------------------------------------------------
 
 
 def test_a_bare_layer_under_a_scope_returns_compute_dtype_and_casts_nothing_back():
@@ -817,8 +810,7 @@ def test_a_norm_that_is_a_boundary_takes_its_statistics_before_any_rounding(name
     )  # a rounding of the input to bfloat16 would be off by 4
 
 
-# --- what the scope does not reach
-# ----------------------------------------------------------------------------------
+# --- what the scope does not reach ----------------------------------------------------------------
 
 
 def test_a_function_inside_sees_compute_dtype_and_is_not_wrapped():

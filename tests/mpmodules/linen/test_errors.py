@@ -127,8 +127,7 @@ def test_apply_policy_says_what_it_takes():
         nn.apply_policy(flax_nn.Dense(3), "bf17")
 
 
-# --- a function-form scan whose body is a boundary with another output dtype
-# ----------------------------------------
+# --- a function-form scan whose body is a boundary with another output dtype ----------------------
 
 
 class Stack(nn.Module):

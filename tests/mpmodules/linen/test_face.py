@@ -61,8 +61,7 @@ def attention_model(nn: Any) -> Any:
     return Model()
 
 
-# --- names
-# --------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_dir_covers_flaxs():
@@ -199,8 +198,7 @@ def test_classes_of_users_keep_their_docstrings():
     assert Documented.__doc__ == "Says this."
 
 
-# --- copies
-# --------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def test_clone_copy_and_pickle_keep_the_policy():
@@ -262,8 +260,7 @@ def test_unbind_and_bind_keep_the_policy():
     assert jax.tree.structure(again) == jax.tree.structure(variables)
 
 
-# --- Flax's method machinery is entered once
-# ------------------------------------------------------------------------
+# --- Flax's method machinery is entered once ------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])

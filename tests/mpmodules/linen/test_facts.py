@@ -44,8 +44,7 @@ def assert_close(values: Any, exact: Any, dtype: Any) -> None:
     assert_close_in_ulps(values, exact, 1, dtype, floor=0.5)
 
 
-# --- Embed: the gradient of a token that is seen often
-# --------------------------------------------------------------
+# --- Embed: the gradient of a token that is seen often --------------------------------------------
 
 SEEN = 4096
 
@@ -108,8 +107,7 @@ def test_the_lookup_reads_the_stored_table_and_casts_what_it_found():
     ]
 
 
-# --- attention: logits and softmax
-# ----------------------------------------------------------------------------------
+# --- attention: logits and softmax ----------------------------------------------------------------
 
 
 def attention_inputs(half: Any) -> tuple[jax.Array, ...]:
@@ -255,8 +253,7 @@ def test_a_fully_masked_row_is_uniform_and_no_nan():
     )
 
 
-# --- norms: statistics
-# --------------------------------------------------------------------------------------------------
+# --- norms: statistics ----------------------------------------------------------------------------
 
 
 def offset_rows(offset: float = 1000.0) -> np.ndarray:
@@ -414,8 +411,7 @@ def test_masked_and_distributed_norms_take_two_passes_and_stay_accurate():
     np.testing.assert_allclose(joined, exact_norm("LayerNorm", x), atol=1e-3)
 
 
-# --- output dtypes, strict promotion, unset dtypes
-# ------------------------------------------------------------------
+# --- output dtypes, strict promotion, unset dtypes ------------------------------------------------
 
 
 def test_upstreams_layers_return_float32_from_half_inputs():

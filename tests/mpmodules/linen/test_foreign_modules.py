@@ -53,8 +53,7 @@ def matmuls(model: Any, *args: Any, gradient: bool = False) -> set[str]:
     return {dtype for op in dots for dtype in op.inputs}
 
 
-# --- parameters
-# --------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 class Kernel(nn.Module):
@@ -233,8 +232,7 @@ def test_a_module_of_ours_inside_stores_its_parameters_in_param_dtype_too():
     assert initialised(apply_policy(Holds(Ours()), "bf16"))["params/part/scale"] == "bfloat16"
 
 
-# --- dtype fields
-# --------------------------------------------------------------------------------------------------
+# --- dtype fields ---------------------------------------------------------------------------------
 
 
 class Attends(nn.Module):
@@ -391,8 +389,7 @@ def test_a_port_with_dtype_fields_may_be_ported_again_without():
     assert apply_policy(port, MIXED) == apply_policy(Stack(), MIXED) != port
 
 
-# --- what submodules hand on
-# ----------------------------------------------------------------------------------------
+# --- what submodules hand on ----------------------------------------------------------------------
 
 
 class InFloat32(nn.Module):

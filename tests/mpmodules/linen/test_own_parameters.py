@@ -62,8 +62,7 @@ def total(model: Any, *args: Any, **kwargs: Any) -> Any:
     return lambda variables: apply(model, variables, *args, **kwargs).astype(jnp.float32).sum()
 
 
-# --- dtypes
-# --------------------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -87,8 +86,7 @@ def test_without_a_policy_a_parameter_is_as_stored() -> None:
     assert seen == [jnp.float32, jnp.float16]
 
 
-# --- sums of gradients
-# --------------------------------------------------------------------------------------------------
+# --- sums of gradients ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
@@ -195,8 +193,7 @@ def test_jaxs_transformations_hold(transform: str) -> None:
     np.testing.assert_array_equal(found, gradient)
 
 
-# --- lifted, shared and tied
-# --------------------------------------------------------------------------------------------------
+# --- lifted, shared and tied ----------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -283,8 +280,7 @@ def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
     np.testing.assert_array_equal(gradient[:, 0], [4096 * 18] + [4096 * 2] * 7)
 
 
-# --- what stays as it is stored
-# ---------------------------------------------------------------------------------------
+# --- what stays as it is stored -------------------------------------------------------------------
 
 
 class Kept(nn.Module):
@@ -388,8 +384,7 @@ def test_layers_and_their_subclasses_keep_their_parameters() -> None:
     assert set(seen) == {jnp.dtype("float32")}
 
 
-# --- the call
-# --------------------------------------------------------------------------------------------------
+# --- the call -------------------------------------------------------------------------------------
 
 
 class Busy(nn.Module):

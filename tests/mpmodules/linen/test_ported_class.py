@@ -33,8 +33,7 @@ def matmul_dtypes(model: Any, *args: Any, **kwargs: Any) -> set[str]:
     return {dtype for op in dots for dtype in op.inputs}
 
 
-# --- the constructor
-# --------------------------------------------------------------------------------------------------
+# --- the constructor ------------------------------------------------------------------------------
 
 
 def registered(cls: Any) -> Any:
@@ -150,8 +149,7 @@ def test_an_equality_and_a_hash_of_the_classs_own_are_kept():
     assert one == two and hash(one) == hash(two) == hash(ByWidth())
 
 
-# --- override checks
-# --------------------------------------------------------------------------------------------------
+# --- override checks ------------------------------------------------------------------------------
 
 
 class Encodes:
@@ -306,8 +304,7 @@ def test_a_public_method_of_an_unbound_port_may_initialise_it():
     assert leaf.dtype == jnp.bfloat16
 
 
-# --- layers inside
-# --------------------------------------------------------------------------------------------------
+# --- layers inside --------------------------------------------------------------------------------
 
 
 class Adapter(nn.Dense):
@@ -363,8 +360,7 @@ def test_a_users_subclass_of_a_layer_keeps_its_constructor():
     assert matmul_dtypes(apply_policy(RegisteredDense(3), MIXED), X) == {"bfloat16"}
 
 
-# --- Flax's machinery
-# --------------------------------------------------------------------------------------------------
+# --- Flax's machinery -----------------------------------------------------------------------------
 
 
 def test_flax_runs_wrapped_methods_through_the_hook_that_ports_override():

@@ -44,8 +44,7 @@ def stored_dtype(model: Any) -> str:
     return dtype
 
 
-# --- one test for each neighbouring pair of the six levels
-# ----------------------------------------------------------
+# --- one test for each neighbouring pair of the six levels ----------------------------------------
 
 
 @obeys_its_own
@@ -104,8 +103,7 @@ def test_the_global_policy_wins_over_none():
     assert dot_dtype(Wrap()) == "bfloat16"
 
 
-# --- the effective policy, field by field
-# ---------------------------------------------------------------------------
+# --- the effective policy, field by field ---------------------------------------------------------
 
 
 @obeys_its_own
@@ -190,8 +188,7 @@ def test_a_complex_dtype_is_kept_under_a_policy_and_is_no_boundary():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"complex64"}
 
 
-# --- the caller decides
-# --------------------------------------------------------------------------------------------------
+# --- the caller decides ---------------------------------------------------------------------------
 
 
 def test_a_shared_layer_called_under_two_policies_in_one_trace_obeys_each_caller():

@@ -211,8 +211,7 @@ def test_a_rule_says_what_is_in_force_inside_the_module():
     assert seen[0] is None and seen[1].compute_dtype == jnp.bfloat16
 
 
-# --- rules that match nothing
-# ---------------------------------------------------------------------------------------
+# --- rules that match nothing ---------------------------------------------------------------------
 
 UNMATCHED = re.escape(
     "Rule 'encoder/.*nrom' matched no module. Modules seen: encoder, encoder/layer_0, "

@@ -75,8 +75,7 @@ def gradient_ops(model: Any, call: Any) -> list[Any]:
     return operations(jax.grad(lambda state: loss(call, state)), state)
 
 
-# --- dtypes
-# --------------------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -212,8 +211,7 @@ def test_layers_and_their_subclasses_keep_their_parameters() -> None:
     }
 
 
-# --- sharing
-# --------------------------------------------------------------------------------------------------
+# --- sharing --------------------------------------------------------------------------------------
 
 
 class Head(nnx.Module):
@@ -266,8 +264,7 @@ def test_a_parameter_that_a_method_writes_back_is_read_as_stored() -> None:
     assert model.average[...] == plain.average[...]
 
 
-# --- transformations
-# --------------------------------------------------------------------------------------------------
+# --- transformations ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["__call__", "jitted", "rematerialised", "vmap", "function"])
@@ -327,8 +324,7 @@ def test_scanned_modules_read_in_half_and_sum_in_float32(remat: bool, position: 
     }
 
 
-# --- state
-# --------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 class Busy(nnx.Module):

@@ -98,8 +98,7 @@ def all_of(elements, tag):
     return [attributes for name, attributes in elements.elements if name == tag]
 
 
-# --- what is in it
-# --------------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 def test_markup_is_escaped_unless_it_is_markup_already():
@@ -264,8 +263,7 @@ def test_the_example_of_the_docs_writes_a_page(example, tmp_path, monkeypatch, c
         example.photograph(tmp_path / "audit.html", tmp_path / "audit.png")
 
 
-# --- in a browser
-# --------------------------------------------------------------------------------------------------
+# --- in a browser ---------------------------------------------------------------------------------
 
 needs_browser = pytest.mark.skipif(
     BROWSER is None,
