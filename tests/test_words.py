@@ -10,13 +10,6 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [path for name in ("policy", "mpmodules") for path in ROOT.glob(f"{name}/**/*.py")]
 PACKAGES = sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
-# Packages whose docstrings are still being rewritten.
-PENDING = frozenset(
-    (
-        *("mpmodules", "mpmodules/linen", "mpmodules/nnx"),
-        *("policy/_jaxpr", "policy/optim", "policy/autocast", "policy/compare", "policy/suggest"),
-    )
-)
 MOST_PER_THOUSAND = 3
 MOST_OPENERS = 0.05
 
@@ -43,7 +36,7 @@ def test_whatever_counts_as_what_and_an_opener_is_a_whole_word():
     )
 
 
-@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in PENDING])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_seldom_say_what(package):
     found = list(docstrings(package))
     words = sum(len(text.split()) for _, text in found)
@@ -51,12 +44,8 @@ def test_docstrings_seldom_say_what(package):
     assert sum(told.values()) <= max(MOST_PER_THOUSAND * words / 1000, 1), told
 
 
-@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in PENDING])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_open_with_a_verb_or_a_noun(package):
     found = list(docstrings(package))
     opened = [place for place, text in found if OPENERS.match(text)]
     assert len(opened) <= MOST_OPENERS * len(found), opened
-
-
-def test_a_pending_package_exists():
-    assert set(PACKAGES) >= PENDING

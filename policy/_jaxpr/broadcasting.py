@@ -1,5 +1,6 @@
-"""Elementwise operations that broadcast a half operand, whose cotangent is summed in float32 and
-rounded once.
+"""Broadcasting elementwise operations in half precision.
+
+The cotangent of the broadcast operand is summed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from jax import lax
 
 
 def sharding_of(equation: Any) -> Any:
-    """Returns the sharding of an equation's result, where the axes of the mesh are explicit; else
-    None.
-    """
+    """Returns the sharding of a result if the axes of its mesh are explicit, otherwise None."""
     sharding = getattr(equation.outvars[0].aval, "sharding", None)
     is_explicit = (
         sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
@@ -24,18 +23,19 @@ def sharding_of(equation: Any) -> Any:
 
 
 def repeated(array: Any, shape: tuple[Any, ...], dtype: Any, sharding: Any) -> Any:
-    """A float32 array, broadcast and then cast, so that its cotangent is summed in float32."""
+    """Broadcasts a float32 array and then casts it: its cotangent is summed in float32."""
     return jnp.broadcast_to(array, shape, out_sharding=sharding).astype(dtype)
 
 
 def product(equation: Any, a: Any, b: Any, dtype: Any) -> Any:
-    """The product or quotient of two arrays as half ones; those that are repeated are given in
-    float32.
+    """Returns the product or quotient of two arrays in half precision.
+
+    Operands that are broadcast are given in float32.
 
     Args:
       equation: a `mul` or a `div`.
-      a, b: its operands, of any floating dtype; one or both are to be broadcast.
-      dtype: the half dtype that they are multiplied in.
+      a, b: its operands, of any floating dtype; at least one is broadcast.
+      dtype: the half dtype to compute in.
     """
     compute = _multiplied if equation.primitive.name == "mul" else _divided
     repeats = _Repeats(equation.outvars[0].aval.shape, jnp.dtype(dtype), sharding_of(equation))

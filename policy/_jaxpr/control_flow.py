@@ -80,7 +80,7 @@ def settled(run: Interpreter[V], values: Sequence[V], like: Sequence[V | None]) 
 
 
 class _Staged(Generic[V]):
-    """A body that was traced once: loops and conditionals would trace it again.
+    """A body that is traced once, where loops and conditionals would trace it again.
 
     Attributes:
       notes: shapes of the notes of the body.
@@ -108,7 +108,7 @@ def _like(
 
 
 def call(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
-    """Inlines a program that is called once, where it stands."""
+    """Inlines a program that is called once."""
     program = subprogram(equation, "call")
     inner = run.inside(equation)
     return inner.run(program.body, [inner.constant(const) for const in program.consts], values)
@@ -127,8 +127,8 @@ def jit(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
 def remat(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     """Rebuilds a checkpoint by binding the same primitive.
 
-    So it keeps its policy, and whether it was differentiated already, and its recomputations stay
-    apart from those before.
+    This keeps its policy, whether it was differentiated already, and its recomputations apart from
+    the forward pass.
     """
     body = Body.of(
         run.inside(equation), subprogram(equation, "remat"), values, run.merge(equation, values)
@@ -306,7 +306,8 @@ CONTROL_FLOW: Mapping[str, Handler] = {
 
 
 def handler_of(equation: Any) -> Handler | None:
-    """Returns the function that rebuilds an equation; None of branches for platforms, and of
-    others.
+    """Returns the function that rebuilds an equation.
+
+    Returns None for branches by platform, and for primitives without such a function.
     """
     return None if is_for_platforms(equation) else CONTROL_FLOW.get(equation.primitive.name)

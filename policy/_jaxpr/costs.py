@@ -11,17 +11,17 @@ from policy._jaxpr.primitives import FREE, WINDOWED
 
 
 def size(shape: Sequence[Any]) -> int:
-    """Returns the number of elements in an array of that shape; a symbolic dimension counts as one."""
+    """Returns the number of elements of a shape. A symbolic dimension counts as one."""
     return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)
 
 
 def bytes_of(equation: Any) -> int:
-    """Bytes of what an equation reads and returns: what it moves where nothing is fused."""
+    """Returns the bytes of the operands and results of an equation, its traffic if not fused."""
     return sum(array_bytes(atom.aval) for atom in (*equation.invars, *equation.outvars))
 
 
 def array_bytes(aval: Any) -> int:
-    """Bytes of an array; 0 of what is none."""
+    """Returns the size of an array in bytes; 0 for non-arrays."""
     dtype = getattr(aval, "dtype", None)
     return (
         0
@@ -31,11 +31,11 @@ def array_bytes(aval: Any) -> int:
 
 
 def flops_of(equation: Any) -> int:
-    """Floating-point operations: two for each product of a matmul, one for each number that is
-    summed or computed.
+    """Returns the floating-point operations of an equation.
 
-    A function such as an exponential counts once. What is not arithmetic on floating-point numbers
-    counts nothing, and neither does what a kernel, a factorisation or a transform does inside.
+    A product in a matmul counts as two operations; each number that is summed or computed counts as
+    one, also that of an exponential. Operations on integers count as zero, and so does the work
+    inside kernels, factorisations and transforms.
     """
     name = equation.primitive.name
     kind = kind_of(name)

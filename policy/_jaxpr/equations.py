@@ -26,7 +26,7 @@ def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
 
 
 def combines_by(equation: Any, names: Collection[str]) -> bool:
-    """Tells whether a function that an equation applies to numbers has one of these primitives."""
+    """Returns whether a program of an equation contains one of these primitives."""
     return any(
         inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns
     )
@@ -35,7 +35,7 @@ def combines_by(equation: Any, names: Collection[str]) -> bool:
 def maker_of(jaxpr: Any, place: int) -> Any:
     """Returns the equation that makes an output of a jaxpr, inside the calls that return it.
 
-    Where the output is an argument, there is none: it returns None.
+    Returns None if the output is an argument.
     """
     body, _ = opened(jaxpr)
     variable = body.outvars[place]
@@ -48,9 +48,9 @@ def maker_of(jaxpr: Any, place: int) -> Any:
 
 
 def held_program(equation: Any) -> Any:
-    """Returns the one program that an equation runs, closed or open as it holds it.
+    """Returns the one program that an equation runs, closed or open as the equation holds it.
 
-    None of equations that run none or several: a while, a conditional.
+    Returns None for equations that run no program, or several, as a while and a conditional do.
     """
     inner = subprograms(equation)
     is_one = len(inner) == 1 and inner[0].place is None and inner[0].is_run

@@ -22,7 +22,7 @@ Token = tuple[Any, ...]
 
 
 class Known:
-    """A literal. It is equal to itself alone."""
+    """A literal, equal only to itself."""
 
     __slots__ = ("value",)
 
@@ -248,7 +248,7 @@ def _results(operation: FlatOperation) -> list[Operand]:
 def _element(operand: Operand, length: int) -> Operand:
     """Returns one row of an array that is scanned over.
 
-    Where another scan stacked the array, that is the value which it stacked.
+    If another scan stacked the array, the row is the value that was stacked.
     """
     root = operand.root
     if (

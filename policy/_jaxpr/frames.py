@@ -18,9 +18,9 @@ from policy._jaxpr.equations import equations_within
 from policy._jaxpr.primitives import ELEMENTWISE, FORWARDS, category_of
 from policy._jaxpr.subprograms import Subprogram, subprograms
 
-# A number that enters a loop's body or a shard's, and one that leaves it.
+# Pseudo-primitives: a value enters the body of a loop or a shard, and leaves it.
 ENTER, LEAVE = "enter", "leave"
-# They hand on the numbers of their operand, some of them or several times.
+# Primitives that copy elements of their operand, some of them or several times.
 MOVES = FORWARDS | {ENTER, LEAVE}
 
 
@@ -154,10 +154,7 @@ class FrameGraph:
     def _held(
         self, equation: Any, inputs: list[Data], frame: Frame, backward: bool
     ) -> list[Data] | None:
-        """Returns the outputs of an equation whose programs are read; None of other equations.
-
-        Autocast rewrites these programs.
-        """
+        """Returns the outputs of an equation whose programs autocast rewrites; None for others."""
         if category_of(equation.primitive.name) != "control":
             return None
         inner = [
@@ -176,7 +173,7 @@ class FrameGraph:
     ) -> list[Data] | None:
         """Returns the results of an equation that one of its programs returns.
 
-        The condition of a loop returns none of them: it gives None.
+        Returns None for the condition of a loop, which returns no results.
         """
         given, variables = one.given(inputs), one.body.invars
         if one.role == "shard":

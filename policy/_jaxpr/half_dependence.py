@@ -96,9 +96,9 @@ def _found(found: dict[Any, bool], atom: Any) -> bool:
 
 
 def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
-    """Returns whether float32 may take another way through an equation's programs.
+    """Returns whether float32 may take a different control flow through an equation's programs.
 
-    That is another branch, or more steps.
+    It may take another branch, or run more steps.
     """
     name = equation.primitive.name
     if name == "cond":

@@ -1,4 +1,4 @@
-"""Interpreter of jaxprs: evaluates a program again, on values of another kind than arrays."""
+"""Interpreter of jaxprs: evaluates a program on values of another kind than arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Traced(Protocol[V_co]):
 
 
 class Interpreter(abc.ABC, Generic[V]):
-    """Evaluates jaxprs on values of type `V`, which hold arrays, and remember more about them.
+    """Evaluates jaxprs on values of type `V`, which hold arrays and further facts.
 
     A subclass says how values hold arrays (`constant`, `arrays`, `filled`), how an equation is
     evaluated (`equation`), and on which kinds of values loops and branches settle (`merge`,

@@ -1,8 +1,8 @@
-"""Names of modules on JAX's name stacks that could be taken for something else: `a.b` is a module,
-or a method of `a`.
+"""Names of modules on JAX's name stacks that could be taken for something else.
 
-Frameworks write both alike. So module names that are no identifiers are noted, where a call is
-traced or its arguments hold keys of that name, and every other text with a dot is a method's.
+`a.b` is a module, or the method `b` of `a`: frameworks write both alike. Module names that are not
+identifiers are therefore noted when a call is traced or its arguments hold keys of that name. Every
+other text with a dot is a method's.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 import jax
 
 _noted: set[str] = set()
-_roots: set[str] = (
-    set()
-)  # what whole models are called on name stacks: by their classes, or by the names they were given
-_repeated: set[str] = set()  # what modules are called that stand directly in one of the same name
+# Names of whole models on name stacks: those of their classes, or those that they were given.
+_roots: set[str] = set()
+_repeated: set[str] = set()  # names of modules that stand directly in one of the same name
 
 # Contexts in which frameworks note the names of the modules that are called.
 NOTING: list[Callable[[], AbstractContextManager[Any]]] = []
 
 _METHOD = re.compile(r"([^.]+)\.([A-Za-z_]\w*|<lambda>)")
-# What JAX calls einsums and functions without a name.
+# Names that JAX gives to einsums and to functions without a name.
 _UNNAMED = re.compile(r"[\w.,\s]*->[\w.\s]*|<.*>")
 
 
@@ -37,12 +36,12 @@ def note(name: str) -> None:
 
 
 def note_root(name: str) -> None:
-    """Notes the name of a whole model, which begins the name stacks of what it computes."""
+    """Notes the name of a whole model, with which the name stacks of its operations begin."""
     _roots.add(name)
 
 
 def note_repeated(name: str) -> None:
-    """Notes that a module is called what the module or model around it is called."""
+    """Notes that a module has the name of the module or model around it."""
     _repeated.add(name)
 
 
@@ -52,26 +51,25 @@ def is_root(name: str) -> bool:
 
 
 def is_repeated(name: str) -> bool:
-    """Returns whether a module of that name was noted to stand in a module or model of the same
-    name.
-    """
+    """Returns whether a module of that name was noted to stand in one of the same name."""
     return name in _repeated
 
 
 def is_noted(name: str) -> bool:
-    """Returns whether a text is the name of a module that was noted."""
+    """Returns whether a text was noted as the name of a module."""
     return name in _noted
 
 
 def noted() -> int:
-    """Returns a number that changes where a name was noted: what is read from name stacks may
-    change then.
+    """Returns the number of noted names.
+
+    Readings of name stacks may change when it does.
     """
     return len(_noted) + len(_roots) + len(_repeated)
 
 
 def note_keys(treedef: Any) -> None:
-    """Notes the keys of dicts in a tree, which are those of its modules where it holds parameters."""
+    """Notes the keys of dicts in a tree, which name modules if it holds parameters."""
     with contextlib.suppress(TypeError):  # a tree whose static data have no hash
         _keys_of(treedef)
 
@@ -87,7 +85,7 @@ def _keys_of(treedef: Any) -> None:
 
 
 def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.make_jaxpr`, which notes the names of the modules that `function` calls."""
+    """Acts as `jax.make_jaxpr`, and notes the names of the modules that `function` calls."""
 
     @functools.wraps(function)
     def noting(*args: Any) -> Any:
@@ -100,8 +98,7 @@ def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., An
 
 
 def module_and_method(scope: str, around: Iterable[str]) -> tuple[str, str]:
-    """Returns the name of the module that a scope names, "" for none, and that of its method, ""
-    where none is named.
+    """Returns the module and the method that a scope names; "" for either if there is none.
 
     Args:
       scope: a component of a name stack.

@@ -1,4 +1,4 @@
-"""What kind of operation an equation is, and in which dtypes it runs."""
+"""Kinds of operations, and the dtypes in which they run."""
 
 from __future__ import annotations
 
@@ -51,56 +51,52 @@ def _kinds() -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a primitive, by its name: one of `KINDS`."""
+    """Returns the kind of a primitive by its name: one of `KINDS`."""
     return _kinds().get(name, "other")
 
 
 def is_steep(name: str) -> bool:
-    """Whether a function is an exponential, a logarithm or a power, or as sensitive as these: no
-    activation.
-    """
+    """Returns whether a function is as sensitive as an exponential, a logarithm or a power."""
     return name in STEEP
 
 
 def sums(equation: Any) -> bool:
-    """Whether an equation adds numbers up one by one: a sum, a scatter, a collective that sums."""
+    """Returns whether an equation adds numbers one by one, as a sum, a scatter or a collective."""
     name = equation.primitive.name
     return kind_of(name) in ("reduction", "scatter-add") or name in SUMMING_COLLECTIVES
 
 
 def dtype_of(atom: Any) -> str:
-    """The name of a variable's or literal's dtype; "" for what has none."""
+    """Returns the name of the dtype of a variable or literal; "" if it has none."""
     return name_of(getattr(getattr(atom, "aval", None), "dtype", None))
 
 
 @functools.lru_cache(maxsize=256)
 def name_of(dtype: Any) -> str:
-    """The name of a dtype, a key's included; "" of None."""
+    """Returns the name of a dtype, also of one for random keys; "" for None."""
     return "" if dtype is None else str(dtype)
 
 
 def operands_of(equation: Any) -> tuple[str, ...]:
-    """The dtypes of an equation's operands: of those that are floating or complex, where there are
-    any.
-    """
+    """Returns the dtypes of the inexact operands of an equation, or of all if none is inexact."""
     dtypes = [dtype for atom in equation.invars if (dtype := dtype_of(atom))]
     numbers = [dtype for dtype in dtypes if is_inexact(dtype)]
     return tuple(numbers or dtypes)
 
 
 def result_of(equation: Any) -> str:
-    """The dtype of an equation's first result; "" where it has none."""
+    """Returns the dtype of the first result of an equation; "" if it has none."""
     return dtype_of(equation.outvars[0]) if equation.outvars else ""
 
 
 @functools.cache
 def is_inexact(dtype: str) -> bool:
-    """Whether a dtype, by its name, is of floating or complex numbers."""
+    """Returns whether the dtype of a name is floating or complex."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def accumulation_of(equation: Any) -> str:
-    """The dtype that an equation is declared to sum in: see `Operation.accumulation`."""
+    """Returns the declared accumulation dtype of an equation; see `Operation.accumulation`."""
     kind, operands = kind_of(equation.primitive.name), operands_of(equation)
     if kind in ("dot", "convolution"):
         return _of_matmul(equation, operands)
@@ -110,7 +106,11 @@ def accumulation_of(equation: Any) -> str:
 
 
 def _of_matmul(equation: Any, operands: tuple[str, ...]) -> str:
-    """A matmul's: what its algorithm or its result says, as far as that is wider than the operands."""
+    """Returns the accumulation dtype of a matmul.
+
+    It is the declared one, or else that of a wide result; "backend" if both the operands and the
+    result are narrow.
+    """
     declared = getattr(equation.params.get("precision"), "accumulation_type", None)
     if declared is not None:
         return str(np.dtype(declared))

@@ -1,6 +1,4 @@
-"""Who wrote an equation: the author of a cast, or a promotion that nobody asked for. Read from
-tracebacks.
-"""
+"""Authors of equations, read from tracebacks: casts as written, and unrequested promotions."""
 
 from __future__ import annotations
 
@@ -54,11 +52,11 @@ _ASKED = _CASTS | _SUMS
 
 
 def is_promotion(equation: Any) -> bool:
-    """Whether a cast comes of two dtypes that met, and of no function that was asked for a dtype.
+    """Returns whether a cast is a promotion of mixed dtypes that no function was asked for.
 
-    A function of a library whose name says so (Flax's ``promote_dtype``) counts as one that
-    promotes. False where the traceback is not known, and of what this library traced once and JAX
-    inlined: its traceback ends at the call.
+    Functions of libraries that are named for it, as Flax's ``promote_dtype``, count as promoting.
+    Returns False if the traceback is unknown. Also False for code of this library that was traced
+    once and inlined by JAX, because its traceback ends at the call.
     """
     _, author = author_of(equation)
     inner = [function for _, function in _until_author(equation)]
@@ -68,38 +66,35 @@ def is_promotion(equation: Any) -> bool:
 
 
 def author_of(equation: Any) -> tuple[str, str]:
-    """The file and the function of the innermost code that is not JAX's own; ("", "") where
-    unknown.
-    """
+    """Returns the file and function of the innermost code outside of JAX; ("", "") if unknown."""
     return next((frame for frame in _frames(equation) if not is_jax_file(frame[0])), ("", ""))
 
 
 def authors_of(equation: Any) -> Iterator[tuple[str, str]]:
-    """The files and functions of what is not JAX's own around an equation, from the innermost out."""
+    """Returns the files and functions outside of JAX around an equation, innermost first."""
     return (frame for frame in _frames(equation) if not is_jax_file(frame[0]))
 
 
 def is_by_layers(equation: Any) -> bool:
-    """Whether a cast is one that a library makes at each use of a weight: this one's, or a
-    ``promote_dtype``.
+    """Returns whether a library makes this cast at each use of a weight.
+
+    The library is this one, or one with a ``promote_dtype``.
     """
     return is_ours(equation) or _promotes(author_of(equation)[1])
 
 
 def is_ours(equation: Any) -> bool:
-    """Whether this library wrote an equation."""
+    """Returns whether this library wrote an equation."""
     return author_of(equation)[0].startswith((_OURS, _OUR_LAYERS))
 
 
 def is_written(equation: Any) -> bool:
-    """Whether a cast was written as one, and is no part of a function of JAX's that sums in float32
-    by itself.
-    """
+    """Returns whether a cast was written out, not made by a JAX function that sums in float32."""
     return not _SUMS.intersection(function for file, function in _until_author(equation))
 
 
 def _until_author(equation: Any) -> Iterator[tuple[str, str]]:
-    """The frames of JAX's own between an equation and its author, from the innermost out."""
+    """Yields the frames of JAX between an equation and its author, innermost first."""
     for frame in _frames(equation):
         if not is_jax_file(frame[0]):
             return
@@ -107,7 +102,7 @@ def _until_author(equation: Any) -> Iterator[tuple[str, str]]:
 
 
 def _frames(equation: Any) -> list[tuple[str, str]]:
-    """Files and functions, from the innermost out."""
+    """Returns the file and function of each frame, innermost first."""
     traceback = getattr(equation.source_info, "traceback", None)
     if traceback is None:
         return []
@@ -116,9 +111,7 @@ def _frames(equation: Any) -> list[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _name(function: str) -> str:
-    """A function's own name, without those around it; of a comprehension, the name of the function
-    that it is in.
-    """
+    """Returns the own name of a function; for a comprehension, that of the enclosing function."""
     names = [name for name in function.split(".") if not name.startswith("<")]
     return names[-1] if names else function
 
@@ -129,5 +122,5 @@ def _promotes(function: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_jax_file(file: str) -> bool:
-    """Whether a file is of JAX's own code."""
+    """Returns whether a file belongs to JAX."""
     return file.startswith(_JAX) or file.startswith("<frozen")

@@ -17,19 +17,18 @@ Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, 
 
 
 class Place(NamedTuple):
-    """A module path, and a pass: "again" is the recomputation of a checkpoint."""
+    """A module path and a pass; "again" is the recomputation of a checkpoint."""
 
     path: Path = ()
     direction: Literal["forward", "backward", "again"] = "forward"
 
 
 class Value:
-    """One value of the traced program, as it is run.
+    """A value of the traced program at run time.
 
     Attributes:
-      arrays: its numbers, once for each lane that computes its own; a lane without one reads the
-        first's.
-      origin: the place that computed it; each interpreter has a type of its own for it.
+      arrays: one array for each lane that computes its own; a lane without one reads the first.
+      origin: the place that computed it, in a type that each interpreter chooses.
     """
 
     __slots__ = ("arrays", "origin")
@@ -55,15 +54,14 @@ _READS: dict[str, Literal["checkpoint", "closed"]] = {"remat": "checkpoint", "sh
 
 
 class PlacedInterpreter(Interpreter[Value]):
-    """An interpreter of values that are arrays, each with a place.
+    """An interpreter of arrays that knows the place of each equation.
 
     Attributes:
-      place: that of the equation whose body is being run.
-      bodies: the programs inside equations that this one stands in, outermost first.
-      axes: the mesh axes that each device runs by itself over.
-      chain: the equations that this program stands in.
-      lane: the float32 values, where those are of another program; None where they are of this one,
-        upcast.
+      place: the place of the equation whose body is being run.
+      bodies: the programs of the enclosing equations, outermost first.
+      axes: the mesh axes of the enclosing `shard_map`s.
+      chain: the enclosing equations.
+      lane: the float32 values of another program; None if they are those of this one, upcast.
     """
 
     def __init__(self) -> None:
@@ -86,7 +84,7 @@ class PlacedInterpreter(Interpreter[Value]):
         return Value(arrays, value.origin)
 
     def replaced(self, place: Place, value: Value, array: Any) -> Value:
-        """Returns a value that is computed or read at a place, and that is `array` in float32."""
+        """Returns a value, computed or read at a place, whose float32 array is `array`."""
         return value
 
     # Programs inside equations --------------------------------------------------------------------
@@ -123,12 +121,12 @@ class PlacedInterpreter(Interpreter[Value]):
         return inner
 
     def standing_in(self, outer: PlacedInterpreter) -> Self:
-        """Returns this interpreter, in the place of another."""
+        """Returns this interpreter, moved to the place of another."""
         self.place, self.axes, self.bodies = outer.place, outer.axes, outer.bodies
         self.chain, self.lane = outer.chain, outer.lane
         return self
 
-    # The run, with float32's values of its own ----------------------------------------------------
+    # The run, with replaced float32 values --------------------------------------------------------
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         if self.lane is not None:
@@ -139,7 +137,7 @@ class PlacedInterpreter(Interpreter[Value]):
         return self._made(equation, self.equation(equation, self.given(equation, values)))
 
     def given(self, equation: Any, values: list[Value]) -> list[Value]:
-        """Returns the operands of an equation, with float32's own."""
+        """Returns the operands of an equation, with their float32 values replaced."""
         for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
             values[k] = self.replaced(self.place_of(equation), values[k], array)
         return values
@@ -153,7 +151,7 @@ class PlacedInterpreter(Interpreter[Value]):
         return outputs
 
     def ended(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the outputs of the whole program, with float32's own values."""
+        """Returns the outputs of the whole program, with their float32 values replaced."""
         values = list(values)
         for k, array in () if self.lane is None else self.lane.outputs(values):
             values[k] = self.replaced(self.place, values[k], array)
@@ -161,10 +159,10 @@ class PlacedInterpreter(Interpreter[Value]):
 
 
 def module_path(path: Path, is_backward: bool) -> Path:
-    """A path without scopes that are no modules.
+    """Returns a path without scopes that are not modules.
 
-    The transposition of checkpoints and derivative rules writes part of the path of their equations
-    twice: Net/Net for Net, layers/norm/layers/norm for layers/norm.
+    The transposition of checkpoints and derivative rules repeats a part of the path of their
+    equations: Net/Net for Net, layers/norm/layers/norm for layers/norm.
     """
     path = tuple(name for name in path if name not in _SCOPES)
     return _once(path) if is_backward else path
@@ -183,10 +181,10 @@ def _once(path: Path) -> Path:
 
 
 def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
-    """Returns the whole paths of those whose beginning was lost.
+    """Returns the full path of each path whose beginning was lost.
 
-    JAX hoists what every step of a differentiated scan computes alike out of it, and then names it
-    by the path within the body alone: such a path is the end of one other.
+    JAX hoists loop-invariant equations out of a differentiated scan, and then names them by their
+    path within the body: such a path is the end of exactly one other.
     """
     every = set(paths)
     ends: dict[Path, list[Path]] = {}

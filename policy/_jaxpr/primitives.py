@@ -16,7 +16,7 @@ from typing import NamedTuple
 # trait is a set below, in small letters, whose docstring says which primitives have it; or the
 # collective of XLA that a primitive becomes.
 _TABLE: dict[str, dict[str, str]] = {
-    # The operands are cast to compute_dtype: what matrix units run.
+    # The operands are cast to compute_dtype: operations of matrix units.
     "compute": {
         "attention": "dot_product_attention_fwd dot_product_attention_fwd_wrapper",
         "conv": "conv_general_dilated",
@@ -643,7 +643,7 @@ HLO_COLLECTIVES: dict[str, str] = {
 
 
 def category_of(name: str) -> str | None:
-    """Returns the category of a primitive, or None of one that is not known."""
+    """Returns the category of a primitive, or None if it is unknown."""
     return CATEGORY_OF.get(name)
 
 

@@ -1,6 +1,4 @@
-"""Calls of functions of trees as programs of arrays, whose results go back into what the function
-returned.
-"""
+"""Calls of functions of trees, as programs of arrays whose results are put back into the tree."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from policy._jaxpr.trace import Arguments, is_array
 
 
 class UnreturnableError(TypeError):
-    """A traced function returned an object that holds, or may hold, arrays of the trace and is no
-    pytree.
-    """
+    """Raised for a returned object that is no pytree and holds, or may hold, tracers."""
 
     def __init__(self, leaf: Any):
         self.name = type(leaf).__name__
@@ -29,14 +25,14 @@ class UnreturnableError(TypeError):
 
 @dataclasses.dataclass(frozen=True)
 class PureCall:
-    """A call, traced.
+    """A traced call.
 
     Attributes:
       jaxpr: the program.
       arrays: its operands, as they were given.
-      static: the leaves of the result that are no arrays; None elsewhere.
-      is_dynamic: which leaves of the result are arrays.
-      treedef: of the result.
+      static: the non-array leaves of the result; None in place of arrays.
+      is_dynamic: for each leaf of the result, whether it is an array.
+      treedef: the tree structure of the result.
     """
 
     jaxpr: Any
@@ -81,7 +77,7 @@ class PureCall:
         return cls(jax.make_jaxpr(flat)(*arrays), arguments.arrays, *returned)
 
     def operands(self) -> list[Any]:
-        """Returns for each result of the program the array given that it is; None where it was
+        """Returns for each result of the program the operand that it equals; None if it is
         computed.
         """
         body, _ = opened(self.jaxpr)
@@ -89,7 +85,7 @@ class PureCall:
         return [_given(atom, given) for atom in body.outvars]
 
     def returned(self, results: Sequence[Any]) -> Any:
-        """Returns the function's result with the program's results in it."""
+        """Returns the result of the function, with the results of the program as its arrays."""
         arrays = iter(results)
         leaves = zip(self.is_dynamic, self.static, strict=True)
         return jax.tree.unflatten(
@@ -98,7 +94,7 @@ class PureCall:
 
 
 def require_returnable(leaf: Any) -> None:
-    """Refuses a leaf of a result that is no array and that holds, or may hold, some of the trace.
+    """Raises if a non-array leaf of a result holds, or may hold, tracers.
 
     Raises:
       UnreturnableError: it has tracers among its attributes, or is a generator, a bound method or a

@@ -25,9 +25,9 @@ class Difference:
     """The first difference of two programs.
 
     Attributes:
-      what: the difference, in a sentence.
+      what: a sentence that describes the difference.
       path: the module path in the first program, or in the second where the first has ended.
-      sources: the lines of the user's code in both; "" where there is none.
+      sources: the lines of the user's code in both programs; "" if there is none.
     """
 
     what: str
@@ -44,10 +44,10 @@ class Difference:
 def first_difference(first: Any, second: Any) -> Difference | None:
     """Returns the first difference of two jaxprs, closed or open, or None.
 
-    They are the same program where they take arrays of the same shapes and dtypes, run the same
+    Two jaxprs are the same program if they take arrays of the same shapes and dtypes, run the same
     operations with the same parameters on the same values in the same order, and return the same
-    ones. Names, source lines and the names of jitted functions don't count; constants count by
-    their values. Of a custom derivative, the function is compared, and not the rule.
+    values. Names and source lines are ignored. Constants are compared by value. For a custom
+    derivative, the function is compared, but not its rule.
     """
     return next(_differences(first, second, {}, ()), None)
 
@@ -55,7 +55,10 @@ def first_difference(first: Any, second: Any) -> Difference | None:
 def _differences(
     first: Any, second: Any, same: dict[Any, Any], above: Path
 ) -> Iterator[Difference]:
-    """`same`: which variable of the second program each of the first is."""
+    """Yields the differences of two programs.
+
+    `same` maps variables of the first program to those of the second.
+    """
     (one, one_consts), (two, two_consts) = opened(first), opened(second)
     yield from _arguments(one, two)
     yield from _constants(one_consts, two_consts)
@@ -95,7 +98,7 @@ def _arguments(one: Any, two: Any) -> Iterator[Difference]:
 def _constants(ours: list[Any], theirs: list[Any]) -> Iterator[Difference]:
     for i, (a, b) in enumerate(
         zip(ours, theirs, strict=True)
-    ):  # as many: they are among the arguments
+    ):  # the same number, as they are among the arguments
         if not _equal(a, b):
             yield Difference(
                 f"They close over different constants: the values of number {i} are not the same."
@@ -103,7 +106,7 @@ def _constants(ours: list[Any], theirs: list[Any]) -> Iterator[Difference]:
 
 
 def _at(found: Iterator[Any], i: int, a: Any, b: Any, above: Path) -> Iterator[Difference]:
-    """Returns a difference found in a pair of equations, with its place."""
+    """Yields the differences found in a pair of equations, with their place."""
     for what in found:
         if isinstance(what, Difference):  # of the programs inside of them
             yield (
@@ -122,9 +125,15 @@ def _equation(a: Any, b: Any, same: dict[Any, Any], above: Path) -> Iterator[Any
         if _aval(x.aval) != _aval(y.aval):
             yield f"of {a.primitive.name} has different operands: {_text(a)} and {_text(b)}"
         if not _is_same(x, y, same):
-            yield f"of {a.primitive.name} takes other values as operand {i}: {_atom(x)} and {_atom(y)}"
+            yield (
+                f"of {a.primitive.name} takes other values as operand {i}: "
+                f"{_atom(x)} and {_atom(y)}"
+            )
     if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
-        yield f"of {a.primitive.name} has {len(a.invars)} and {len(b.invars)} operands, or other results"
+        yield (
+            f"of {a.primitive.name} has {len(a.invars)} and {len(b.invars)} operands, "
+            "or other results"
+        )
     for name in sorted({*a.params, *b.params} - _NAMES):
         yield from _parameter(
             a.primitive.name, name, a.params.get(name), b.params.get(name), _path_of(a, above)

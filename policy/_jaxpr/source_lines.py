@@ -1,6 +1,4 @@
-"""The lines of users' code that equations come from: what reports name, rather than a line of a
-library below it.
-"""
+"""Lines of users' code that equations come from, which reports name in place of library code."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from policy._jaxpr.paths import Path, spelled
 
 _POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-# What traces a call for an inspection tool: whoever called the tool did not write what it looks at.
+# Files that trace a call for an inspection tool: its caller is not the author of the code.
 _TOOLS = tuple(
     os.path.join(_POLICY, name) for name in ("inspection" + os.sep, "tracing.py", "testing.py")
 )
@@ -27,23 +25,27 @@ _BASES = frozenset(
 
 
 def source_of(equation: Any) -> str:
-    """The line of the user's code that an equation comes from, as ``model.py:12 (Net.__call__)``;
-    "" where none is.
+    """Returns the line of the user's code that an equation comes from; "" if there is none.
 
-    It is the innermost line that is not of JAX, Flax, Optax, this library or Python's own modules.
+    It reads ``model.py:12 (Net.__call__)``, and is the innermost line outside of JAX, Flax, Optax,
+    this library and Python's own modules.
     """
     for code, instruction in _frames(equation):
         owner = _owner(code.co_filename)
         if owner == "tool":
             return ""
         if owner == "user":
-            return f"{os.path.basename(code.co_filename)}:{_line(code, instruction)} ({_shortened(code.co_qualname)})"
+            return (
+                f"{os.path.basename(code.co_filename)}:{_line(code, instruction)} "
+                f"({_shortened(code.co_qualname)})"
+            )
     return ""
 
 
 def layer_of(equation: Any, path: Path) -> str:
-    """The module that an equation is part of, as ``encoder/out (Dense)``, for one that no line of a
-    user's called.
+    """Returns the module of an equation that no line of the user's code called.
+
+    It reads ``encoder/out (Dense)``.
     """
     where = spelled(path)
     for code, _ in _frames(equation):
@@ -57,12 +59,12 @@ def layer_of(equation: Any, path: Path) -> str:
 
 
 def is_users_file(file: str) -> bool:
-    """Returns whether a file is of none of the libraries below a user's code."""
+    """Returns whether a file is user code, in none of the libraries below it."""
     return _owner(file) == "user"
 
 
 def _frames(equation: Any) -> Iterator[tuple[Any, int]]:
-    """The code objects and places in them that an equation was traced in, from the innermost out."""
+    """Yields the code objects in which an equation was traced, with the place, innermost first."""
     traceback = getattr(equation.source_info, "traceback", None)
     return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
 
@@ -78,8 +80,9 @@ def _line(code: Any, instruction: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _shortened(name: str) -> str:
-    """A function's own name, with its class where it is a method; of a lambda, the function that it
-    is in.
+    """Returns the own name of a function, with the class of a method.
+
+    For a lambda, it is that of the enclosing function.
     """
     names = [part for part in name.split(".") if not part.startswith("<")]
     is_method = len(names) > 1 and names[-2][:1].isupper()
@@ -100,7 +103,7 @@ def _owner(file: str) -> Literal["user", "library", "tool"]:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    """The folders of the libraries that are installed, none of which is imported for this."""
+    """Returns the folders of the installed libraries, without importing them."""
     specs = filter(None, map(importlib.util.find_spec, _LIBRARIES))
     return tuple(
         os.path.abspath(folder) + os.sep

@@ -1,4 +1,4 @@
-"""Any call as a program of arrays: what autocast rewrites, and what the inspection tools read."""
+"""Any call as a program of arrays, which autocast rewrites and the inspection tools read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from policy._jaxpr.module_names import make_jaxpr, note_keys
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A call whose function holds arrays, or changes state in place, as a call of a pure one.
+    """A call of a function that holds arrays or changes state, as a call of a pure function.
 
     Attributes:
-      key: tells pure functions of one function apart; hashable.
-      pure: the pure function, whose first argument are parameters.
-      args, kwargs: what it is called with.
-      finish: puts the state that it returned in place, and gives what the call returns.
-      result: what the call returns, out of what the pure function returned.
+      key: distinguishes the pure functions of one function; hashable.
+      pure: the pure function, whose first argument is the parameters.
+      args, kwargs: the arguments of the pure function.
+      finish: stores the returned state, and returns the result of the call.
+      result: extracts the result of the call from that of the pure function.
     """
 
     key: Any
@@ -32,13 +32,13 @@ class Lowered:
     result: Callable[[Any], Any] = lambda out: out
 
 
-# How libraries whose modules hold state hand it in and out: each gives None where a call is none of
-# its business.
+# Functions of libraries whose modules hold state, which pass it in and out. Each returns None for
+# calls that do not concern it.
 LOWERINGS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Lowered | None]] = []
 
 
 def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
-    """The call as one of a function of its arguments alone; None where it is that already."""
+    """Returns the call of a pure function of its arguments; None if the call is one already."""
     for lower in LOWERINGS:
         call = lower(fn, args, kwargs)
         if call is not None:
@@ -48,8 +48,9 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
 
 
 def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:
-    """The tree of arrays that a function is, or is a method of, which are arguments too; None where
-    there is none.
+    """Returns the tree of arrays that a function is or is a method of, and a function of it.
+
+    The tree is None if there is none.
     """
     owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
     for holder, pure in (
@@ -68,12 +69,12 @@ def is_array(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call, apart: the arrays, and the rest, which a program holds fixed.
+    """The arguments of a call: arrays, and static leaves, which are fixed in a program.
 
     Attributes:
-      arrays: the leaves that are arrays, or the shapes of some.
+      arrays: the leaves that are arrays or shapes of arrays.
       treedef: of ``(args, kwargs)``.
-      is_array: which of its leaves are arrays.
+      is_array: for each leaf, whether it is an array.
       static: the other leaves.
     """
 
@@ -94,7 +95,7 @@ class Arguments:
         return cls(arrays, treedef, dynamic, static)
 
     def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other arrays in them."""
+        """Returns the arguments with other arrays in them."""
         dynamic, fixed = iter(arrays), iter(self.static)
         return jax.tree.unflatten(
             self.treedef, [next(dynamic) if i else next(fixed) for i in self.is_array]
@@ -102,14 +103,17 @@ class Arguments:
 
     @property
     def key(self) -> Any:
-        """A key for programs of one function, beside the shapes of the arrays; may have no hash."""
+        """A key for the programs of one function, besides the shapes of the arrays.
+
+        It may not be hashable.
+        """
         exact = tuple(
             leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static
         )  # -0.0 is not 0.0
         return self.treedef, self.is_array, exact, tuple(map(type, self.static))
 
     def names(self) -> list[str]:
-        """The path of each array in the call: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
+        """Returns the path of each array: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
         paths = jax.tree_util.tree_flatten_with_path(
             jax.tree.unflatten(self.treedef, list(self.is_array))
         )[0]
@@ -123,14 +127,14 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A call, as a program of its arrays.
+    """A call as a program of its arrays.
 
     Attributes:
       jaxpr: the closed jaxpr.
-      shape: what the call returns, as `jax.ShapeDtypeStruct`.
-      arguments: what it was called with.
-      called: the function that was called; None where the call was lowered, to one with arguments
-        of its own.
+      shape: the result of the call, as a tree of `jax.ShapeDtypeStruct`.
+      arguments: the arguments of the call.
+      called: the function that was called; None if the call was lowered to a function with other
+        arguments.
     """
 
     jaxpr: Any
@@ -140,8 +144,9 @@ class Traced:
 
 
 def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
-    """Traces a call of any function, bound method or module. Nothing runs; shapes will do for
-    arrays.
+    """Traces a call of any function, bound method or module.
+
+    Nothing runs; shapes are accepted in place of arrays.
     """
     return traced_around(fn, args, kwargs, lambda pure, _: pure)
 
@@ -152,8 +157,12 @@ def traced_around(
     kwargs: dict[str, Any],
     around: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> Traced:
-    """Traces what `around` makes of a call's function of arrays, and of whether it was lowered; see
-    `trace`.
+    """Traces the function that `around` returns for a call; see `trace`.
+
+    Args:
+      fn: the function to call.
+      args, kwargs: its arguments.
+      around: wraps the function of the call; the second argument tells whether it was lowered.
     """
     call = lowered(fn, args, kwargs)
     if call is not None:

@@ -36,13 +36,13 @@ def dtype_of(atom: Any) -> Any:
 
 
 def widen(array: Any) -> Any:
-    """An array in float32, if it is half."""
+    """Returns an array in float32 if it is half; any other as it is."""
     dtype = getattr(array, "dtype", None)
     return lax.convert_element_type(array, F32) if dtype is not None and is_half(dtype) else array
 
 
 def narrowed(array: Any, dtype: Any) -> Any:
-    """An array in the half dtype that its variable was traced with."""
+    """Returns an array in the half dtype that its variable was traced with."""
     if dtype is None or not is_half(dtype) or array.dtype == dtype:
         return array
     return lax.convert_element_type(array, dtype)
@@ -93,7 +93,7 @@ def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """On operands rounded to the dtypes that it was traced with."""
+    """Evaluates an equation on operands rounded to the dtypes that it was traced with."""
     operands = [
         narrowed(array, dtype_of(atom)) for atom, array in zip(equation.invars, arrays, strict=True)
     ]
@@ -101,16 +101,13 @@ def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _keeps(equation: Any) -> bool:
-    """Returns whether a `reduce_precision` keeps every number of its operand's dtype.
-
-    Such a one rounds nothing.
-    """
+    """Returns whether a `reduce_precision` rounds nothing: its operand has no more bits."""
     info, params = jnp.finfo(dtype_of(equation.invars[0])), equation.params
     return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
 
 
 def _highest(equation: Any) -> Any:
-    """Full float32: by default GPUs and TPUs multiply float32 in fewer bits."""
+    """Returns the precision of full float32, as GPUs and TPUs multiply in fewer bits by default."""
     is_float = any(jnp.issubdtype(dtype, jnp.floating) for dtype in map(dtype_of, equation.invars))
     precision = equation.params.get("precision")
     if not is_float:
@@ -124,7 +121,7 @@ def _highest(equation: Any) -> Any:
 
 
 def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
-    """A parameter with float32 for every half dtype in it, those of programs included."""
+    """Returns a parameter with float32 for every half dtype in it, also in programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return wide_dtype(np.dtype(value))
     if is_jaxpr(value):
@@ -138,7 +135,7 @@ def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
 
 
 def wide_program(program: Any) -> Any:
-    """A jaxpr with every half float widened, open or closed as it was."""
+    """Returns a jaxpr with every half float widened, open or closed as it was."""
     body, consts = opened(program)
     if not any(is_half(dtype) for dtype in dtypes_of(body)):
         return program

@@ -125,7 +125,10 @@ def site_of(equation: Any, around: Site | None) -> Site:
 
 
 def _once(stack: str) -> str:
-    """Returns once a name stack that JAX wrote twice: of a checkpoint in a scan's backward pass."""
+    """Returns a name stack without the repetition that JAX writes in a scan's backward pass.
+
+    It repeats the stack of a checkpoint.
+    """
     names = stack.split("/")
     half = len(names) // 2
     return "/".join(names[:half]) if half and names[:half] == names[half:] else stack

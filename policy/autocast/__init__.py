@@ -1,1 +1,1 @@
-"""Mixed precision for functions as they are: `autocast`."""
+"""Automatic mixed precision for unmodified functions: `autocast`."""

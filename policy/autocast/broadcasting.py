@@ -1,5 +1,6 @@
-"""Half activations that are broadcast: their cotangents are summed in float32 and rounded once, as
-parameters' are.
+"""Broadcasting of half-precision activations.
+
+Their cotangents are summed in float32 and rounded once, as those of parameters are.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from policy._jaxpr import broadcasting as repeats
 from policy._jaxpr.primitives import BROADCASTS
 from policy.autocast.values import F32, Value, as_dtype
 
-# They repeat the numbers of their operand: the transpose sums over the copies.
+# Primitives that repeat elements of their operand: the transpose sums over the copies.
 REPEATS = BROADCASTS | {"tile"}
 
 
 def is_repeated(value: Value, shape: tuple[Any, ...] | None, half: Any) -> bool:
-    """Returns whether an elementwise operation in `half` repeats the numbers of a half activation
-    along axes.
-    """
+    """Returns whether an elementwise operation in `half` broadcasts a half-precision activation."""
     if shape is None or value.dtype != half or half == F32 or value.constant is not None:
         return False
     return bool(value.array.ndim) and value.array.shape != shape
 
 
 def product(equation: Any, values: list[Value], arrays: list[Any], dtype: Any) -> list[Value]:
-    """The product or quotient of two half values of which at least one is repeated; `arrays` holds
-    the others.
+    """Returns the product or quotient of half values, of which at least one is broadcast.
+
+    Args:
+      equation: a `mul` or a `div`.
+      values: its operands.
+      arrays: the operands as arrays, read for those that are not broadcast.
+      dtype: the half dtype to compute in.
     """
     shape = equation.outvars[0].aval.shape
     a, b = (

@@ -19,7 +19,7 @@ from policy.autocast.values import Value
 
 
 def _jit(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-    """Inlines a jit, unless it says where its arrays lie, or what becomes of them."""
+    """Inlines a jit, unless it has shardings, donated operands or compiler options."""
     if not control_flow.has_options(equation):
         return control_flow.call(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
@@ -54,13 +54,13 @@ def _carrying_as_traced(equation: Any, values: Sequence[Value], carry: slice) ->
 def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
     if control_flow.is_for_platforms(
         equation
-    ):  # the results of the platforms' branches must be alike
+    ):  # the branches of all platforms must return the same dtypes
         return _platforms(evaluator.inside(equation), equation, as_traced(equation.invars, values))
     return control_flow.cond(evaluator, equation, values)
 
 
 def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Value]:
-    """The same primitive, as only it knows which platforms its branches are for."""
+    """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
     operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
     if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
         return [Value(output) for output in bind(equation, arrays)]

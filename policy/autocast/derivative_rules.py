@@ -1,4 +1,4 @@
-"""Functions with a derivative rule of their own: rebuilt, the function and its rules rewritten."""
+"""Rebuilds functions with custom derivative rules: the function and its rules are rewritten."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
 
 
 def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-    """Rebuilds a function with custom_vjp rules; leaves it as traced where that fails."""
+    """Rebuilds a function with custom_vjp rules, or leaves it as traced if that fails."""
     values = evaluator.saved(equation, values)
     try:
         return _rebuilt_vjp(evaluator, equation, values)
@@ -80,7 +80,7 @@ def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
         raise
     except (
         Exception
-    ):  # whatever the author's rules say to abstract values: then they run as they were written
+    ):  # the author's rules may raise anything on abstract values: then they run as written
         if evaluator.report is not None:
             evaluator.report.note(
                 evaluator.path, "custom_vjp_call", opaque_kind(equation), evaluator.flat(values)
@@ -89,10 +89,10 @@ def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
 
 
 def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
-    """Rebuilds the rules only where something is differentiated: a rule may call its function."""
+    """Rebuilds the rules only if the function is differentiated, as a rule may call it."""
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
-    closed_over = equation.params.get("num_consts", 0)  # the rules know nothing of these
+    closed_over = equation.params.get("num_consts", 0)  # the rules do not take these
     floats = [i for i in _floats(arrays) if i >= closed_over]
     body = Body.of(inside, subprogram(equation, "call"), values)
     backward: list[Any] = []
@@ -131,7 +131,7 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
             raise
         except (
             Exception
-        ):  # whatever the author's rules say to abstract values: then they run as they were written
+        ):  # the author's rules may raise anything on abstract values: then they run as written
             if evaluator.report is not None:
                 evaluator.report.note(
                     evaluator.path, "custom_vjp_call", opaque_kind(equation), given

@@ -1,4 +1,4 @@
-"""Evaluates a traced program again, with casts put in."""
+"""Evaluates a traced program with casts inserted."""
 
 from __future__ import annotations
 
@@ -53,18 +53,17 @@ class Evaluator(Interpreter[Value]):
     """Runs the equations of a jaxpr on values that are half where the trace has float32.
 
     Attributes:
-      settings: what was asked for.
-      places: which dtype that means at each module path.
+      settings: the arguments of the autocast.
+      places: the dtypes at each module path.
       path: the module path of the equation whose body is being run.
-      report: where to note what was done, or None.
-      held: the regions of the programs that the equation around holds, by identity; None at the
-        top. What is run beside those are rules for derivatives, whose regions are looked for when
-        they are run.
-      is_whole: whether the equation around belongs to a normalisation with all that it holds.
+      report: the report to note casts in, or None.
+      held: the regions of the programs of the enclosing equation, by identity; None at the top. Any
+        other program is a derivative rule, whose regions are found when it is run.
+      is_whole: whether all of the enclosing equation belongs to a normalisation.
       regions: the normalisations of the program that is being run.
       readers: the primitives that read each of its variables; "" stands for the program's caller.
-      widened: the operands that a softmax's ``x - max(x)`` reads in float32: its maximum is of the
-        same numbers.
+      widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
+        one of the same numbers.
       handlers: the functions that rebuild equations that hold programs, by primitive.
     """
 
@@ -109,11 +108,11 @@ class Evaluator(Interpreter[Value]):
     def merge(
         self, equation: Any, values: Sequence[Value], branches: Sequence[Traced[Value]] = ()
     ) -> Sequence[Value | None]:
-        """Returns the dtypes that the outputs of a loop, of branches, or of a jit with shardings
-        settle on.
+        """Returns the dtypes of the outputs of a loop, of branches, or of a jit with shardings.
 
-        They keep their traced dtypes, but for scanned layers, whose carry is half where a rule has
-        a half output_dtype, and for what every branch of a conditional makes half.
+        They are the traced dtypes, with two exceptions. Scanned layers carry half precision if a
+        rule gives them a half output_dtype, and a conditional returns half precision if every
+        branch does.
         """
         name = equation.primitive.name
         if name == "scan":
@@ -142,7 +141,7 @@ class Evaluator(Interpreter[Value]):
         return inner
 
     def held_by(self, equation: Any) -> dict[int, Regions]:
-        """The regions of the programs that an equation holds, by the identity of each."""
+        """Returns the regions of the programs of an equation, by identity."""
         known = self.regions.within(equation)
         return {id(program): known.get(id(program), NOWHERE) for program in programs_of(equation)}
 
@@ -150,7 +149,7 @@ class Evaluator(Interpreter[Value]):
         return self.is_whole or (bool(held) and all(regions.is_whole for regions in held.values()))
 
     def place_of(self, equation: Any) -> Place:
-        """The dtypes of an equation: by its path, and by whether it belongs to a normalisation."""
+        """Returns the dtypes of an equation, by its path and its part in a normalisation."""
         place = self.places[self.path_of(equation)]
         region: Literal["applies", "measures"] | None = None
         if id(equation) in self.regions.applies:
@@ -160,7 +159,7 @@ class Evaluator(Interpreter[Value]):
         return place.within(region)
 
     def saved(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """Returns operands saved for a derivative: half, where the body would narrow them."""
+        """Returns operands to save as residuals: half precision if the body would narrow them."""
         place = self.place_of(equation)
         return (
             list(values)
@@ -196,11 +195,11 @@ class Evaluator(Interpreter[Value]):
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)
 
     def _category(self, equation: Any) -> str:
-        """Returns the category of an equation; a sum or difference that only float32 operations
-        read runs in float32.
+        """Returns the category of an equation.
 
-        Such is a softmax's ``x - max(x)``: rounded to half, it would be off by as much as `x`
-        itself. It has no residual, so that float32 costs no memory there.
+        A sum or difference that only float32 operations read runs in float32, such as a softmax's
+        ``x - max(x)``: rounded to half, it would be off by as much as `x` itself. It has no
+        residual, so float32 costs no memory there.
         """
         name = equation.primitive.name
         category = self.settings.category(name)
@@ -210,8 +209,8 @@ class Evaluator(Interpreter[Value]):
         reads_wide = {
             reader for reader in names if reader and self.settings.category(reader) == "fp32"
         }
-        # The second is a log_softmax, whose difference of the shifted logits is in float32 as its
-        # logarithm is.
+        # The second set is that of log_softmax: the difference of its shifted logits is in float32,
+        # like its logarithm.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
 
     def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
@@ -258,7 +257,7 @@ class Evaluator(Interpreter[Value]):
         return outputs
 
     def _narrowed(self, value: Value, category: str, place: Place) -> Value:
-        """Casts a normalisation's result for readers in other modules."""
+        """Casts the result of a normalisation for readers in other modules."""
         if not value.narrows or category == "fp32" or place.compute == F32:
             return value
         if value.narrowed is None or value.narrowed.dtype != place.compute:
@@ -281,8 +280,10 @@ class Evaluator(Interpreter[Value]):
     def _accumulated(
         self, equation: Any, values: list[Value], place: Place
     ) -> tuple[str, list[Value]]:
-        """The sum of two cotangents: in float32 as long as more are added, and half where an
-        operation reads it.
+        """Returns the sum of two cotangents in float32.
+
+        Further sums read it in float32. Other operations read it narrowed, if both operands are
+        half precision or may be narrowed themselves.
         """
         is_half = place.region == "applies" or all(
             value.narrows or value.dtype == place.compute != F32 for value in values
@@ -301,8 +302,8 @@ class Evaluator(Interpreter[Value]):
                 Value(cast(output, place.compute)) for output in looked_up
             ]
         if equation.primitive.name == "gather" and values[0].dtype == place.compute != F32:
-            # Of the widened operand, so that its cotangents are added up in float32, those of other
-            # readers included.
+            # The operand is widened, so that its cotangents are summed in float32, including those
+            # of its other readers.
             looked_up = bind(
                 equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
             )
@@ -360,21 +361,20 @@ class Evaluator(Interpreter[Value]):
 
 
 def _extent(equation: Any) -> tuple[Any, ...] | None:
-    """Returns the shape of an equation's result, or None where it has as many numbers as the
-    operand.
-    """
+    """Returns the shape of a result; None if it has as many elements as the operand."""
     operand, result = equation.invars[0].aval, equation.outvars[0].aval
     return None if operand.size == result.size else result.shape
 
 
 def traced_kind(variable: Any) -> Value:
-    """Returns a value like a variable as it was traced."""
+    """Returns a value of the dtype that a variable was traced with."""
     return Value(variable.aval)
 
 
 def _merged(variable: Any, outputs: Sequence[Value]) -> Value:
-    """Returns a value like an output of a conditional: half where every branch makes it half, else
-    as traced.
+    """Returns a value like an output of a conditional.
+
+    It is half precision if every branch returns half precision, otherwise as traced.
     """
     dtype, found = float_dtype(variable.aval), {output.dtype for output in outputs}
     narrows = any(output.narrows for output in outputs)
@@ -393,8 +393,9 @@ def _only_float(values: Sequence[Value]) -> Value:
 
 
 def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
-    """A value in `dtype`; broadcast first, so that the gradient of what it was is summed in
-    float32.
+    """Returns the array of a value in `dtype`.
+
+    It is broadcast before the cast, so that its cotangent is summed in float32.
     """
     array = value.array
     if (
@@ -413,7 +414,7 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
 
 
 def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
-    """Arrays in the dtypes that they were traced with."""
+    """Returns the arrays of values in the dtypes that they were traced with."""
     return [
         as_dtype(value, dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
         for atom, value in zip(atoms, values, strict=True)
@@ -425,9 +426,7 @@ def _as_traced(equation: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def _is_complex(equation: Any) -> bool:
-    """Returns whether an operand or a result is complex, as in a matmul of a real number with a
-    complex one.
-    """
+    """Returns whether an operand or a result is complex; matmuls may mix real and complex ones."""
     return any(
         jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.complexfloating)
         for v in (*equation.invars, *equation.outvars)
@@ -435,9 +434,10 @@ def _is_complex(equation: Any) -> bool:
 
 
 def _of_layer(equation: Any, values: Sequence[Value]) -> list[Value]:
-    """An equation of a layer that obeys a policy itself, as it was traced.
+    """Evaluates an equation of a layer that obeys a policy itself, in its traced dtypes.
 
-    Its casts at either end are none where the code around it computes in the layer's dtype already.
+    The casts at its boundary are dropped if the code around it already computes in the layer's
+    dtype.
     """
     if equation.primitive.name == "convert_element_type":
         target = np.dtype(equation.params["new_dtype"])
@@ -450,7 +450,7 @@ def _of_layer(equation: Any, values: Sequence[Value]) -> list[Value]:
 def _bound_or_traced(equation: Any, values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
     try:
         return [Value(output) for output in bind(equation, arrays)]
-    except (TypeError, NotImplementedError):  # it takes no half precision
+    except (TypeError, NotImplementedError):  # the primitive takes no half precision
         return _as_traced(equation, values)
 
 
@@ -461,7 +461,7 @@ def _kind_of_opaque(equation: Any, traced: set[Any], category: str) -> str:
 
 
 def opaque_kind(equation: Any) -> str:
-    """Returns a report's word for an equation that is left as it was traced."""
+    """Returns the word of reports for an equation that is left as it was traced."""
     return OPAQUE_MATMUL if any(map(_has_matmul, programs_of(equation))) else "opaque"
 
 
@@ -470,26 +470,28 @@ def _has_matmul(program: Any) -> bool:
 
 
 def _holds_program(equation: Any) -> bool:
-    """Returns whether a parameter is a program, as in the scatter of `x.at[i].apply`: of fixed
-    dtypes.
+    """Returns whether an equation holds a program, whose dtypes are fixed.
+
+    One is the scatter of `x.at[i].apply`.
     """
     return any(True for _ in programs_of(equation))
 
 
 def _follows(equation: Any, place: Place) -> bool:
-    """Returns whether half precision can bear a power: x**3 in gelu is two products, x**2 is a
-    variance's.
+    """Returns whether a power can run in half precision.
+
+    x**3, as in gelu, is two products. x**2 may be part of a variance.
     """
     power = equation.params.get("y") if equation.primitive.name == "integer_pow" else None
     return power is not None and power > 2 and has_range_of_float32(place.compute)
 
 
 def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str, list[Value]]:
-    """A matmul or convolution with its operands in compute_dtype, and its result too."""
+    """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
     params, dtype = dict(equation.params), place.compute
     precision = params.get("precision")
     is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
-    if is_algorithm:  # it names the dtypes of its operands
+    if is_algorithm:  # the algorithm names the dtypes of its operands
         return "author's algorithm", _as_traced(equation, values)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
@@ -500,7 +502,7 @@ def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str
 
 
 def _converted(equation: Any, value: Value) -> Value:
-    """The author's own cast."""
+    """Evaluates the author's own cast."""
     source, target = float_dtype(equation.invars[0].aval), np.dtype(equation.params["new_dtype"])
     if source == target == F32:
         return value

@@ -19,7 +19,7 @@ _COMPUTE = f"{REGION}computes_in_"
 
 
 def is_mark(name: str) -> bool:
-    """Returns whether a name on the stack is one of these marks, and no module's."""
+    """Returns whether a name on the stack is one of these marks, not that of a module."""
     return name.startswith(REGION)
 
 
@@ -34,7 +34,7 @@ def computes_in(dtype: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def compute_dtype(path: Path) -> np.dtype | None:
-    """Returns the dtype that the innermost mark in a path names; None where there is none."""
+    """Returns the dtype that the innermost mark of a path names, or None."""
     for name in reversed(path):
         if name.startswith(_COMPUTE):
             return np.dtype(jnp.dtype(name.removeprefix(_COMPUTE)))

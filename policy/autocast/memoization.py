@@ -1,4 +1,4 @@
-"""Equations that are alike are rewritten once: layers that share a trace share its rewriting."""
+"""Rewrites equal equations once, such as those of layers that share a trace."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Shared:
     """The rewritten program of an equation.
 
     Attributes:
-      equation: the first of those that are alike; its parameters, whose identities are part of the
-        key, live as long.
-      call: the program, as a function of arrays.
-      known: the facts about each output, once it was traced.
+      equation: the first of the equal equations. It keeps its parameters alive, whose identities
+        are part of the key.
+      call: the program as a function of arrays.
+      known: the outputs without their arrays, set by the trace.
     """
 
     equation: Any
@@ -33,11 +33,11 @@ class _Shared:
 
 
 def once_for_all_alike(handler: Handler) -> Handler:
-    """Returns a handler that is traced and differentiated once for all equations that are alike.
+    """Returns a handler that traces and differentiates equal equations once.
 
-    Such are the normalisations of a model: their equations hold the very same program. The handler
-    gets its operands as `Evaluator.saved` narrows them; its results are new, and refer to none of
-    them.
+    The normalisations of a model are an example: their equations hold the same program. The handler
+    gets its operands as `Evaluator.saved` returns them, and must return new values that do not
+    refer to these.
     """
 
     @functools.wraps(handler)
@@ -65,7 +65,7 @@ def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequen
         values = [_with_array(array, known) for array, known in zip(arrays, inputs, strict=True)]
         with (
             source_info_util.reset_name_stack()
-        ):  # the first equation's names are not those of the others
+        ):  # the names around the first equation do not apply to the others
             outputs = handler(evaluator, found.equation, values)
         found.known = [_without_array(output) for output in outputs]
         return [output.array for output in outputs]
@@ -75,10 +75,10 @@ def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequen
 
 
 def _key(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> Hashable:
-    """Equal where the same rewritten program will do.
+    """Returns a key that is equal for equations with the same rewritten program.
 
-    Without rules an equation's place decides for those inside of it, whose names are the same
-    wherever it stands, but for those that start again at the root.
+    Without rules, the place of an equation decides for the equations inside it. Their relative
+    names do not depend on it, except for names that start again at the root.
     """
     path = evaluator.path_of(equation)
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())

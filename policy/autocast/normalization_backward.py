@@ -1,6 +1,4 @@
-"""The derivatives of normalisations, where the program holds its own backward pass:
-``autocast(jax.grad(f))``.
-"""
+"""Backward passes of normalisations in programs that hold them, as ``autocast(jax.grad(f))``."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from policy._jaxpr.frames import MOVES, Data, FrameOperation
 from policy._jaxpr.primitives import BROADCASTS, ELEMENTWISE, SCALINGS
 
 _SUMS = frozenset(("reduce_sum",))
-# Of one operand, or with parameters and numbers for the other.
+# Linear operations: with one operand, or with parameters and numbers as the other.
 _LINEAR = SCALINGS | {"add_any"}
 _FOLLOWED = MOVES | ELEMENTWISE | _SUMS
 
@@ -23,8 +21,8 @@ def backward_of(
     """Adds the backward passes of normalisations to their operations.
 
     These are the products of cotangents with statistics and with the centred input, the sums of
-    those, and what goes back to the input's shape: they run in float32 and hand on half, as the
-    forward pass does. Cotangents of activations around them are ordinary.
+    those products, and their broadcasts to the shape of the input. They run in float32 and return
+    half precision, as the forward pass does. Cotangents of other activations are not affected.
     """
     cotangents = _Cotangents(_inside(measures, applies))
     for operation in operations:
@@ -35,7 +33,7 @@ def backward_of(
         if not is_backward and cotangents.inside.issuperset(floats):
             cotangents.inside.add(
                 operation.outputs[0]
-            )  # a residual, of a square for one; or it enters a program
+            )  # a residual, such as that of a square, or an operand of an inner program
         elif is_backward and operation not in measures and operation not in applies:
             region = cotangents.region_of(operation, floats)
             if region is not None:
@@ -43,7 +41,7 @@ def backward_of(
 
 
 def _inside(measures: set[FrameOperation], applies: set[FrameOperation]) -> set[Data]:
-    """Returns statistics, and the values that only normalisations read."""
+    """Returns the statistics, and the values that only normalisations read."""
     marked = measures | applies
     inside = {data for operation in measures for data in operation.outputs if data.is_float}
     for operation in applies:
@@ -59,10 +57,10 @@ class _Cotangents:
     """The cotangents in the backward passes of normalisations.
 
     Attributes:
-      inside: values of the forward pass that only normalisations read, not cotangents.
+      inside: values of the forward pass that only normalisations read.
       products: cotangents as large as the input.
-      sums: those of statistics and of parameters.
-      spread: those of statistics, broadcast to the shape of the input.
+      sums: cotangents of statistics and of parameters.
+      spread: cotangents of statistics, broadcast to the shape of the input.
     """
 
     def __init__(self, inside: set[Data]):
@@ -72,9 +70,7 @@ class _Cotangents:
         self.spread: set[Data] = set()
 
     def region_of(self, operation: FrameOperation, floats: Sequence[Data]) -> str | None:
-        """Returns the region that an operation of the backward pass belongs to, or None; notes what
-        it returns.
-        """
+        """Returns the region of an operation of the backward pass, or None; records its output."""
         kind = self._kind_of(operation, floats)
         if kind is None:
             return None
@@ -93,8 +89,10 @@ class _Cotangents:
         return self.products if is_product or is_linear else None
 
     def _of_sums(self, floats: Sequence[Data]) -> set[Data] | None:
-        """Returns `sums` where all operands are cotangents of statistics, or statistics that those
-        are scaled by.
+        """Returns `sums` if the operation is arithmetic on cotangents of statistics, otherwise
+        None.
+
+        The other operands are values that only normalisations read.
         """
         has_sum = not self.sums.isdisjoint(floats)
         return (

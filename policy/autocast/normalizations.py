@@ -1,16 +1,15 @@
-"""Finds the normalisations of a program by what they compute; no name of a module or scope plays a
-part.
+"""Finds the normalisations of a program by their arithmetic, not by names of modules or scopes.
 
 A normalisation divides x, or x minus its mean, by a root of the second moment of x over some axes,
-or of a variance that is stored, and may scale and shift the quotient by parameters:
+or of a stored variance, and may scale and shift the quotient by parameters:
 
     (x - mean(x)) * rsqrt(var(x) + epsilon) * scale + bias
 
-The second moment is a mean of squares, in one pass or two, with a mask or over devices, in any
-program inside of the program. A sum of squares in the place of the mean, or one over all axes,
-counts where a parameter scales or shifts the quotient: without one it is a norm, or a standardised
-batch of data. Arguments that are divided so, and are neither scaled nor read by a matmul, are
-standardised data too: a loss' targets, say.
+The second moment is a mean of squares, in one pass or two, with a mask or over devices, at any
+depth of nested programs. A sum of squares in place of the mean, or a mean over all axes, counts
+only if a parameter scales or shifts the quotient: without one it is a norm, or standardises a batch
+of data. Quotients of the program's arguments that are neither scaled nor read by a matmul are
+standardised data too, such as the targets of a loss.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _ROOTS = SQUARE_ROOTS | {"pow"}
 class Regions:
     """The equations of one program that belong to normalisations.
 
-    Equal and hashed by content, so that programs whose normalisations are alike can share what is
-    made of them.
+    Equal and hashed by content, so that programs with the same normalisations can share their
+    rewriting.
 
     Attributes:
       measures: the identities of equations of statistics, which run in float32.
-      applies: those of equations whose results are as large as x: they run in float32 and hand on
-        half.
-      programs: the regions of the programs that equations hold, by the identities of both.
-      is_whole: whether every equation here belongs to one.
+      applies: the identities of equations whose results are as large as x. They run in float32
+        and return half precision.
+      programs: the regions of nested programs, by the identities of the equation and the program.
+      is_whole: whether every equation of the program belongs to a normalisation.
     """
 
     measures: frozenset[int] = frozenset()
@@ -60,7 +59,7 @@ class Regions:
         return hash((self.measures, self.applies, self.is_whole, frozenset(self.programs.items())))
 
     def within(self, equation: Any) -> dict[int, Regions]:
-        """Returns the regions of the programs that an equation holds, by the identity of each."""
+        """Returns the regions of the programs of an equation, by identity."""
         return {
             program: found
             for (holder, program), found in self.programs.items()
@@ -72,12 +71,12 @@ NOWHERE = Regions()
 
 
 def normalizations(jaxpr: Any, is_param: Sequence[bool]) -> Regions:
-    """Returns where the normalisations of a program are.
+    """Returns the normalisations of a program.
 
     Args:
       jaxpr: an open jaxpr.
-      is_param: whether each of its arguments is a parameter. What is made of parameters alone is
-        never normalised.
+      is_param: whether each of its arguments is a parameter. Values computed from parameters alone
+        are never normalised.
     """
     if not holds(jaxpr, _ROOTS):
         return NOWHERE
@@ -113,7 +112,7 @@ def _regions(frame: Frame, found: _Found) -> Regions:
 
 
 def _look_at(root: FrameOperation, found: _Found) -> None:
-    """Adds the normalisations that divide by a root, if there are any."""
+    """Adds the normalisations that divide by a root, if any."""
     is_inverse = _is_inverse(root)
     if is_inverse is None:
         return
@@ -150,8 +149,9 @@ def _look_at(root: FrameOperation, found: _Found) -> None:
 
 
 def _is_inverse(root: FrameOperation) -> bool | None:
-    """Returns whether an operation is one divided by a square root, or a square root; None for
-    neither.
+    """Returns True for an inverse square root and False for a square root.
+
+    Returns None for other operations.
     """
     if root.name != "pow":
         return root.name == "rsqrt"
@@ -167,8 +167,9 @@ def _is_inverse(root: FrameOperation) -> bool | None:
 def _is_centred(
     numerator: Chain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]
 ) -> bool:
-    """Returns whether a stored mean is subtracted: before the division, or after it, divided by the
-    root itself.
+    """Returns whether a stored mean is subtracted.
+
+    It is subtracted before the division, or afterwards, divided by the root itself.
     """
     if numerator.data[0].yields:
         return False
@@ -186,7 +187,7 @@ def _is_centred(
 
 
 def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[FrameOperation]:
-    """Returns the operations of a numerator up to the last that subtracts a mean."""
+    """Returns the operations of a numerator up to the last subtraction of a mean."""
     squares = {data for moment in moments for data in chain_of(moment.of).data}
     shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
     last = shared
@@ -197,9 +198,7 @@ def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[FrameOperatio
 
 
 def _is_mean(subtraction: FrameOperation, of: set[Data]) -> bool:
-    """Returns whether what is subtracted is a sum of what it is subtracted from, divided; or is
-    stored.
-    """
+    """Returns whether the subtrahend is a stored mean, or computed from sums of the minuend."""
     mean, shape = subtraction.inputs[1], subtraction.outputs[0].shape
     if mean.given and mean.number is None and repeats(mean, shape):
         return True
@@ -224,8 +223,8 @@ class _Quotients:
     """The quotients by a root.
 
     Attributes:
-      operations: the divisions, or products with one divided by it.
-      made: what was made of the root before: it was broadcast, had an epsilon added, was scaled.
+      operations: divisions by the root, or products with its reciprocal.
+      made: operations on the root before: broadcasts, the addition of an epsilon, scaling.
     """
 
     operations: list[_Quotient] = dataclasses.field(default_factory=list)
@@ -251,8 +250,11 @@ def _quotients(root: FrameOperation, is_inverse: bool) -> _Quotients:
 def _read(
     operation: FrameOperation, data: Data, is_inverse: bool, is_scaled: bool
 ) -> tuple[_Quotient | None, tuple[bool, bool] | None]:
-    """Returns the quotient that an operation on a root is; or whether its result is inverse and
-    scaled; or neither.
+    """Reads an operation on a root: a quotient, or a step before one.
+
+    Returns:
+      The quotient, or None; and (is_inverse, is_scaled) of the result of a step before the
+      quotient, or None.
     """
     name, others = operation.name, [other for other in operation.inputs if other is not data]
     if name in MOVES:
@@ -280,8 +282,9 @@ def _read(
 def _affine(
     data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOperation]
 ) -> list[FrameOperation]:
-    """Returns the operations that scale a quotient by stored values and then shift it, and what
-    stands between.
+    """Returns the operations that scale a quotient by stored values and then shift it.
+
+    Operations between them are included.
     """
     found: list[FrameOperation] = []
     readers = [operation for operation in data.readers if not operation.is_backward]
@@ -315,8 +318,9 @@ def _feeds_a_matmul(data: Data) -> bool:
 def _affects(
     operation: FrameOperation, data: Data, other: Data, of_root: set[FrameOperation]
 ) -> bool:
-    """Returns whether an operation scales or shifts `data` by what is stored, or was made of that
-    and of the root.
+    """Returns whether an operation scales or shifts `data` by a stored value.
+
+    A value computed from the root and stored values counts too.
     """
     if operation.name == "div" and operation.inputs[0] is not data:
         return False

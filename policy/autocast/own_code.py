@@ -140,7 +140,7 @@ def _narrow(array: Any, variable: Any) -> Any:
 
 
 def _is_own(site: Site) -> bool:
-    """Returns whether an equation is of the model's own code, and to run in half."""
+    """Returns whether an equation belongs to the model's own code and may run in half."""
     names = _marks(site)
     dtype = marks.compute_dtype(names)
     return marks.LAYER not in names and not site.in_island and dtype is not None and dtype != F32

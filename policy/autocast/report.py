@@ -57,7 +57,7 @@ class Report:
         self._noted[without_marks(path), primitive, done, dtypes] += 1
 
     def complete(self) -> None:
-        """Turns the notes into records; the spelling of a path depends on all paths."""
+        """Turns the notes into records. The spelling of a path depends on all paths."""
         with naming(path for path, *_ in self._noted):
             for (path, primitive, done, dtypes), count in self._noted.items():
                 self.records[Record(spelled(path), primitive, done, dtypes)] += count
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def opaque_matmuls(self) -> list[Record]:
-        """The programs that were left as traced and contain a matmul."""
+        """The programs with a matmul that were left as traced."""
         return [record for record in self.records if record.done == OPAQUE_MATMUL]
 
     @property
@@ -82,7 +82,10 @@ class Report:
         kind = max((len(record.primitive) for record in self.records), default=0)
         for record, count in self.records.items():
             dtypes = ", ".join(record.dtypes)
-            yield f"{record.path:<{width}}  {record.primitive:<{kind}}  {count:>4}  {record.done} -> {dtypes}"
+            yield (
+                f"{record.path:<{width}}  {record.primitive:<{kind}}  {count:>4}  "
+                f"{record.done} -> {dtypes}"
+            )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

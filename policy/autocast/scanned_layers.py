@@ -1,4 +1,4 @@
-"""Dtypes in which scanned layers hand their carry from one to the next."""
+"""Dtypes of the carry between scanned layers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def handed_on(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> list[Value]:
-    """Returns a value like each that a scan carries.
+    """Returns a value like each carry of a scan.
 
-    It is half where a rule says so, and a step that gets half returns half by itself; else as it
-    was traced: a narrowed accumulator of 4096 steps is 76% off.
+    It is half precision if a rule requires it and a step given half precision also returns it.
+    Otherwise it is as traced: a narrowed accumulator is 76% off after 4096 steps.
     """
     program = subprogram(equation, "loop")
     carried = [variable.aval for variable in equation.outvars[: program.carried]]
@@ -40,7 +40,7 @@ def handed_on(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> l
 
 
 def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[Value]) -> Any:
-    """Returns the half dtype that layers hand their carry on in; None if they do not."""
+    """Returns the half dtype of the carry between layers, or None."""
     body, above = subprogram(equation, "loop").body, evaluator.path_of(equation)
     layer = scanned_path(body, above)
     half = evaluator.places.output_of(layer) if layer != above else None
@@ -53,7 +53,7 @@ def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[Value]) -> A
 def _stable(
     evaluator: Evaluator, equation: Any, given: Sequence[Value], traced: Sequence[Any], half: Any
 ) -> list[Any]:
-    """Returns the dtypes of a carry that a step returns as it gets them: a fixpoint."""
+    """Returns the dtypes of a carry that a step preserves, found by fixpoint iteration."""
     program, inside = subprogram(equation, "loop"), evaluator.inside(equation, reports=False)
     fixed, xs = given[program.fixed], given[program.rows]
     init = evaluator.flat(given[program.carry])
@@ -85,6 +85,6 @@ def _stable(
 
 
 def _has_layers(body: Any, xs: Sequence[Value]) -> bool:
-    """Returns whether each step multiplies, and has weights of its own."""
+    """Returns whether each step has weights of its own and a matmul."""
     has_weights = any(x.yields and np.ndim(x.array) > 2 for x in xs)
     return has_weights and any(site.name in MATMULS for site in walk(body))

@@ -1,6 +1,4 @@
-"""The second moments that a value is made of, and what a value was made of by moving, shifting and
-scaling it.
-"""
+"""Second moments, and chains of values that move, shift and scale the same numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from policy._jaxpr.primitives import (
 )
 
 SUMS = frozenset(("reduce_sum",))
-# What a second moment may pass through between its sum and its root.
+# Primitives allowed between the sum of a second moment and its root.
 _OF_MOMENTS = MOVES | OF_MOMENTS
 _DEEPEST = (
-    8  # broadcasts and arithmetic that are followed back to tell whether a value repeats numbers
+    8  # operations that are followed back to find whether a value repeats numbers along an axis
 )
 
 
@@ -30,9 +28,9 @@ class Moment:
     """A sum of squares.
 
     Attributes:
-      of: what is squared.
-      is_mean: whether it is divided by a count, and not over all axes.
-      operations: those between `of` and the sum.
+      of: the squared value.
+      is_mean: whether it is divided by a count, and not taken over all axes.
+      operations: the operations between `of` and the sum.
     """
 
     of: Data
@@ -48,7 +46,7 @@ class Statistics:
 
 
 def statistics_of(data: Data) -> Statistics:
-    """Returns the sums of squares that a value is made of, and the operations since."""
+    """Returns the sums of squares that a value is computed from, and the operations since."""
     found, seen, left = Statistics(), set(), [(data, False)]
     while left:
         data, is_mean = left.pop()
@@ -68,8 +66,9 @@ def statistics_of(data: Data) -> Statistics:
 
 
 def _divides(operation: FrameOperation, i: int) -> bool:
-    """Returns whether an operation divides its operand `i`, or multiplies it by a number, as a mean
-    does its sum.
+    """Returns whether an operation divides its operand `i` or multiplies it by a number.
+
+    A mean does either to its sum.
     """
     others = [data for j, data in enumerate(operation.inputs) if j != i]
     if operation.name == "div":
@@ -96,7 +95,7 @@ def _moment(sum_: FrameOperation, is_mean: bool) -> Iterator[Moment]:
 
 
 def _squared(operation: FrameOperation) -> Data | None:
-    """Returns what an operation squares, or None."""
+    """Returns the value that an operation squares, or None."""
     if operation.name == "square" or (
         operation.name == "integer_pow" and operation.equation.params["y"] == 2
     ):
@@ -118,11 +117,11 @@ def _unconverted(data: Data) -> Data:
 
 @dataclasses.dataclass
 class Chain:
-    """A value, and those that it was made of one after the other.
+    """A value and its predecessors.
 
     Attributes:
       data: the values, latest first.
-      operations: what made each of the next one.
+      operations: the operation that computes each value from the next one in `data`.
     """
 
     data: list[Data]
@@ -142,8 +141,9 @@ def chain_of(data: Data) -> Chain:
 
 
 def _through(operation: FrameOperation) -> Data | None:
-    """Returns the operand whose numbers an operation moves, scales, shifts or masks; None where it
-    does more.
+    """Returns the operand whose numbers an operation moves, scales, shifts or masks.
+
+    Returns None for all other operations.
     """
     name, inputs = operation.name, operation.inputs
     if name in MOVES and inputs:
@@ -164,14 +164,12 @@ def _through(operation: FrameOperation) -> Data | None:
 
 
 def is_stored(data: Data, shape: tuple[Any, ...]) -> bool:
-    """Returns whether a value is a parameter, a number, or an argument that is broadcast to
-    `shape`.
-    """
+    """Returns whether a value is a parameter, a number, or an argument broadcast to `shape`."""
     return data.yields or (data.given and repeats(data, shape))
 
 
 def repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
-    """Returns whether a value repeats numbers where it is read as one of `shape`."""
+    """Returns whether a value that is read in `shape` repeats numbers."""
     if data.shape != shape:
         return True
     operation = data.made_by
@@ -188,8 +186,9 @@ def repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
 
 
 def meeting(chain: Chain, other: Chain) -> Data | None:
-    """Returns the first value of a chain that the other has too, or None; parameters alone are no
-    such value.
+    """Returns the first value of a chain that is also in the other, or None.
+
+    Values made of parameters alone are skipped.
     """
     of_other = set(other.data)
     return next((data for data in chain.data if data in of_other and not data.yields), None)

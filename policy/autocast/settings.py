@@ -89,7 +89,7 @@ class Place:
     is_layer: bool = False
 
     def within(self, region: Literal["applies", "measures"] | None) -> Place:
-        """Returns this place as a part of a normalisation, unless a rule or argument forbids it."""
+        """Returns this place as part of a normalisation, unless a rule or argument forbids it."""
         if region is None or self.region is not None or self.is_ruled or self.compute == F32:
             return self
         return dataclasses.replace(self, region=region)

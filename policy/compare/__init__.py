@@ -1,1 +1,1 @@
-"""A function under a policy beside the same function in float32."""
+"""Measures functions under a policy against the same functions in float32."""

@@ -35,7 +35,7 @@ def compare(
 ) -> Comparison:
     """Compares a call under `policy` with the same call in float32, module by module.
 
-    The reference is the function traced in float32, so that its constants are the unrounded ones.
+    The reference is the function traced in float32, whose constants are not rounded.
     It is paired with the half-precision program, and both run in one compiled program, equation by
     equation. Values without a counterpart are compared with the half-precision program, widened,
     and named in `Comparison.unpaired`. Values that pass from one module to another, and the

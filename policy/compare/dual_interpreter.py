@@ -1,4 +1,4 @@
-"""Runs a program beside its float32 counterpart, and measures values that pass between modules."""
+"""Runs a program and its float32 counterpart, and measures values that pass between modules."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from policy._jaxpr.upcast import F32, Upcast, dtype_of, is_half, widen
 from policy.compare.statistics import is_discrete, is_measurable, largest_alone, measured
 
 _LARGE = 1024  # elements
-_CODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # what a scan stacks as 16 bits
+_CODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # stacked by a scan as 16 bits
 _IS_ZERO = np.uint16(0x7FC1)  # of a difference: a NaN that no arithmetic returns
 
 
 @dataclasses.dataclass(eq=False)
 class Measurement:
-    """One value that was measured.
+    """A measured value.
 
     Attributes:
-      key: of its numbers among the notes of a run; they grow in the order of the program.
-      primitive, source: what computed it.
-      dtype: its own, in the program that is compared.
+      key: the key of its numbers among the notes of a run; keys increase in program order.
+      primitive, source: the operation that computed it, and its source line.
+      dtype: its dtype in the program that is compared.
       made: the place that computed it.
-      bodies: the programs inside equations that it stands in, outermost first.
-      left: the paths that it leaves: those it was computed in, and is read outside of.
-      entered: the paths that it enters: those it is read in, and was computed outside of.
-      output: which output of the program it is, if it is one.
+      bodies: the enclosing programs, outermost first.
+      left: the paths that it leaves: it was computed inside them and is read outside.
+      entered: the paths that it enters: it was computed outside them and is read inside.
+      output: its index among the outputs of the program, or None.
       returned: the paths that it leaves as an output.
     """
 
@@ -58,10 +58,10 @@ class Measurement:
 
 @dataclasses.dataclass(eq=False)
 class Origin:
-    """The origin of a value, and its measurement once it was read elsewhere.
+    """The origin of a value, and its measurement once it was read in another module.
 
-    `made` is the equation, its operands, and which of its results it is, where it may be computed
-    again. `coded` is the dtype of the first array, where that is not itself there: see `_coded`.
+    `made` is the equation, its operands, and the index of the result, if it may be rematerialised.
+    `coded` is the dtype of the first array, if that is stored encoded: see `_coded`.
     """
 
     place: Place
@@ -74,8 +74,10 @@ class Origin:
 
 @dataclasses.dataclass
 class Log:
-    """A record of a program's run: its places in order, the values that were measured, and the
-    paths whose reference is the program widened, as float32 has no counterpart.
+    """A record of a run: its places in program order, and the measured values.
+
+    `unpaired` holds the paths without a float32 counterpart. Their reference is the program itself,
+    widened.
     """
 
     places: dict[Place, None] = dataclasses.field(default_factory=dict)
@@ -84,15 +86,17 @@ class Log:
 
 
 class Paired(PlacedInterpreter):
-    """Each value is one array where half precision has no part in it, else two: the program's own,
-    and float32's.
+    """Runs a program on values of one array or two.
+
+    A value that does not depend on half precision is one array. Any other value is two: the
+    program's own, and that of float32.
     """
 
     def __init__(self, log: Log, has_gradients: bool = False, apart: Collection[int] = ()):
         super().__init__()
         self.log, self.has_gradients, self.apart = log, has_gradients, apart
         self.again: dict[int, tuple[Value, Any]] = {}
-        self._line_around = ""  # the user's, of the equation that this program stands in
+        self._line_around = ""  # the source line of the enclosing equation
 
     def inside(self, equation: Any) -> Self:
         inner = super().inside(equation)
@@ -141,9 +145,9 @@ class Paired(PlacedInterpreter):
         ]
 
     def _made_by(self, equation: Any, place: Place, values: Sequence[Value]) -> tuple[str, str]:
-        """The operation of the user's that made a result, and its line.
+        """Returns the user's operation that made a result, and its source line.
 
-        What this library casts was made by the operation before.
+        The result of a cast of this library was made by the operation before.
         """
         stack = str(equation.source_info.name_stack)
         origin = values[0].origin if len(values) == 1 else None
@@ -173,12 +177,12 @@ class Paired(PlacedInterpreter):
     # Measurements ---------------------------------------------------------------------------------
 
     def _read(self, value: Value, reader: Place, dtype: Any) -> None:
-        """Measures a value where it is first read outside of the path that it was computed in."""
+        """Measures a value when it is first read outside of the path that computed it."""
         origin = value.origin
         if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
             return
         if is_discrete(dtype) and len(value.arrays) == 1:
-            return  # both have the same
+            return  # both programs have the same array
         if reader.direction != origin.place.direction or reader.direction == "again":
             return  # saved for the backward pass, where it is read in its own module
         left, entered = _crossed(origin.place.path, reader.path)
@@ -207,10 +211,11 @@ class Paired(PlacedInterpreter):
         return measurement
 
     def _after(self, array: Any) -> Any:
-        """`array`, once the last measurement was made.
+        """Returns `array`, to be computed after the last measurement.
 
-        XLA may compute in any order, and is as likely to run one program as a whole, and keep all
-        of its values for the measurements. This it can't know to be a copy: no error is -1.
+        XLA may compute in any order, for example run one of the two programs as a whole and keep
+        all of its values for the measurements. The result depends on the measurement, and XLA can't
+        know that it is a copy of `array`: no error is -1.
         """
         last = next(reversed(self.notes.values()), None)
         if last is None or not last.size:
@@ -220,10 +225,10 @@ class Paired(PlacedInterpreter):
     # The backward pass ----------------------------------------------------------------------------
 
     def _saved(self, value: Value) -> Value:
-        """A value of the forward pass as the backward pass reads it.
+        """Returns a value of the forward pass to be read by the backward pass.
 
-        Two programs save twice as much. So of this one only what is half is kept, and what a matmul
-        or a module returned; what is computed of that elsewhere is computed again.
+        Two programs would save twice as many residuals. Saves only half-precision values and the
+        outputs of matmuls and modules of this program; everything else is rematerialised.
         """
         origin = value.origin
         if origin is None or origin.place.direction == "backward" or len(value.arrays) == 1:
@@ -251,7 +256,7 @@ class Paired(PlacedInterpreter):
         return bind(equation, [self._once_more(operand) for operand in operands])[i]
 
     def returned(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
-        """Measures what the program returns: it leaves every path."""
+        """Measures the outputs of the program, which leave every path."""
         for i, (value, atom) in enumerate(zip(map(_decoded, values), atoms, strict=True)):
             dtype = dtype_of(atom)
             if not is_measurable(dtype):
@@ -297,7 +302,7 @@ class Paired(PlacedInterpreter):
         ]
 
     def body(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        """Enters a body, whose measurements are known there alone."""
+        """Runs a body, whose measurements are known only inside it."""
         args = [
             Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in args
         ]
@@ -318,8 +323,9 @@ class Paired(PlacedInterpreter):
 
 
 def _is_cheap(equation: Any) -> bool:
-    """Returns whether an equation may be computed again: it takes no time to speak of, and nothing
-    notices.
+    """Returns whether an equation may be rematerialised.
+
+    It must take negligible time, and have no effects.
     """
     name = equation.primitive.name
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
@@ -333,12 +339,12 @@ def _is_cheap(equation: Any) -> bool:
 
 
 def _coded(array: Any, wide: Any) -> Any:
-    """Encodes an array that a scan stacks for gradients, beside float32's own: 16 bits a number.
+    """Encodes an array that a scan stacks as a residual, beside that of float32, in 16 bits.
 
-    A float32 array is kept as its difference to float32's own in bfloat16. That is exact to one
-    part in 256, which is how exactly the errors of what depends on it are then known; zeros are
-    exact. Half arrays are kept as their bits: as numbers, XLA would widen them for all steps at
-    once, on a backend that computes in float32.
+    A float32 array is stored as its difference from that of float32 in bfloat16, which is exact to
+    one part in 256; zeros are exact. The errors of values that depend on it are known as exactly.
+    Half arrays are stored as their bits: backends that compute in float32 would widen them for all
+    steps at once.
     """
     if is_half(array.dtype):
         return lax.bitcast_convert_type(array, jnp.uint16)
@@ -365,13 +371,13 @@ def _is_coded(value: Value) -> bool:
 
 
 def reference(value: Value) -> Any:
-    """The array that float32 computes with."""
+    """Returns the array of a value in float32."""
     wide = value.arrays[1:]
     return wide[0] if wide else widen(value.arrays[0])
 
 
 def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:
-    """The paths that a value leaves, deepest first, and those that it enters, outermost first."""
+    """Returns the paths that a value leaves, innermost first, and enters, outermost first."""
     common = sum(
         1
         for _ in itertools.takewhile(

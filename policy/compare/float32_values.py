@@ -1,4 +1,4 @@
-"""Runs the float32 trace beside a program: constants before rounding, and code of its own."""
+"""Evaluates the float32 trace beside a program, where its constants or its code differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from policy.traced.pairing import Reference
 
 
 class _Unavailable(Exception):
-    """Raised where a value is read that belongs to a loop without a counterpart."""
+    """Raised when a value is read that belongs to a loop without a counterpart."""
 
 
 def lane_of(
@@ -26,7 +26,7 @@ def lane_of(
     wide: Callable[[Value], Any],
     missed: dict[Path, None] | None = None,
 ) -> ReferenceLane | None:
-    """The lane of a whole program; None where there is no float32 trace of it."""
+    """Returns the lane of a whole program; None if it has no float32 trace."""
     return (
         None
         if reference is None
@@ -35,18 +35,17 @@ def lane_of(
 
 
 def first_array(value: Value) -> Any:
-    """Returns float32's operand, where each value is one array."""
+    """Returns the float32 operand of an interpreter whose values are one array each."""
     return widen(value.arrays[0])
 
 
 class ReferenceLane:
-    """The values of the float32 trace that are known in one body of the program, and in those
-    around it.
+    """The known values of the float32 trace in a body of the program and in the enclosing ones.
 
     Attributes:
       reference: how the program is paired with the trace.
-      wide: gives the array that float32 computes with, of a value of the program.
-      missed: where to put the paths whose values could not be computed.
+      wide: returns the float32 array of a value of the program.
+      missed: collects the paths whose values could not be computed.
     """
 
     def __init__(
@@ -58,26 +57,26 @@ class ReferenceLane:
         saves: bool = False,
     ):
         self.reference, self.wide, self.missed, self.around = reference, wide, missed, around
-        self.saves = saves  # memory: what is around it is computed again, where it can be
+        self.saves = saves  # to save memory, enclosing values are rematerialised if possible
         self.values: dict[Token, Any] = {}
 
     def within(self, body: Literal["open", "checkpoint", "closed"]) -> ReferenceLane:
-        """The lane of a body; a closed one reads nothing of what is around it."""
+        """Returns the lane of a body; a closed one reads no enclosing values."""
         around = None if body == "closed" else self
         return ReferenceLane(self.reference, self.wide, self.missed, around, body == "checkpoint")
 
-    # What the run tells
+    # Values given by the run
     # ----------------------------------------------------------------------------------------------
 
     def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None:
-        """Takes the arguments of a body."""
+        """Records the arguments of a body."""
         for root, value in zip(
             self.reference.inputs.get((chain, id(jaxpr)), ()), args, strict=False
         ):
             self._know(root, value)
 
     def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None:
-        """Takes the results of an equation."""
+        """Records the results of an equation."""
         operation = self.reference.made.get((chain, id(equation)))
         if operation is None:
             return
@@ -92,11 +91,11 @@ class ReferenceLane:
         if found is not None:
             self.values[found] = value
 
-    # What float32 computes
+    # Values computed in float32
     # --------------------------------------------------------------------------------------------
 
     def given(self, chain: Chain, equation: Any) -> Iterator[tuple[int, Any]]:
-        """The operands that float32 reads instead of an equation's own."""
+        """Yields the operands that float32 reads in place of those of an equation."""
         operation = self.reference.made.get((chain, id(equation)))
         if operation is None:
             return
@@ -108,7 +107,7 @@ class ReferenceLane:
     def made(
         self, chain: Chain, equation: Any, outputs: Sequence[Value]
     ) -> Iterator[tuple[int, Any]]:
-        """The results of an equation that float32 computes in another way."""
+        """Yields the results of an equation that float32 computes in another way."""
         operation = self.reference.made.get((chain, id(equation)))
         if operation is None:
             return
@@ -122,7 +121,7 @@ class ReferenceLane:
                     yield i, array
 
     def outputs(self, values: Sequence[Value]) -> Iterator[tuple[int, Any]]:
-        """Returns float32's outputs that are none of the program's values."""
+        """Yields the float32 outputs that are not values of the program."""
         for k, operand in self.reference.outputs.items():
             array = self._shaped(operand, values[k].arrays[0].shape, ())
             if array is not None:
@@ -192,7 +191,7 @@ class ReferenceLane:
 
 
 def _as(array: Any, aval: Any) -> Any:
-    """An array in the shape that it is read in: views that repeat nothing are not followed."""
+    """Returns an array in the shape it is read in, as views without repetition are not followed."""
     shape = getattr(aval, "shape", None)
     return array if shape in (None, jnp.shape(array)) else jnp.reshape(array, shape)
 
@@ -207,5 +206,5 @@ def _bound(equation: Any, arrays: Iterable[Any]) -> list[Any]:
         NotImplementedError,
         TypeError,
         ValueError,
-    ):  # it takes no such operands
+    ):  # the primitive takes no such operands
         raise _Unavailable from None

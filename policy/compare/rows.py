@@ -75,8 +75,8 @@ class Findings:
         return self.log.places
 
     def leaving(self, place: Place) -> list[Numbers]:
-        """Returns the values that leave a place; gradients of parameters only if there are no
-        others.
+        """Returns the values that leave a place, and gradients of parameters only if there are
+        none.
         """
         found = [n for n in self.numbers if place in n.of.left]
         is_all = place.direction != "backward" or not found
@@ -322,14 +322,20 @@ def _notes(
         yield f"NaN in the inputs: {', '.join(names)}. Nothing that depends on it can be compared."
     undefined = [row.path for row in rows if row.undefined and row.kind == "activation"]
     if undefined:
-        yield f"float32 itself is infinite or NaN in {len(undefined)} rows, the first of them {undefined[0]!r}."
+        yield (
+            f"float32 itself is infinite or NaN in {len(undefined)} rows, "
+            f"the first of them {undefined[0]!r}."
+        )
     gradients = [row for row in rows if row.kind == "parameter"]
     largest = max((row.reference_largest for row in gradients), default=0.0)
     zero = [
         row.path for row in gradients if row.error > 1 and row.reference_largest < _ZERO * largest
     ]
     if zero:
-        yield f"Zero but for rounding in float32 too, so that their errors say nothing: {', '.join(zero)}."
+        yield (
+            "Zero but for rounding in float32 too, so that their errors say nothing: "
+            f"{', '.join(zero)}."
+        )
     yield from _equal(program, rows)
 
 
@@ -340,6 +346,9 @@ def _equal(program: Program, rows: Sequence[Row]) -> Iterable[str]:
     elif not any(row.error or row.undefined for row in rows):
         outputs = sum(row.kind == "output" for row in rows)
         if outputs < len(program.outputs):
-            yield f"Nothing that was measured differs from float32; {len(program.outputs) - outputs} outputs were not."
+            yield (
+                "Nothing that was measured differs from float32; "
+                f"{len(program.outputs) - outputs} outputs were not."
+            )
         else:
             yield "Nothing differs from float32: the policy changes nothing here."

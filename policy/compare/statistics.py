@@ -12,7 +12,7 @@ from jax import lax
 
 # Masks' stand-ins for minus infinity would dominate the norm, and their squares overflow.
 _FILL = 1e18
-# In the order of `measured`. Of each, more is worse: so the largest of several is the worst.
+# In the order of `measured`. For each, larger is worse, so the largest of several is the worst.
 NAMES = (
     "error",
     "distance",
@@ -151,7 +151,7 @@ def _named(sums: Any, largest: Any) -> Any:
     is_tiny = (kept == 0) & (largest[1] > 0) & (largest[1] < 1e-18)
     error = jnp.where(is_tiny, jnp.abs(largest[0] - largest[1]) / largest[1], error)
     error = jnp.where((overflow > 0) | jnp.isnan(error), jnp.inf, error)
-    # Of the law of cosines: the cosine itself would be a difference of nearly equal numbers.
+    # By the law of cosines: 1 - cosine would be a difference of nearly equal numbers.
     norms, lengths = jnp.sqrt(kept * own), jnp.sqrt(kept) - jnp.sqrt(own)
     distance = jnp.where(
         norms == 0, (kept != own).astype(jnp.float32), (difference - lengths**2) / (2 * norms)

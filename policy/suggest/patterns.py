@@ -1,4 +1,4 @@
-"""Rules for a set of module paths: as few as say it, and none that says more."""
+"""Rules for a set of module paths: as few as possible, matching no other candidates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 from policy._jaxpr.paths import Path, spelled
 
-Pattern = tuple[str, bool]  # and whether what it matches runs in float32
+Pattern = tuple[str, bool]  # a pattern, and whether the paths that it matches run in float32
 
 
 def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[Pattern]:
-    """Pairs of a pattern and whether it means float32, which leave exactly `wide` of the candidates
-    in float32.
+    """Returns the rules that leave exactly `wide` of the candidates in float32.
 
-    A rule holds for everything below the path that it matches, until another matches there.
+    A rule applies to everything below the path that it matches, until another rule matches there.
 
     Args:
       wide: the paths to run in float32.
-      candidates: all paths whose dtype matters, `wide` among them.
+      candidates: all paths whose dtype matters, including `wide`.
+
+    Returns:
+      Pairs of a pattern and whether its paths run in float32.
     """
     every = set(candidates)
     prefixes = {path[:n] for path in every for n in range(1, len(path) + 1)}
@@ -30,7 +32,7 @@ def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[Patte
 
 
 def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[Path, bool]:
-    """Returns the rules to print, by path, outermost first."""
+    """Returns the path and dtype of each rule, outermost first."""
     said: dict[Path, bool] = {}
     for path in sorted(prefixes, key=lambda path: (len(path), path)):
         inherited = next(
@@ -49,7 +51,7 @@ def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[
 
 
 def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[Pattern]:
-    """Paths that differ in numbers alone as one pattern, where it matches no other path."""
+    """Joins paths that differ only in numbers into one pattern, if it matches no other path."""
     groups: dict[tuple[str, bool], list[str]] = {}
     for name, state in said.items():
         groups.setdefault((re.sub(r"\d+", "#", name), state), []).append(name)
@@ -65,7 +67,10 @@ def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[Pattern]:
 
 
 def _alternatives(names: list[str], state: bool) -> Iterable[Pattern]:
-    """Three or more paths that differ in one number: ``layer_(?:3|7|9)/Dense_0``."""
+    """Yields a pattern for three or more paths that differ in one number.
+
+    An example is ``layer_(?:3|7|9)/Dense_0``. Other paths each have their own pattern.
+    """
     parts = [re.split(r"(\d+)", name) for name in names]
     differing = [i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
     if len(names) < 3 or len(differing) != 1:
@@ -77,7 +82,7 @@ def _alternatives(names: list[str], state: bool) -> Iterable[Pattern]:
 
 
 def code_of(pairs: Iterable[tuple[str, Any]]) -> str:
-    """The rules as Python that makes them."""
+    """Returns the rules as Python code."""
     lines = [f"    ({_quoted(pattern)}, {_quoted(str(policy))})," for pattern, policy in pairs]
     return "PolicyRules([\n" + "\n".join(lines) + "\n])" if lines else "PolicyRules([])"
 

@@ -1,7 +1,7 @@
-"""A program in half precision, computed in float32 and rounded where a flag says so.
+"""Emulates half precision in float32, with rounding controlled by flags.
 
-Rounding is a conversion there and back, which overflows, underflows and keeps subnormals as the
-dtype does.
+Rounding is a conversion to the half dtype and back. It overflows, underflows and keeps subnormals
+as the dtype does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from policy._jaxpr.upcast import Upcast, bound_wide, dtype_of, is_half, narrowed
 
 
 class Emulated(Upcast):
-    """A value is an array in float32; and where it may be one in the program, too, whether it is.
+    """Runs a program in float32, with values rounded where its flags say so.
+
+    A value is an array in float32. If it may be half precision in the program, a second array tells
+    whether it is in float32.
 
     Attributes:
-      flags: which candidates run in float32, as a vector of booleans; the first is what no rule
-        reaches. The last says whether operations promote: else half precision is half whatever it
-        is mixed with, as where a module casts what it is given.
-      candidates: the place of each path in the flags.
+      flags: a vector of booleans: which candidates run in float32. The first is for paths that no
+        rule reaches. The last tells whether operations promote; otherwise half precision stays
+        half when mixed with float32, as in modules that cast their inputs.
+      candidates: the index of each path in the flags.
     """
 
     def __init__(self, flags: Any, candidates: Mapping[Path, int]):
@@ -48,8 +51,9 @@ class Emulated(Upcast):
         return self._half(equation, values)
 
     def _half(self, equation: Any, values: list[Value]) -> list[Value]:
-        """As JAX promotes, what is mixed with float32 is float32, but matmuls and casts go where
-        the rules say.
+        """Evaluates an equation with half operands or results.
+
+        Operands mixed with float32 are promoted, as in JAX. Matmuls and casts follow the rules.
         """
         name, is_wide = equation.primitive.name, self.flag(self.place_of(equation))
         promotes = self.flags[-1]
@@ -65,7 +69,7 @@ class Emulated(Upcast):
             stays = own if decides else own | promotes
             arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
-        # Some backends add these up in half, which no rounding of a float32 sum shows.
+        # Some backends sum these in half precision, unlike a float32 sum that is rounded.
         if name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
             outputs = [
@@ -82,7 +86,7 @@ class Emulated(Upcast):
         ]
 
     def given(self, equation: Any, values: list[Value]) -> list[Value]:
-        """Constants are not rounded where what they are mixed with is in float32."""
+        """Returns the operands, with unrounded constants if the other operands are in float32."""
         wide = {} if self.lane is None else dict(self.lane.given(self.chain, equation))
         if not wide:
             return values
@@ -103,7 +107,7 @@ class Emulated(Upcast):
         """Returns whether a place runs in float32."""
         return self.flags[candidate_of(place.path, self.candidates)]
 
-    # Loops and branches hand on what their variables hold -----------------------------------------
+    # Loops and branches return the dtypes of their variables --------------------------------------
 
     def merge(
         self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
@@ -118,8 +122,9 @@ class Emulated(Upcast):
 
 
 def rounded(array: Any, dtype: Any, unless: Any) -> Any:
-    """A float32 array rounded to a half dtype, unless a flag is set; any other dtype leaves it as
-    it is.
+    """Returns a float32 array rounded to a half dtype, unless a flag is set.
+
+    Any other array or dtype is left unchanged.
     """
     if dtype is None or not is_half(dtype) or array.dtype != wide_dtype(dtype):
         return array
@@ -128,7 +133,7 @@ def rounded(array: Any, dtype: Any, unless: Any) -> Any:
 
 
 def _decides(equation: Any) -> bool:
-    """Returns whether an equation runs in the dtypes that it was written in, whatever it is given."""
+    """Returns whether the dtypes of an equation do not depend on those of its operands."""
     name = equation.primitive.name
     if name == "convert_element_type":
         return is_half(equation.params["new_dtype"])
@@ -136,7 +141,7 @@ def _decides(equation: Any) -> bool:
 
 
 def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:
-    """The place in the flags of the innermost candidate that holds a path; 0 where none does."""
+    """Returns the index in the flags of the innermost candidate above a path, or 0."""
     for length in range(len(path), 0, -1):
         if path[:length] in candidates:
             return candidates[path[:length]]
@@ -144,8 +149,9 @@ def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:
 
 
 class Ruled(PlacedInterpreter):
-    """The program with some paths in float32, and all others in the dtypes they were written in.
-    One array a value.
+    """Runs a program with some paths in float32, and the others in their traced dtypes.
+
+    Each value is one array.
     """
 
     def __init__(self, wide: frozenset[Path], candidates: Mapping[Path, int]):

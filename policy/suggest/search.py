@@ -1,6 +1,4 @@
-"""Searches the paths to keep in float32: the cheapest set that meets a budget, as far as measuring
-tells.
-"""
+"""Searches for the cheapest set of paths in float32 that meets an error budget."""
 
 from __future__ import annotations
 
@@ -10,26 +8,24 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 Wide = frozenset[int]
-FEW = 8  # candidates, of which all sets can be measured
-# How many times its budget the error may be that emulation foresees of a set that meets it.
+FEW = 8  # the largest number of candidates of which all sets are measured
+# A set that meets the budget may have a predicted error this many times larger.
 NEAR = 1.25
-DEARER = 1.05  # by how much a set may cost more than the cheapest
-CANCELLATION = (
-    2.0  # how many times smaller the error of several may be than the error of one of them
-)
+DEARER = 1.05  # a set may cost this factor more than the cheapest
+CANCELLATION = 2.0  # the error of several may be this many times smaller than that of one of them
 
 
 @dataclasses.dataclass
 class Search:
-    """Looks for a set of candidates, 0 to n - 1, in float32.
+    """Searches for a set of candidates, numbered 0 to n - 1, to run in float32.
 
     Attributes:
-      measure: the error with these candidates in float32, and all others in half.
-      measure_alone: the error with one candidate in half, and all others in float32.
-      costs: of each candidate in float32.
-      runs: how many times it may measure, all together.
-      alone: what `measure_alone` said of each; filled by `survey`.
-      refused: the sets that missed the budget when their rules were applied for real.
+      measure: returns the error with these candidates in float32, and all others in half.
+      measure_alone: returns the error with one candidate in half, and all others in float32.
+      costs: the cost of each candidate in float32.
+      runs: the number of measurements left.
+      alone: the result of `measure_alone` for each; filled by `survey`.
+      refused: the sets that missed the budget when their rules were applied.
     """
 
     measure: Callable[[Wide], float]
@@ -44,7 +40,7 @@ class Search:
         self.every = frozenset(range(len(self.costs)))
 
     def error(self, wide: Wide) -> float | None:
-        """The error of a set; None where it was not measured, and no more runs are left."""
+        """Returns the error of a set; None if it was not measured and no runs are left."""
         if wide not in self.known:
             if self.runs <= 0:
                 return None
@@ -53,7 +49,7 @@ class Search:
         return self.known[wide]
 
     def meets(self, wide: Wide, budget: float) -> bool:
-        """Returns whether a set is known, or measured, to be within the budget."""
+        """Returns whether the error of a set is within the budget, measuring it if needed."""
         error = self.error(wide)
         return error is not None and error <= budget and wide not in self.refused
 
@@ -63,7 +59,8 @@ class Search:
         self.runs -= len(self.alone)
 
     def order(self) -> list[int]:
-        """The candidates by how much of the error each unit of cost buys, the best first.
+        """Returns the candidates by the error they remove per unit of cost, best first.
+
         Independent errors add up in squares.
         """
         gain = lambda i: self.alone[i] ** 2 / max(self.costs[i], 1e-12)  # noqa: E731
@@ -72,10 +69,10 @@ class Search:
         )
 
     def least(self, budget: float) -> Wide | None:
-        """A set that meets the budget, without what turned out superfluous in it.
+        """Returns a set that meets the budget, without superfluous candidates, or None.
 
-        Of few candidates it is the cheapest of all sets. Of many it does not meet the budget
-        without any one of its candidates.
+        For few candidates it is the cheapest set. For many, removing any one of its candidates
+        misses the budget.
         """
         wide = self._sufficient(budget)
         if wide is None or not wide:
@@ -85,7 +82,7 @@ class Search:
         )
 
     def _sufficient(self, budget: float) -> Wide | None:
-        """A set that meets the budget: those that buy the most, as many as it takes."""
+        """Returns a set that meets the budget, or None: a prefix of `order`, found by bisection."""
         if self.meets(frozenset(), budget):
             return frozenset()
         if len(self.costs) <= 2:
@@ -106,12 +103,15 @@ class Search:
         error = self.error(wide)
         if (
             error is not None and error > budget
-        ):  # unknown, where no run was left: its confirmation tells
+        ):  # None if no run was left: then its confirmation decides
             return None
         return wide
 
     def _of_two(self, budget: float) -> Wide | None:
-        """Of one or two candidates: all sets are as few runs as a survey would be."""
+        """Returns a set of one or two candidates, or None.
+
+        All of their sets take as few runs as a survey.
+        """
         sets = [frozenset([i]) for i in sorted(self.every, key=lambda i: self.costs[i])]
         found = next((wide for wide in sets if self.meets(wide, budget)), self.every)
         self.alone = [self.known.get(self.every - {i}, math.nan) for i in sorted(self.every)]
@@ -134,8 +134,9 @@ class Search:
         return sum(self.alone[i] ** 2 for i in order)
 
     def _pruned(self, wide: Wide, budget: float) -> Wide:
-        """Without what is not needed, the dearest first. It has runs of its own: one for each
-        candidate at most.
+        """Returns a set without its superfluous candidates, removing the most expensive first.
+
+        It has its own budget of runs: at most one for each candidate.
         """
         self.runs = max(self.runs, len(wide))
         for i in sorted(wide, key=lambda i: (-self.costs[i], self.alone[i])):
@@ -144,14 +145,14 @@ class Search:
         return wide
 
     def cost(self, wide: Collection[int]) -> float:
-        """The cost of a set."""
+        """Returns the cost of a set."""
         return sum(self.costs[i] for i in wide)
 
     def _cheapest(self, wide: Wide, budget: float) -> Wide:
-        """The cheapest set of all: each that costs less is measured.
+        """Returns the cheapest set that meets the budget, measuring the sets that cost less.
 
-        But not those without a candidate that, alone in half precision, leaves the others no way to
-        meet the budget.
+        Sets are skipped if they lack a candidate whose error alone in half precision is too large
+        for the others to make up for.
         """
         self.runs = max(self.runs, 2 ** len(self.costs))
         needed = {i for i in wide if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget}
@@ -166,10 +167,9 @@ class Search:
         return next((s for s in cheaper if self.meets(s, budget)), wide)
 
     def nearly(self, wide: Wide | None, budget: float) -> list[Wide]:
-        """The sets, two at most, that cost less than one that meets the budget, and were measured
-        to miss it by little.
+        """Returns at most two cheaper sets that were measured to miss the budget by little.
 
-        The cheapest comes first. Of many candidates there are none.
+        The cheapest comes first. For many candidates there are none.
         """
         if not wide or len(self.costs) > FEW:
             return []

@@ -88,12 +88,15 @@ class Suggestion:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths that are kept in float32, in the order of their evidence."""
+        """The paths that are kept in float32, in the order of `evidence`."""
         return tuple(evidence.path for evidence in self.evidence if evidence.keeps)
 
     def code(self) -> str:
         """Returns the rules as Python code to paste."""
-        return f"rules = {code_of((str(pattern), short_text(policy)) for pattern, policy in self.rules)}"
+        return (
+            "rules = "
+            f"{code_of((str(pattern), short_text(policy)) for pattern, policy in self.rules)}"
+        )
 
     def __str__(self) -> str:
         how = {

@@ -1,4 +1,4 @@
-"""A program whose paths are put in float32 by flags, compiled once: what `suggest` measures with."""
+"""A compiled program with flags that select float32 by path, measured by `suggest`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from policy.traced.call import Program
 
 
 class Trial:
-    """The program with flags, compiled once, and the error of each set of candidates.
+    """A program with flags, compiled once, that measures the error of sets of candidates.
 
     Attributes:
       paths: the candidates.
-      costs: of each in float32.
-      outside: whether something runs in half that no rule reaches.
-      runs: how many were made.
+      costs: the cost of each candidate in float32.
+      outside: whether any half-precision operation is out of the reach of rules.
+      runs: the number of runs so far.
     """
 
     def __init__(self, program: Program, modules: set[str] | None):
@@ -68,18 +68,19 @@ class Trial:
         return flags
 
     def measure(self, wide: Wide) -> float:
-        """The error with these candidates in float32."""
+        """Returns the error with these candidates in float32."""
         return self.error(self._outputs(self._flags(wide)))
 
     def measure_alone(self, i: int) -> float:
-        """The error with one candidate in half, whatever it is mixed with."""
+        """Returns the error with one candidate in half precision, without promotion."""
         return self.error(
             self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False))
         )
 
     def error(self, outputs: Sequence[Any]) -> float:
-        """Of the outputs: the worst. Of gradients: of all together, as some may be zero but for
-        rounding.
+        """Returns the error of the worst output, or of all gradients together.
+
+        Single gradients may be zero except for rounding.
         """
         sides = [list(map(_exact, side)) for side in (outputs, self.reference)]
         pairs = list(zip(*sides, strict=True))
@@ -102,16 +103,18 @@ def _relative(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def compiled(program: Program, run: Any, *before: Any) -> Any:
-    """A function of the program's arrays, and of what stands before them, that rounds where it says
-    so.
+    """Compiles `run` with excess precision disabled.
+
+    Args:
+      program: gives the arrays that `run` takes.
+      run: a function of `before` and of these arrays.
+      *before: the first arguments of `run`.
     """
     return jax.jit(run).lower(*before, *program.arguments.arrays).compile(compiler_options=EXACT)
 
 
 def floats_of(program: Program, outputs: Sequence[Value]) -> list[Any]:
-    """Returns the measured arrays in float32: the gradients, or else the floating and complex
-    outputs.
-    """
+    """Returns the measured arrays in float32: gradients, or else the inexact outputs."""
     kept = outputs[len(program.outputs) :] if program.gradients else outputs
     arrays = [output.arrays[0] for output in kept]
     return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
@@ -156,8 +159,9 @@ def _no_paths(program: Program, outside: bool) -> str:
 def _shares(
     program: Program, modules: set[str] | None
 ) -> tuple[dict[Path, float], dict[Path, Path]]:
-    """The candidates in the order of the program, and their part in the FLOPs and the bytes of half
-    precision; and what else they are called.
+    """Returns the cost of each candidate, in program order, and other names of candidates.
+
+    A cost is the share of the half-precision FLOPs plus the share of the half-precision bytes.
     """
     sites = [(module_path(site.path, site.is_backward), site) for site in walk(program.jaxpr)]
     lost = lost_prefixes(path for path, _ in sites) if program.gradients else {}
@@ -174,7 +178,7 @@ def _shares(
 
 
 def _is_in_half(equation: Any) -> bool:
-    """Returns whether an equation that holds no program reads or returns half precision."""
+    """Returns whether an equation without programs reads or returns half precision."""
     dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
     return not any(one.is_run for one in subprograms(equation)) and any(
         is_half(d) for d in dtypes if d is not None
@@ -182,8 +186,9 @@ def _is_in_half(equation: Any) -> bool:
 
 
 def _reached(path: Path, modules: set[str] | None) -> Path:
-    """The innermost path that a rule can name: where layers obey them, those are modules, not
-    scopes within.
+    """Returns the innermost path that a rule can name.
+
+    If layers obey the rules, it is a module, not a scope inside one.
     """
     while modules is not None and path:
         model = divided(path)

@@ -78,11 +78,11 @@ class Reference:
 def reference_of(half: Any, wide: Any) -> Reference:
     """Pairs two jaxprs of one function: the program that rounds, and the one traced in float32.
 
-    Their operations are aligned by name, module and shape, in the order of the programs, and then
-    followed: two are one where they read values that are one. Where one of them computes something
-    in another way, as a normalisation that is exact for half inputs, the values that leave that
-    part are joined: by the operation that reads both, or by the module that they leave. Casts are
-    no operations, and a recomputation is the operation that it repeats.
+    Their operations are aligned by name, module and shape, in program order. The alignment is then
+    followed by values: two operations are one if they read values that are one. One of the programs
+    may compute a part in another way, as a normalisation that is exact for half inputs. The values
+    that leave such a part are joined by the operation that reads both, or by the module that they
+    leave. Casts are no operations, and a recomputation counts as the operation that it repeats.
     """
     return _Pairs(half, wide).found()
 
@@ -264,11 +264,10 @@ def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[FlatOperation, Fl
 
 
 def _leaving(side: Flattened) -> Iterator[tuple[Token, Token]]:
-    """Returns the values that are read in another module than they were computed in, as read.
+    """Yields the values that are read in another module than the one that computed them.
 
-    Of each: the paths of both modules, and the direction.
-
-    A residual of the forward pass leaves no module, and neither does a recomputed value.
+    Each comes with the paths of both modules and the direction. A residual of the forward pass
+    leaves no module, and neither does a recomputed value.
     """
     seen: set[Token] = set()
     for operation in side.operations:

@@ -22,7 +22,10 @@ class Mesh:
 
 
 def parsed(attributes, result="bf16[4,8]{1,0}", operation="all-reduce", mesh: Any = Mesh):
-    text = f'  %x.1 = {result} {operation}(%y), {attributes}, metadata={{op_name="jit(f)/dot" stack_frame_id=3}}\n'
+    text = (
+        f"  %x.1 = {result} {operation}(%y), {attributes}, "
+        'metadata={op_name="jit(f)/dot" stack_frame_id=3}\n'
+    )
     return list(_partitioned(f"HloModule m\n{text}  %z = f32[] add(%a, %b)\n", mesh))
 
 

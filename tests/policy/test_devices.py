@@ -28,7 +28,7 @@ def on_devices(function):
 
 
 def traced(function, *args, in_specs, out_specs=EVERYWHERE, check_vma=True):
-    """The collectives of `function` under `jax.shard_map` over eight devices that needn't be there."""
+    """Returns the collectives of `function` under `jax.shard_map` over eight abstract devices."""
     mesh = AbstractMesh((DEVICES,), ("i",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma

@@ -1,4 +1,4 @@
-"""The layout of the packages, read from their syntax trees: who knows jaxprs, and who imports whom."""
+"""The layout of the packages, read from their syntax trees: readers of jaxprs, and imports."""
 
 from __future__ import annotations
 

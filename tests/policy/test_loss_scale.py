@@ -173,7 +173,10 @@ def test_bad_settings_are_refused_by_name():
         ValueError, match="period should be a whole number of at least 1, but got inf"
     ):
         DynamicLossScale(period=np.inf)  # pyright: ignore[reportArgumentType]
-    text = r"loss_scale should lie between min_loss_scale=1048576\.0 and max_loss_scale=.*, but got 32768"
+    text = (
+        r"loss_scale should lie between min_loss_scale=1048576\.0 and max_loss_scale=.*, "
+        r"but got 32768"
+    )
     with pytest.raises(ValueError, match=text):
         DynamicLossScale(2**15 * 1.0, min_loss_scale=2.0**20)
     with pytest.raises(

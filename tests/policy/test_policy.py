@@ -132,7 +132,8 @@ def test_a_policy_is_frozen():
         (3.5, r"Policy\(compute_dtype=3.5\): not a dtype"),
         (
             jnp.float8_e4m3fn,
-            r"Policy\(compute_dtype=float8_e4m3fn\): floats of 8 bits or fewer are for matmul operands",
+            r"Policy\(compute_dtype=float8_e4m3fn\): floats of 8 bits or fewer are for matmul "
+            r"operands",
         ),
     ],
 )
@@ -157,14 +158,16 @@ def test_every_field_is_checked():
     [
         (
             "bf17",
-            r"Unknown dtype 'bf17': it should be one of half, bfloat16.*A policy's text is such a dtype, a preset",
+            r"Unknown dtype 'bf17': it should be one of half, bfloat16.*A policy's text is such a "
+            r"dtype, a preset",
         ),
         ("mixed_bf16", r"Unknown dtype 'mixed_bf16'.*mixed_bfloat16, mixed_float16"),
         ("", r"Unknown dtype ''"),
         ("p=f32,c=int8", r"Unknown dtype 'int8'"),
         (
             "p=f32,d=bf16",
-            r"Unknown key 'd' in 'p=f32,d=bf16': it should be params, compute, output, reduction or inputs",
+            r"Unknown key 'd' in 'p=f32,d=bf16': it should be params, compute, output, reduction "
+            r"or inputs",
         ),
         (
             "p=f32,params=bf16",

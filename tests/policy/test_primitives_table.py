@@ -51,7 +51,7 @@ OLDER_THAN_BOTH = "named_call"
 
 
 def installed() -> set[str]:
-    """Returns the names of the primitives that JAX's public modules hold, of those that are loaded."""
+    """Returns the names of the primitives in those public modules of JAX that are loaded."""
     loaded = [
         module
         for name, module in sys.modules.items()

@@ -83,7 +83,8 @@ def test_rules_that_match_nothing_are_refused_all_at_once_with_the_paths():
     rules = PolicyRules({"encoder/.*nrom": "f32", "head": "f32", "tail": "f32"})
     with pytest.raises(
         ValueError,
-        match=r"Rules 'encoder/\.\*nrom', 'tail' matched no module. Modules seen: encoder/norm, head\.",
+        match=r"Rules 'encoder/\.\*nrom', 'tail' matched no module. Modules seen: encoder/norm, "
+        r"head\.",
     ):
         rules.check(["", "encoder/norm", "head"])
     with pytest.raises(
@@ -99,7 +100,8 @@ def test_an_error_about_many_modules_lists_numbered_ones_as_one():
     layers = [f"layers/{i}{below}" for i in range(30) for below in ("", "/norm", "/mlp")]
     with pytest.raises(
         ValueError,
-        match=r"Modules seen: embed, layers, layers/0\.\.29, layers/0\.\.29/mlp, layers/0\.\.29/norm\.$",
+        match=r"Modules seen: embed, layers, layers/0\.\.29, layers/0\.\.29/mlp, "
+        r"layers/0\.\.29/norm\.$",
     ):
         PolicyRules({"layers/30/norm": "f32"}).check(["", "embed", "layers", *layers])
 
@@ -161,7 +163,8 @@ def test_class_rules_are_checked_where_classes_are_known():
         (
             "a=f32",
             TypeError,
-            r"Policy rules should be a dict or a list of \(pattern, policy\) pairs, but got 'a=f32'.",
+            r"Policy rules should be a dict or a list of \(pattern, policy\) pairs, but got "
+            r"'a=f32'.",
         ),
         (3, TypeError, r"Policy rules should be a dict or a list"),
     ],

@@ -355,7 +355,8 @@ def test_constants_count_by_value():
     [
         (
             lambda x, w: program(x.astype(BF16), w.astype(BF16)),
-            r"Equation 0 is dot_general\(float32\[2,2\], float32\[2,2\]\) -> float32\[2,2\] and convert_element_type\(",
+            r"Equation 0 is dot_general\(float32\[2,2\], float32\[2,2\]\) -> float32\[2,2\] "
+            r"and convert_element_type\(",
         ),
         (lambda x, w: program(w, x), "Equation 0 of dot_general takes other values as operand 0"),
         (

@@ -28,7 +28,7 @@ def svg(comparison: Comparison) -> str:
     low, high = _decades(_rows(comparison))
     width, height = 900, _TOP + _LINE * max(len(paths), 1) + 24
     finite = width - _LEFT - _RIGHT - _BEYOND
-    x = lambda error: (
+    x = lambda error: (  # noqa: E731
         _LEFT + (finite + _BEYOND if math.isinf(error) else finite * _along(error, low, high))
     )
     parts = [_frame(comparison, width, height)]
@@ -60,14 +60,15 @@ def _grid(x: float, height: int, text: str) -> str:
 def _frame(comparison: Comparison, width: int, height: int) -> str:
     title = html.escape(f"{comparison.name}: error against float32 {comparison.policy}")
     legend = "".join(
-        f'<circle cx="{_LEFT + 110 * i}" cy="32" r="4" fill="{colour}"/><text x="{_LEFT + 110 * i + 10}" y="36">'
-        f"{name}</text>"
+        f'<circle cx="{_LEFT + 110 * i}" cy="32" r="4" fill="{colour}"/>'
+        f'<text x="{_LEFT + 110 * i + 10}" y="36">{name}</text>'
         for i, (name, colour) in enumerate(
             (name, colour) for name, colour in _SERIES if getattr(comparison, name)
         )
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12" fill="#222" role="img"><title>{title}</title>'
         f'<rect width="{width}" height="{height}" fill="white"/>'
         f'<text x="8" y="18" font-size="14">{title}</text>{legend}'
@@ -91,7 +92,10 @@ def _dot(row: Row, x: float, y: float, colour: str) -> str:
     )
     error = figure(row.error, ".2e")
     said = f"{row.path or '(outside of any module)'}: error {error}, underflow {row.underflow:.2%}"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}><title>{html.escape(said)}</title></circle>'
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}>'
+        f"<title>{html.escape(said)}</title></circle>"
+    )
 
 
 def _decades(rows: Sequence[Row]) -> tuple[int, int]:

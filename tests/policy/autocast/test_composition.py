@@ -401,12 +401,12 @@ def test_a_scan_in_which(name):
     fn = SCANS[name]
     cast = autocast(fn, BF16, params=0)
     found, truth = cast(W, X), jax.jit(fn)(W, X)
-    bare = lambda tree: jax.tree.map(
+    bare = lambda tree: jax.tree.map(  # noqa: E731
         lambda a: jax.random.key_data(a) if a.dtype == KEY.dtype else a, tree
     )
     near(bare(found), bare(truth), 5e-2)
     assert set(dots(cast, W, X)) == {HALVES}
-    summed = lambda f: (
+    summed = lambda f: (  # noqa: E731
         lambda w: sum(jnp.sum(a) for a in jax.tree.leaves(f(w, X)) if a.dtype == jnp.float32)
     )
     assert set(dots(jax.grad(summed(cast)), W)) == {HALVES}

@@ -391,7 +391,7 @@ def test_host_callbacks_fire_once_and_their_results_are_the_same_for_both() -> N
             x = jnp.sin(x.astype(BF16))
             jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
             y = jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-            step = lambda y, _: (
+            step = lambda y, _: (  # noqa: E731
                 jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y),
                 None,
             )
@@ -448,9 +448,7 @@ def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
     assert len(comparison["layer"].steps) == 3 == len(comparison.gradients[1].steps)
 
 
-def test_what_a_scan_stacks_in_16_bits_is_what_it_was_but_for_one_part_in_256_of_its_difference() -> (
-    None
-):
+def test_an_array_stacked_in_16_bits_is_exact_to_one_part_in_256_of_its_difference() -> None:
     wide = (
         jnp.asarray(RNG.normal(size=64), F32)
         .at[:6]

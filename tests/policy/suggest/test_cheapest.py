@@ -87,9 +87,7 @@ def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(
         assert cost(trial, found) <= DEARER * cost(trial, cheapest)
 
 
-def test_the_rules_applied_for_real_cost_no_more_than_the_cheapest_that_meet_the_budget_for_real() -> (
-    None
-):
+def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget() -> None:
     model, *arguments = network(4, 4)
     policy = get_policy("mixed_bfloat16")
     call = Call.of("suggest", model, arguments, {}, None, None)

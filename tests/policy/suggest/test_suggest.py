@@ -1,4 +1,4 @@
-"""suggest: what is sensitive is kept in float32, and nothing else; the rules do what was foreseen."""
+"""suggest: sensitive paths alone are kept in float32, and the rules have the predicted effect."""
 
 from __future__ import annotations
 
@@ -147,9 +147,7 @@ class Sum(nn.Module):
         return x
 
 
-def test_what_a_module_does_itself_is_kept_without_its_layers_and_hands_on_half_where_promotion_is_strict() -> (
-    None
-):
+def test_a_module_is_kept_without_its_layers_and_returns_half_if_promotion_is_strict() -> None:
     model, x = Sum(), normal(4, 8)
     found = suggest(
         model.apply,
