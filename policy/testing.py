@@ -401,7 +401,8 @@ def _told_of_finding(finding: Finding) -> str:
     path = f"at '{finding.path}'" if finding.path else "outside of any module"
     backward = ", backward" if finding.is_backward else ""
     dtypes = ", ".join(finding.dtypes)
-    return f"  {finding.primitive} {path} in {dtypes}{backward}: {finding.source or 'source line unknown'}"
+    source = finding.source or "source line unknown"
+    return f"  {finding.primitive} {path} in {dtypes}{backward}: {source}"
 
 
 def _names(dtype: DTypes) -> frozenset[str]:

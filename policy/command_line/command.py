@@ -77,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="ARG",
-        help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or a list, tuple "
-        "or dict of these; once for each argument",
+        help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, "
+        "or a list, tuple or dict of these; once for each argument",
     )
     command.add_argument(
         "--policy", metavar="TEXT", help="audit it under a policy, as mixed_bfloat16"

@@ -33,7 +33,8 @@ class Collective:
     """One exchange between devices.
 
     >>> import policy
-    >>> print(policy.sharding.Collective("all-reduce", "bfloat16", (8,), ("data",), "jit(step)/psum"))
+    >>> Collective = policy.sharding.Collective
+    >>> print(Collective("all-reduce", "bfloat16", (8,), ("data",), "jit(step)/psum"))
     all-reduce bfloat16[8] over data: jit(step)/psum
 
     Attributes:
@@ -168,7 +169,9 @@ def _partitioned_text(lowered: Any) -> tuple[str, Any]:
 
 _ARRAY = re.compile(r"([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _INSTRUCTION = re.compile(
-    r"= (?P<result>.*?) (?P<operation>all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)\((?P<rest>.*)"
+    r"= (?P<result>.*?) "
+    r"(?P<operation>all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)"
+    r"\((?P<rest>.*)"
 )
 _DTYPES = {"pred": "bool", "s": "int", "u": "uint", "c": "complex"}
 
