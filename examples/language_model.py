@@ -377,7 +377,7 @@ class Result:
 
 
 def train(name: str, run: Programs, text: Text, config: Config) -> tuple[Result, Any]:
-    """Trains in plain JAX: compute-dtype gradients, one fused step. Returns the params too."""
+    """One run in plain JAX: compute-dtype gradients, one fused step. Returns parameters too."""
     start, key = time.perf_counter(), jax.random.key(config.seed)
     tokens = batch_of(text.train, config, 0)
     params, opt_state = run.init(key, tokens)

@@ -15,8 +15,10 @@ from policy._jaxpr.paths import Path, spelled
 _POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 # Files that trace a call for an inspection tool: its caller is not the author of the code.
-_TOOLS = tuple(
-    os.path.join(_POLICY, name) for name in ("inspection" + os.sep, "tracing.py", "testing.py")
+_TOOLS = (
+    *(os.path.join(_POLICY, room, "") for room in ("audit", "compare", "suggest", "traced")),
+    os.path.join(_POLICY, "_jaxpr", "trace.py"),
+    os.path.join(_POLICY, "testing.py"),
 )
 _LIBRARIES = ("flax", "optax", "mpmodules")
 _BASES = frozenset(

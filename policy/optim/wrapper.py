@@ -88,12 +88,13 @@ def mixed_precision(
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy.optim import mixed_precision
+      >>> from policy.optim import apply_gradients, mixed_precision
       >>> tx = mixed_precision(optax.adam(0.1), "bfloat16")
       >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
       >>> opt_state = tx.init(params)
-      >>> updates, opt_state = tx.update({"w": jnp.ones(2)}, opt_state, params)
-      >>> optax.apply_updates(params, updates)["w"]
+      >>> grads = {"w": jnp.ones(2)}
+      >>> params, opt_state, finite = apply_gradients(tx, params, opt_state, grads)
+      >>> params["w"]
       Array([0.898438, 0.898438], dtype=bfloat16)
     """
     if not is_transform(tx):
