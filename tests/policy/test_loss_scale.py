@@ -359,7 +359,7 @@ def test_jmps_own_tests_pass():
     if path is None or not path.exists():
         pytest.skip("jmp is not installed")
     text = path.read_text().replace(
-        "from jmp._src import loss_scale as jmp", "from policy import loss_scale as jmp"
+        "from jmp._src import loss_scale as jmp", "from policy.grads import loss_scale as jmp"
     )
     module = types.ModuleType("jmp_loss_scale_test")
     exec(compile(text, str(path), "exec"), module.__dict__)
