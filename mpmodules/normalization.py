@@ -167,10 +167,9 @@ def _kept_apart(*tangents: Array | None) -> list[Array | None]:
     XLA leaves those axes out of its kernels: a tangent that has them there gets two small kernels
     of its own.
     """
-    shapes = [None if t is None else t.shape for t in tangents]
     flat = [None if t is None else lax.reshape(t, [n for n in t.shape if n != 1]) for t in tangents]
-    behind = lax.optimization_barrier(flat)
-    return [None if t is None else lax.reshape(t, s) for t, s in zip(behind, shapes, strict=True)]
+    pairs = zip(lax.optimization_barrier(flat), tangents, strict=True)
+    return [None if t is None else lax.reshape(b, t.shape) for b, t in pairs]
 
 
 def _sum(x: Array | None, y: Array) -> Array:
