@@ -21,12 +21,13 @@ The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits e
 optimizer state, which are gathered where they are used; `tensor` splits attention by heads and the
 MLP by its hidden width. Nothing in the model knows of it: params lie as `param_spec` says,
 optimizer state lies beside its params (`policy.optim.state_shardings`), and XLA's partitioner does
-the rest. It sums gradients in the dtype that each weight gradient's dot returns: under mixed_bfloat16
-bfloat16 for kernels, float32 for biases, norms and the embedding. With --all-reduce-dtype each device takes
-its own gradients under `jax.shard_map`, and `policy.sharding.all_reduce` sums all of them in that
-dtype, whatever the mesh. Params are gathered as they are stored, and what the tensor axis sums are
-activations, in compute dtype. The table printed at the start is read from the program as it was
-partitioned (`policy.sharding.collectives_of`).
+the rest. It sums gradients in the dtype that each weight gradient's dot returns: under
+mixed_bfloat16 bfloat16 for kernels, float32 for biases, norms and the embedding. With
+--all-reduce-dtype each device takes its own gradients under `jax.shard_map`, and
+`policy.sharding.all_reduce` sums all of them in that dtype, whatever the mesh. Params are gathered
+as they are stored, and what the tensor axis sums are activations, in compute dtype. The table
+printed at the start is read from the program as it was partitioned
+(`policy.sharding.collectives_of`).
 
 Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far.
 Batches are drawn from the seed and the step, initial params from the seed, neither from the mesh,

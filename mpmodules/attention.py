@@ -328,7 +328,7 @@ def _is_scaled_ahead(scale: float, query: Array, key: Array) -> bool:
 
     A power of two rounds nothing in bfloat16, which has float32's exponents. XLA for TPUs then
     makes one kernel of the product and its exponentials: faster, but for lengths that it pads to
-    128. With a mask or a bias between the two it makes no such kernel.
+    128. With a causal mask between the two it made none, and moved work to the queries.
     """
     is_exact = query.dtype == jnp.bfloat16 and math.frexp(scale)[0] == 0.5
     lengths = query.shape[-3], key.shape[-3]  # of `jax.export` they may be symbols

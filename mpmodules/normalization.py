@@ -168,11 +168,8 @@ def _kept_apart(*tangents: Array | None) -> list[Array | None]:
     of its own.
     """
     flat = [None if t is None else lax.reshape(t, [n for n in t.shape if n != 1]) for t in tangents]
-    behind = lax.optimization_barrier(flat)
-    return [
-        None if t is None else lax.reshape(apart, t.shape)
-        for t, apart in zip(tangents, behind, strict=True)
-    ]
+    pairs = zip(lax.optimization_barrier(flat), tangents, strict=True)
+    return [None if t is None else lax.reshape(b, t.shape) for b, t in pairs]
 
 
 def _sum(x: Array | None, y: Array) -> Array:

@@ -1,6 +1,4 @@
-"""User code with linen: what type checkers are to accept, to refuse (``# error: mypy's;
-pyright's``) and to reveal.
-"""
+"""User code with linen: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``) and to reveal."""
 
 import abc
 from typing import Any
@@ -25,12 +23,8 @@ nn.Dense()  # error: call-arg; reportCallIssue
 nn.Dens(4)  # error: attr-defined; reportAttributeAccessIssue
 reveal_type(nn.Dense(4))  # reveal: mpmodules.linen._linear.Dense; Dense
 reveal_type(nn.Dense(4)(x))  # reveal: jax._src.basearray.Array | Any; Array | Any
-reveal_type(
-    nn.LayerNorm(dtype_policy="f32")
-)  # reveal: mpmodules.linen._normalization.LayerNorm; LayerNorm
-reveal_type(
-    nn.RNN(nn.LSTMCell(3), dtype_policy="f32").cell
-)  # reveal: flax.linen.recurrent.RNNCellBase; RNNCellBase
+reveal_type(nn.LayerNorm(dtype_policy="f32"))  # reveal: mpmodules.linen._normalization.LayerNorm; LayerNorm
+reveal_type(nn.RNN(nn.LSTMCell(3), dtype_policy="f32").cell)  # reveal: flax.linen.recurrent.RNNCellBase; RNNCellBase
 reveal_type(nn.relu(x))  # reveal: jax._src.basearray.Array; Array
 reveal_type(nn.softmax(x))  # reveal: jax._src.basearray.Array; Array
 nn.initializers.lecun_normal()

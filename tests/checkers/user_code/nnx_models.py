@@ -1,6 +1,4 @@
-"""User code with nnx: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``)
-and to reveal.
-"""
+"""User code with nnx: what type checkers are to accept, to refuse (``# error: mypy's; pyright's``) and to reveal."""
 
 import abc
 from typing import Any
@@ -17,9 +15,7 @@ rngs, x = nnx.Rngs(0), jnp.ones((2, 4))
 
 # Layers of ours: the argument that they add is known, and a typo in it is not.
 reveal_type(nnx.Linear(2, 3, rngs=rngs))  # reveal: mpmodules.nnx.Linear; Linear
-reveal_type(
-    nnx.Linear(2, 3, rngs=rngs, dtype_policy="bf16")
-)  # reveal: mpmodules.nnx.Linear; Linear
+reveal_type(nnx.Linear(2, 3, rngs=rngs, dtype_policy="bf16"))  # reveal: mpmodules.nnx.Linear; Linear
 nnx.Linear(2, 3, rngs=rngs, dtype_policy=Policy("f32", "bf16", "f32"))
 nnx.Linear(2, 3, rngs=rngs, dtype_policyy="bf16")  # error: call-arg; reportCallIssue
 nnx.Linear(2, 3, rngs=rngs, dtype_policy="bf16", use_bais=False)  # error: call-arg; reportCallIssue
@@ -30,13 +26,9 @@ nnx.Linaer(2, 3, rngs=rngs)  # error: attr-defined; reportAttributeAccessIssue
 nnx.Linear(2, 3, rngs=rngs).kernle  # error: attr-defined; reportAttributeAccessIssue
 reveal_type(nnx.Linear(2, 3, rngs=rngs).out_features)  # reveal: int; int
 reveal_type(nnx.Linear(2, 3, rngs=rngs)(x))  # reveal: jax._src.basearray.Array; Array
-reveal_type(
-    nnx.Sequential(nnx.relu, dtype_policy="f32")
-)  # reveal: mpmodules.nnx.Sequential; Sequential
+reveal_type(nnx.Sequential(nnx.relu, dtype_policy="f32"))  # reveal: mpmodules.nnx.Sequential; Sequential
 reveal_type(nnx.softmax(x))  # reveal: jax._src.basearray.Array; Array
-reveal_type(
-    nnx.Param(x)
-)  # reveal: flax.nnx.variablelib.Param[jax._src.basearray.Array]; Param[Array]
+reveal_type(nnx.Param(x))  # reveal: flax.nnx.variablelib.Param[jax._src.basearray.Array]; Param[Array]
 
 
 class MLP(nnx.Module):
@@ -63,8 +55,7 @@ MLP(8, rngs=rngs, dtype_polciy="bf16")  # error: call-arg; reportCallIssue
 with use_policy("mixed_bfloat16"):
     reveal_type(MLP(8, rngs=rngs))  # reveal: nnx_models.MLP; MLP
 
-# `__init__` doesn't declare dtype_policy. pyright, which obeys metaclasses, checks no other
-# argument beside it.
+# `__init__` doesn't declare dtype_policy. pyright, which obeys metaclasses, checks no other argument beside it.
 ours = MLP(8, rngs=rngs, dtype_policy="mixed_bfloat16")
 reveal_type(ours)  # reveal: nnx_models.MLP; MLP | Any
 reveal_type(ours.dtype_policy)  # reveal: policy.policy.Policy | None; Policy | Any | None

@@ -23,11 +23,7 @@ PolicyRules("head=f32")  # error: arg-type; reportArgumentType
 def every_function(model: linen.Module, built: nnx.Module, fn: Any) -> None:
     set_policy("bf16", {"head": "f32", linen.LayerNorm: "f32"})
     set_policy("bf16", by_both)
-    with (
-        use_policy("bf16", {"head": "f32", linen.LayerNorm: "f32"}),
-        use_policy(None, by_both),
-        use_policy("f", pairs),
-    ):
+    with use_policy("bf16", {"head": "f32", linen.LayerNorm: "f32"}), use_policy(None, by_both), use_policy("f", pairs):
         fn()
     linen.apply_policy(model, "bf16", {"head": "f32", linen.LayerNorm: "f32"})
     linen.apply_policy(model, "bf16", rules=by_both)
