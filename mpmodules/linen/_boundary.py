@@ -166,7 +166,7 @@ def run_method(
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
         else:
             crosses = boundary.module_crosses(scope, effective.base) and not scope.hands_on_float32
-        crossing = crossing_of(module, method.__name__)
+        crossing = crossing_of(module, _name_of(method))
         if (
             effective.policy is not None
             and crosses
@@ -213,7 +213,7 @@ def _run_for_autocast(
         effective = effective_policy(module, scope)
         source = effective.source.for_those_inside(where(module))
         return run_inside(lambda: method(module, *args, **kwargs), scope, effective.policy, source)
-    crossing = crossing_of(module, method.__name__)
+    crossing = crossing_of(module, _name_of(method))
 
     def call() -> Any:
         policy = effective_policy(module, scope).policy
@@ -233,7 +233,7 @@ def _cast_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Arguments:
-    return crossing_of(module, method.__name__).cast_inputs(
+    return crossing_of(module, _name_of(method)).cast_inputs(
         policy,
         args,
         kwargs,
@@ -253,3 +253,8 @@ def _scan_carries_explained(module: Any, crosses: bool, effective: Effective) ->
     lifting = "lift its class (nn.scan(Block)) instead of a function, "
     with scan_explained(calls.crossed, path, lifting=lifting):
         yield
+
+
+def _name_of(method: Callable[..., Any]) -> str:
+    """Returns the name of a method; "" of a `functools.partial`, which has none."""
+    return getattr(method, "__name__", "")

@@ -55,7 +55,7 @@ def layer_of(equation: Any, path: Path) -> str:
         names = _shortened(code.co_qualname).split(".")
         if owner == "tool":
             break
-        if code.co_filename.startswith(_folders()) and len(names) == 2 and names[0] not in _BASES:
+        if _may_be_of_a_layer(code.co_filename) and len(names) == 2 and names[0] not in _BASES:
             return names[0] if not where or where.endswith(":") else f"{where} ({names[0]})"
     return where.removesuffix(":")
 
@@ -101,6 +101,12 @@ def _owner(file: str) -> Literal["user", "library", "tool"]:
         file.startswith(_STDLIB) and "site-packages" not in file and "dist-packages" not in file
     )
     return "library" if is_python else "user"
+
+
+def _may_be_of_a_layer(file: str) -> bool:
+    """Returns whether layers are defined in a file: no file that our two wings share does."""
+    is_shared = os.path.basename(os.path.dirname(file)) == "mpmodules"
+    return file.startswith(_folders()) and not is_shared
 
 
 @functools.cache

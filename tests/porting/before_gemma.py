@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# + from policy import einsum, reductions
+# + from policy import reductions
+# + from policy.reductions import einsum
 
 K_MASK = -2.3819763e38
 

@@ -18,7 +18,8 @@ from flax import linen as nn
 from flax.training import dynamic_scale as dynamic_scale_lib  # goes
 from flax.training import train_state
 
-# + from policy import finite_of, loss_scale_of, mixed_precision, select_tree, value_and_grad
+# + from policy import loss_scale_of, mixed_precision, select_tree, value_and_grad
+# + from policy.optim import finite_of
 
 CLASSES = 5
 

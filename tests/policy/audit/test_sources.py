@@ -96,9 +96,8 @@ def test_a_scan_of_a_model_names_the_line_in_the_body():
     class Step(flax_linen.Module):
         @flax_linen.compact
         def __call__(self, x, _):
-            return flax_linen.Dense(8, dtype=jnp.bfloat16, name="up")(x).astype(
-                x.dtype
-            ), None  # in the body
+            up = flax_linen.Dense(8, dtype=jnp.bfloat16, name="up")
+            return up(x).astype(x.dtype), None  # in the body
 
     class Net(flax_linen.Module):
         @flax_linen.compact
