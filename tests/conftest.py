@@ -23,8 +23,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
         os.environ["JAX_COMPILATION_CACHE_DIR"], worker
     )
-# XLA's own passes are as always, but LLVM optimises less: it takes half of the time of a compile, and
-# kernels run once here. At level 0 fused and eager programs would round differently.
+# XLA's own passes are as always, but LLVM optimises less: it takes half of the time of a compile,
+# and kernels run once here. At level 0 fused and eager programs would round differently.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{given} --xla_backend_optimization_level=1".strip()
