@@ -26,8 +26,8 @@ from pathlib import Path
 
 import pytest
 
-BUDGET = 0.3  # seconds of a function, in the fast part
-LONGEST = 1.2  # seconds of a case, in the fast part
+BUDGET = 0.2  # seconds of a function, in the fast part
+LONGEST = 1.0  # seconds of a case, in the fast part
 DURATIONS = Path(__file__).with_name("durations.txt")
 
 
