@@ -25,6 +25,20 @@ def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
             waiting.extend(inner)
 
 
+def runs_any(jaxpr: Any, names: Collection[str]) -> bool:
+    """Returns whether an open jaxpr, or a program that it runs, has one of these primitives.
+
+    Kernels and the functions that reductions apply to two numbers are not looked into.
+    """
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in names:
+            return True
+        for one in subprograms(equation):
+            if one.is_run and runs_any(one.body, names):
+                return True
+    return False
+
+
 def combines_by(equation: Any, names: Collection[str]) -> bool:
     """Returns whether a program of an equation contains one of these primitives."""
     return any(

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.dtypes import is_floating_dtype
 from policy._jaxpr.equations import equations_within
-from policy._jaxpr.primitives import ELEMENTWISE, FORWARDS, category_of
+from policy._jaxpr.primitives import ELEMENTWISE, FORWARDS, REWRITTEN_INSIDE
 from policy._jaxpr.subprograms import Subprogram, subprograms
 
 # Pseudo-primitives: a value enters the body of a loop or a shard, and leaves it.
@@ -120,11 +120,12 @@ class FrameGraph:
             backward = (
                 is_backward or "transpose(" in stack
             ) and "rematted_computation" not in stack
-            outputs = self._held(equation, inputs, frame, backward)
-            if outputs is None:
-                outputs = self._made(
-                    equation.primitive.name, equation, inputs, equation.outvars, frame, backward
-                )
+            name = equation.primitive.name
+            outputs = (
+                self._held(equation, inputs, frame, backward)
+                if name in REWRITTEN_INSIDE
+                else self._made(name, equation, inputs, equation.outvars, frame, backward)
+            )
             known.update(zip(equation.outvars, outputs, strict=True))
         return read(jaxpr.outvars)
 
@@ -137,26 +138,28 @@ class FrameGraph:
         frame: Frame,
         backward: bool,
     ) -> list[Data]:
-        floats = [data for data in inputs if data.is_float] or inputs
-        # A row of a table is an activation, as it is for the evaluator.
-        yields = bool(floats) and all(data.yields for data in floats) and name != "gather"
-        given = all(data.given for data in inputs) and (name in MOVES or name in ELEMENTWISE)
-        outputs = [_data(v.aval, yields, given) for v in variables]
+        outputs: list[Data] = []
         operation = FrameOperation(name, equation, inputs, outputs, frame, backward)
-        for output in outputs:
-            output.made_by = operation
+        has_float, floats_yield, all_yield, given = False, True, bool(inputs), True
         for data in inputs:
+            has_float |= data.is_float
+            floats_yield &= data.yields or not data.is_float
+            all_yield &= data.yields
+            given &= data.given
             data.readers.append(operation)
+        # A row of a table is an activation, as it is for the evaluator.
+        yields = (floats_yield if has_float else all_yield) and name != "gather"
+        given = given and (name in MOVES or name in ELEMENTWISE)
+        for variable in variables:
+            output = _data(variable.aval, yields, given)
+            output.made_by = operation
+            outputs.append(output)
         frame.operations.append(operation)
         self.operations.append(operation)
         return outputs
 
-    def _held(
-        self, equation: Any, inputs: list[Data], frame: Frame, backward: bool
-    ) -> list[Data] | None:
-        """Returns the outputs of an equation whose programs autocast rewrites; None for others."""
-        if category_of(equation.primitive.name) != "control":
-            return None
+    def _held(self, equation: Any, inputs: list[Data], frame: Frame, backward: bool) -> list[Data]:
+        """Returns the outputs of an equation whose programs autocast rewrites."""
         inner = [
             self._inside(equation, one, inputs, frame, backward) for one in subprograms(equation)
         ]
@@ -213,8 +216,8 @@ class FrameGraph:
 
 def _data(aval: Any, yields: bool, given: bool) -> Data:
     dtype = getattr(aval, "dtype", None)
-    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    return Data(tuple(getattr(aval, "shape", ())), is_float, yields, given)
+    is_float = dtype is not None and is_floating_dtype(dtype)
+    return Data(getattr(aval, "shape", ()), is_float, yields, given)
 
 
 def _literal(atom: Any) -> Data:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax.extend.core as jex_core
@@ -118,30 +118,37 @@ class Interpreter(abc.ABC, Generic[V]):
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        def read(atom: Any) -> V:
-            return self.literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]
+        def read(atoms: Sequence[Any]) -> list[V]:
+            return [
+                self.literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]
+                for atom in atoms
+            ]
 
         last = _last_reads(jaxpr)
         for i, equation in enumerate(jaxpr.eqns):
-            with context_of(equation):
-                outputs = self.step(equation, [read(atom) for atom in equation.invars])
+            source, settings = contexts_of(equation)
+            with source, settings:
+                outputs = self.step(equation, read(equation.invars))
             values.update(zip(equation.outvars, outputs, strict=True))
             for variable in last.get(i, ()):
                 values.pop(variable, None)
-        return [read(atom) for atom in jaxpr.outvars]
+        return read(jaxpr.outvars)
 
     def step(self, equation: Any, values: list[V]) -> list[V]:
         """Evaluates one equation of a program; a subclass may do something before and after."""
         return self.equation(equation, values)
 
 
-@contextlib.contextmanager
-def context_of(equation: Any) -> Iterator[None]:
-    """Gives new equations the source line, name stack and settings of an equation."""
+def contexts_of(equation: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns contexts in which new equations get the source and the settings of an equation.
+
+    The first is its source line and name stack, the second its settings.
+    """
     info = equation.source_info
     name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
-        yield
+    return source_info_util.user_context(
+        info.traceback, name_stack=name_stack
+    ), equation.ctx.manager
 
 
 def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
@@ -149,7 +156,9 @@ def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
     last: dict[Any, int] = {}
     for i, equation in enumerate(jaxpr.eqns):
-        last.update((atom, i) for atom in equation.invars if not isinstance(atom, jex_core.Literal))
+        for atom in equation.invars:
+            if not isinstance(atom, jex_core.Literal):
+                last[atom] = i
     found: dict[int, list[Any]] = {}
     for variable, i in last.items():
         if variable not in kept:

@@ -20,6 +20,7 @@ _noted: set[str] = set()
 # Names of whole models on name stacks: those of their classes, or those that they were given.
 _roots: set[str] = set()
 _repeated: set[str] = set()  # names of modules that stand directly in one of the same name
+_number = 0  # of all of these
 
 # Contexts in which frameworks note the names of the modules that are called.
 NOTING: list[Callable[[], AbstractContextManager[Any]]] = []
@@ -32,17 +33,23 @@ _UNNAMED = re.compile(r"[\w.,\s]*->[\w.\s]*|<.*>")
 def note(name: str) -> None:
     """Notes the name of a module."""
     if not name.isidentifier():
-        _noted.add(name)
+        _add(name, _noted)
 
 
 def note_root(name: str) -> None:
     """Notes the name of a whole model, with which the name stacks of its operations begin."""
-    _roots.add(name)
+    _add(name, _roots)
 
 
 def note_repeated(name: str) -> None:
     """Notes that a module has the name of the module or model around it."""
-    _repeated.add(name)
+    _add(name, _repeated)
+
+
+def _add(name: str, names: set[str]) -> None:
+    global _number
+    names.add(name)
+    _number = len(_noted) + len(_roots) + len(_repeated)
 
 
 def is_root(name: str) -> bool:
@@ -65,7 +72,7 @@ def noted() -> int:
 
     Readings of name stacks may change when it does.
     """
-    return len(_noted) + len(_roots) + len(_repeated)
+    return _number
 
 
 def note_keys(treedef: Any) -> None:

@@ -628,7 +628,10 @@ DRAWS = _with("draws")
 INLINED = _with("inlined")
 """Call their one program once: derivative rules aside, it may stand in their place."""
 
-INLINED_BY_AUTOCAST = frozenset(name for name in INLINED if CATEGORY_OF[name] == "control")
+REWRITTEN_INSIDE = frozenset(row.name for row in PRIMITIVES if row.category == "control")
+"""Hold programs that autocast rewrites."""
+
+INLINED_BY_AUTOCAST = INLINED & REWRITTEN_INSIDE
 """Call a program that autocast rewrites, once."""
 
 SAVED = _with("saved")

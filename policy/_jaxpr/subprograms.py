@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import jax.extend.core as jex_core
 
-from policy._jaxpr.primitives import COMBINES, KERNELS, REMATS
+from policy._jaxpr.primitives import COMBINES, ELEMENTWISE, KERNELS, REMATS
 
 Role = Literal["call", "remat", "shard", "branch", "loop", "cond", "combine", "kernel", "other"]
 """The part that a program plays in its equation.
@@ -32,6 +32,7 @@ Role = Literal["call", "remat", "shard", "branch", "loop", "cond", "combine", "k
 
 T = TypeVar("T")
 _JAXPRS = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since jax 0.12
+_SCALARS = frozenset({bool, int, float, str, type(None)})  # most parameters of equations
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def subprograms(equation: Any) -> tuple[Subprogram, ...]:
 
     The condition of a while comes before its body. Most equations hold none.
     """
-    found = tuple(_found(equation))
+    found = _found(equation)
     return _described(equation, found) if found else ()
 
 
@@ -136,12 +137,22 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, _JAXPRS)
 
 
-def _found(equation: Any) -> Iterator[tuple[Any, str, int | None]]:
+def _found(equation: Any) -> list[tuple[Any, str, int | None]]:
+    found: list[tuple[Any, str, int | None]] = []
+    if equation.primitive.name in ELEMENTWISE:  # most equations
+        return found
     for parameter, value in equation.params.items():
+        if type(value) in _SCALARS:
+            continue
         if is_jaxpr(value):
-            yield value, parameter, None
+            found.append((value, parameter, None))
         elif isinstance(value, (tuple, list)):
-            yield from ((one, parameter, i) for i, one in enumerate(value) if is_jaxpr(one))
+            found += [
+                (one, parameter, i)
+                for i, one in enumerate(value)
+                if type(one) not in _SCALARS and is_jaxpr(one)
+            ]
+    return found
 
 
 def _described(

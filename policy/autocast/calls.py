@@ -9,9 +9,9 @@ import jax
 
 from policy._jaxpr import control_flow
 from policy._jaxpr.control_flow import Body
+from policy._jaxpr.equations import runs_any
 from policy._jaxpr.primitives import CALLS, MATMULS, REMATS
 from policy._jaxpr.subprograms import bind, subprogram, subprograms, with_subprograms
-from policy._jaxpr.walk import walk
 from policy.autocast.derivative_rules import custom_jvp, custom_vjp
 from policy.autocast.evaluator import Evaluator, Handler, as_traced, traced_kind
 from policy.autocast.memoization import once_for_all_alike
@@ -76,11 +76,7 @@ def _may_narrow(evaluator: Evaluator, program: Any) -> bool:
     """Returns whether a program has to be rewritten or reported if its operands are as traced."""
     settings = evaluator.settings
     names = MATMULS | settings.allow
-    return (
-        settings.strict
-        or evaluator.report is not None
-        or any(site.name in names for site in walk(program))
-    )
+    return settings.strict or evaluator.report is not None or runs_any(program, names)
 
 
 HANDLERS: Mapping[str, Handler] = {

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from policy._jaxpr.control_flow import Body
+from policy._jaxpr.dtypes import float_dtype
 from policy._jaxpr.subprograms import bind, subprogram
 from policy.autocast.evaluator import Evaluator, as_traced, opaque_kind
 from policy.autocast.settings import UnknownPrimitiveError
-from policy.autocast.values import Value, cast, float_dtype
+from policy.autocast.values import Value, cast
 
 
 def _dtypes(atoms: Sequence[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from policy._jaxpr.broadcasting import repeated, sharding_of
+from policy._jaxpr.dtypes import float_dtype, is_floating_dtype
 from policy._jaxpr.interpreter import Interpreter, Traced, equations_of, readers_of
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.primitives import (
@@ -39,9 +40,7 @@ from policy.autocast.values import (
     cast,
     common_dtype,
     fits,
-    float_dtype,
     has_range_of_float32,
-    is_floating,
     saturated,
     saturates,
 )
@@ -92,7 +91,7 @@ class Evaluator(Interpreter[Value]):
         dtype = getattr(literal.aval, "dtype", None)
         number = literal.val if dtype is None else np.asarray(literal.val, dtype)
         is_number = (
-            isinstance(number, np.ndarray) and number.ndim == 0 and is_floating(number.dtype)
+            isinstance(number, np.ndarray) and number.ndim == 0 and is_floating_dtype(number.dtype)
         )
         return Value(number, yields=True, constant=number[()] if is_number else None)
 
@@ -136,7 +135,7 @@ class Evaluator(Interpreter[Value]):
     def inside(self, equation: Any, *, reports: bool = True) -> Evaluator:
         inner = copy.copy(self)
         inner.path, inner.held = self.path_of(equation), self.held_by(equation)
-        inner.is_whole, inner.regions = self._is_whole(inner.held), NOWHERE
+        inner.is_whole, inner.regions = self._is_whole(equation), NOWHERE
         inner.report = self.report if reports else None
         return inner
 
@@ -145,8 +144,12 @@ class Evaluator(Interpreter[Value]):
         known = self.regions.within(equation)
         return {id(program): known.get(id(program), NOWHERE) for program in programs_of(equation)}
 
-    def _is_whole(self, held: dict[int, Regions]) -> bool:
-        return self.is_whole or (bool(held) and all(regions.is_whole for regions in held.values()))
+    def _is_whole(self, equation: Any) -> bool:
+        """Returns whether the programs of an equation belong to a normalisation as a whole."""
+        if self.is_whole or not self.regions.programs:
+            return self.is_whole
+        held = [*self.held_by(equation).values()] if self.regions.within(equation) else []
+        return bool(held) and all(regions.is_whole for regions in held)
 
     def place_of(self, equation: Any) -> Place:
         """Returns the dtypes of an equation, by its path and its part in a normalisation."""
@@ -154,7 +157,7 @@ class Evaluator(Interpreter[Value]):
         region: Literal["applies", "measures"] | None = None
         if id(equation) in self.regions.applies:
             region = "applies"
-        elif id(equation) in self.regions.measures or self._is_whole(self.held_by(equation)):
+        elif id(equation) in self.regions.measures or self._is_whole(equation):
             region = "measures"
         return place.within(region)
 
@@ -268,7 +271,7 @@ class Evaluator(Interpreter[Value]):
 
     def _wide(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
         outputs = _as_traced(equation, values)
-        floats = [value for value in values if is_floating(value.dtype)]
+        floats = [value for value in values if is_floating_dtype(value.dtype)]
         if floats and all(value.yields for value in floats):
             return "float32", [Value(output.array, yields=True) for output in outputs]
         if place.region == "applies":
@@ -327,7 +330,10 @@ class Evaluator(Interpreter[Value]):
             return "as it comes", [
                 Value(outputs[0].array, yields=True, transposed=(values[0], axes))
             ]
-        if len(values) == len(outputs) or len([v for v in values if is_floating(v.dtype)]) == 1:
+        if (
+            len(values) == len(outputs)
+            or len([v for v in values if is_floating_dtype(v.dtype)]) == 1
+        ):
             sources = (
                 values if len(values) == len(outputs) else [_only_float(values)] * len(outputs)
             )
@@ -341,7 +347,7 @@ class Evaluator(Interpreter[Value]):
         return "as it comes", outputs
 
     def _mixed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
-        floats = [value for value in values if is_floating(value.dtype)]
+        floats = [value for value in values if is_floating_dtype(value.dtype)]
         if _holds_program(equation) or not floats:
             return "as traced", _as_traced(equation, values)
         selects = equation.primitive.name == "select_n"
@@ -389,7 +395,7 @@ def _fits(value: Value, dtype: Any) -> bool:
 
 
 def _only_float(values: Sequence[Value]) -> Value:
-    return next(value for value in values if is_floating(value.dtype))
+    return next(value for value in values if is_floating_dtype(value.dtype))
 
 
 def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
@@ -399,12 +405,12 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
     """
     array = value.array
     if (
-        is_floating(array.dtype)
+        is_floating_dtype(array.dtype)
         and is_repeated(value, shape, dtype)
         and equation.primitive.name not in PRODUCTS
     ):
         array = as_dtype(value, F32)
-    if not is_floating(array.dtype) or array.dtype == dtype:
+    if not is_floating_dtype(array.dtype) or array.dtype == dtype:
         return array
     if value.constant is not None and saturates(value.constant, dtype):
         return saturated(array, dtype)
@@ -496,7 +502,8 @@ def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     arrays = [
-        as_dtype(value, dtype) if is_floating(value.dtype) else value.array for value in values
+        as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
+        for value in values
     ]
     return str(dtype), [Value(output) for output in bind(equation, arrays, params)]
 
@@ -507,7 +514,7 @@ def _converted(equation: Any, value: Value) -> Value:
     if source == target == F32:
         return value
     output = cast(value.array, target)
-    if source is not None or not is_floating(target):
+    if source is not None or not is_floating_dtype(target):
         return Value(output)
     # A mask of zeros and ones is exact in any dtype; positions and counts are not.
     constant = None if value.constant is None else np.asarray(value.constant).astype(target)[()]

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.dtypes import is_floating_dtype
 from policy._jaxpr.paths import Path
 from policy._jaxpr.scope_names import REGION
-from policy.autocast.values import F32, cast, is_floating
+from policy.autocast.values import F32, cast
 
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 HANDED_ON = f"{REGION}handed_on"  # the cast of its result, for the code around it
@@ -46,7 +47,10 @@ def handed_on(array: Any) -> Any:
 
     Autocast removes the cast.
     """
-    if not is_floating(getattr(array, "dtype", np.bool_)) or array.dtype.itemsize >= F32.itemsize:
+    if (
+        not is_floating_dtype(getattr(array, "dtype", np.bool_))
+        or array.dtype.itemsize >= F32.itemsize
+    ):
         return array
     with jax.named_scope(HANDED_ON):
         return cast(array, F32)

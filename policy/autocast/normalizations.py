@@ -60,10 +60,11 @@ class Regions:
 
     def within(self, equation: Any) -> dict[int, Regions]:
         """Returns the regions of the programs of an equation, by identity."""
+        identity = id(equation)
         return {
             program: found
             for (holder, program), found in self.programs.items()
-            if holder == id(equation)
+            if holder == identity
         }
 
 
@@ -103,7 +104,7 @@ def _regions(frame: Frame, found: _Found) -> Regions:
     own = [op for op in frame.operations if op.equation is not None]
     measures = frozenset(id(op.equation) for op in own if op in found.measures)
     applies = frozenset(id(op.equation) for op in own if op in found.applies)
-    floats = [op for op in own if any(data.is_float for data in op.outputs)]
+    floats = [op for op in own if True in [data.is_float for data in op.outputs]]
     is_whole = all(op in found.measures or op in found.applies for op in floats)
     is_whole = (
         is_whole and all(regions.is_whole for regions in programs.values()) and bool(floats or kept)

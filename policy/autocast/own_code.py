@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from policy._jaxpr.costs import flops_of
+from policy._jaxpr.dtypes import float_dtype
 from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import CONVOLUTIONS, MATMULS, NEEDS_FLOAT32
@@ -21,7 +22,7 @@ from policy.autocast import marks
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.settings import Places, Settings
-from policy.autocast.values import F32, Value, cast, float_dtype
+from policy.autocast.values import F32, Value, cast
 from policy.policy import Policy
 
 

@@ -10,11 +10,12 @@ import numpy as np
 from jax import lax
 
 from policy._jaxpr.control_flow import Body
+from policy._jaxpr.dtypes import float_dtype
 from policy._jaxpr.paths import scanned_path
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import subprogram
 from policy._jaxpr.walk import walk
-from policy.autocast.values import F32, Value, cast, float_dtype
+from policy.autocast.values import F32, Value, cast
 
 if TYPE_CHECKING:
     from policy.autocast.evaluator import Evaluator

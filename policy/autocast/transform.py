@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p
 
+from policy._jaxpr.dtypes import is_floating_dtype
 from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.primitives import known_primitives
@@ -22,7 +23,7 @@ from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.report import Report
 from policy.autocast.settings import Places, Settings
-from policy.autocast.values import Value, cast, is_floating
+from policy.autocast.values import Value, cast
 from policy.callables import require_function
 from policy.parameters import (
     Params,
@@ -331,7 +332,7 @@ class _Autocast:
 
 def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
     """Casts an output to the dtype and weak type that it was traced with."""
-    array = cast(array, shape.dtype) if is_floating(shape.dtype) else array
+    array = cast(array, shape.dtype) if is_floating_dtype(shape.dtype) else array
     if not shape.weak_type or jax.typeof(array).weak_type:
         return array
     return convert_element_type_p.bind(array, new_dtype=shape.dtype, weak_type=True, sharding=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,17 +44,6 @@ class Value:
     @property
     def dtype(self) -> Any:
         return self.array.dtype
-
-
-@functools.cache  # asked of every value of every equation
-def is_floating(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
-def float_dtype(aval: Any) -> np.dtype | None:
-    """Returns the floating dtype of an abstract value, or None."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype if dtype is not None and is_floating(dtype) else None
 
 
 def cast(array: Any, dtype: Any) -> Any:

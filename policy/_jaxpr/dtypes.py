@@ -1,0 +1,21 @@
+"""Dtypes of abstract values. They are asked for of every value of every equation: cached."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@functools.cache
+def is_floating_dtype(dtype: Any) -> bool:
+    """Returns whether a dtype is a real floating one."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def float_dtype(aval: Any) -> np.dtype | None:
+    """Returns the floating dtype of an abstract value, or None."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype if dtype is not None and is_floating_dtype(dtype) else None
