@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import autocast_models as models
 from benchmarks.table import Row, run
 from mpmodules import linen as nn
-from policy.compare.compare import EXACT, paired
+from policy.compare.compare import COMPILER_OPTIONS, paired
 from policy.compare.dual_interpreter import Log
 from policy.policy import get_policy
 from policy.traced.call import Call, program_of
@@ -96,7 +96,9 @@ def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[
     call = Call.of("compare", fn, arguments, {}, None, 1.0 if backward else None)
     program = program_of(call, get_policy(POLICY))
     arrays = program.arguments.arrays
-    return jax.jit(paired(program, Log())).lower(*arrays).compile(compiler_options=EXACT), arrays
+    return jax.jit(paired(program, Log())).lower(*arrays).compile(
+        compiler_options=COMPILER_OPTIONS
+    ), arrays
 
 
 def needed(compiled: Any) -> float:

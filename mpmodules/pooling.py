@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from mpmodules._promotion import mixing_allowed
-from policy.reductions import reduction_dtype, widely
+from policy.reductions import reduction_dtype_of, widely
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -64,7 +64,7 @@ def pool(
         return run(inputs, init)
     if reduce_fn in (lax.max, lax.min) and _most_windows(window_shape, strides) <= 4:
         return run(inputs, init)
-    start = _start(init, reduction_dtype(inputs))
+    start = _start(init, reduction_dtype_of(inputs))
     return widely(lambda x: run(x, start), inputs)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.reduction_dtype import reduction_dtype
+from policy.reduction_dtype import reduction_dtype_of
 
 Array = jax.Array
 
@@ -48,7 +48,7 @@ def einsum(subscripts: str, lhs: ArrayLike, rhs: ArrayLike, *, precision: Any = 
             f"einsum takes two floating operands of one dtype, but got {lhs.dtype} and {rhs.dtype}."
         )
     contract = functools.partial(jnp.einsum, subscripts, precision=precision)
-    wide = reduction_dtype(lhs)
+    wide = reduction_dtype_of(lhs)
     return contract(lhs, rhs) if wide == lhs.dtype else accumulating(contract, wide)(lhs, rhs)
 
 

@@ -24,9 +24,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from policy.checkpointing import keeping_inputs
-from policy.reductions import reduction_dtype, widely
+from policy.reductions import reduction_dtype_of, widely
 
-Axis = int | tuple[int, ...]
+ClassAxis = int | tuple[int, ...]
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -84,7 +84,7 @@ def softmax_cross_entropy_with_integer_labels(
     if jnp.issubdtype(logits.dtype, jnp.complexfloating):
         raise ValueError(f"logits should be real, but got {logits.dtype}.")
 
-    wide = reduction_dtype(logits)
+    wide = reduction_dtype_of(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         logits = logits.astype(wide)
     where = _class_mask(where, logits, axis)
@@ -225,7 +225,7 @@ def _sparse_jvp(
 def softmax_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
-    axis: Axis | None = -1,
+    axis: ClassAxis | None = -1,
     where: ArrayLike | None = None,
     *,
     label_smoothing: float = 0.0,
@@ -279,7 +279,7 @@ def softmax_cross_entropy(
         squared = z_loss * jnp.square(jax.scipy.special.logsumexp(logits, axis, where=classes))
         return loss + (squared if kept is None else jnp.where(jnp.any(kept, axis), squared, 0))
 
-    return widely(run, logits, labels, dtype=reduction_dtype(logits, labels))
+    return widely(run, logits, labels, dtype=reduction_dtype_of(logits, labels))
 
 
 def _without_impossible(
@@ -318,7 +318,7 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> jax.Ar
       The shape of `logits`, in reduction_dtype.
     """
     return widely(
-        optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype(logits, labels)
+        optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype_of(logits, labels)
     )
 
 
@@ -333,13 +333,13 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> j
     Array([90000.], dtype=float32)
     """
     given = (predictions,) if targets is None else (predictions, targets)
-    return widely(optax.squared_error, *given, dtype=reduction_dtype(*given))
+    return widely(optax.squared_error, *given, dtype=reduction_dtype_of(*given))
 
 
 def kl_divergence(
     log_predictions: ArrayLike,
     targets: ArrayLike,
-    axis: Axis | None = -1,
+    axis: ClassAxis | None = -1,
     where: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes sum(targets (log(targets) - log_predictions)) over `axis`, in reduction_dtype.
@@ -360,13 +360,13 @@ def kl_divergence(
         logs = jnp.log(jnp.where(targets == 0, 1, targets))
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
-    return widely(run, log_predictions, targets, dtype=reduction_dtype(log_predictions, targets))
+    return widely(run, log_predictions, targets, dtype=reduction_dtype_of(log_predictions, targets))
 
 
 def kl_divergence_with_log_targets(
     log_predictions: ArrayLike,
     log_targets: ArrayLike,
-    axis: Axis | None = -1,
+    axis: ClassAxis | None = -1,
     where: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes sum(exp(log_targets) (log_targets - log_predictions)), in reduction_dtype.
@@ -388,7 +388,7 @@ def kl_divergence_with_log_targets(
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
     return widely(
-        run, log_predictions, log_targets, dtype=reduction_dtype(log_predictions, log_targets)
+        run, log_predictions, log_targets, dtype=reduction_dtype_of(log_predictions, log_targets)
     )
 
 
@@ -466,14 +466,14 @@ def ctc_loss(
                 log_epsilon=log_epsilon,
             )
 
-    return widely(run, logits, logit_paddings, label_paddings, dtype=reduction_dtype(logits))
+    return widely(run, logits, logit_paddings, label_paddings, dtype=reduction_dtype_of(logits))
 
 
 def cosine_similarity(
     predictions: ArrayLike,
     targets: ArrayLike,
     epsilon: ArrayLike = 0.0,
-    axis: Axis | None = -1,
+    axis: ClassAxis | None = -1,
     where: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes the cosine of the angle between predictions and targets, in reduction_dtype.
@@ -497,14 +497,14 @@ def cosine_similarity(
             predictions, targets, epsilon=epsilon, axis=axis, where=where
         )
 
-    return widely(run, predictions, targets, dtype=reduction_dtype(predictions, targets))
+    return widely(run, predictions, targets, dtype=reduction_dtype_of(predictions, targets))
 
 
 def cosine_distance(
     predictions: ArrayLike,
     targets: ArrayLike,
     epsilon: ArrayLike = 0.0,
-    axis: Axis | None = -1,
+    axis: ClassAxis | None = -1,
     where: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes 1 - `cosine_similarity`, in reduction_dtype.

@@ -11,7 +11,7 @@ import jax
 from policy.optim import MixedPrecisionState
 from policy.precedence import warn_once
 
-Params = int | str | Sequence[int | str] | Callable[[Any], bool] | None
+ParamsArgument = int | str | Sequence[int | str] | Callable[[Any], bool] | None
 
 
 def require_params(params: Any) -> None:
@@ -29,7 +29,7 @@ def require_params(params: Any) -> None:
 
 
 def parameters(
-    fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Any, params: ParamsArgument, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[bool]:
     """Returns, for each leaf of ``(args, kwargs)``, whether it is a parameter."""
     everything = (args, kwargs)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Literal
 
-Kind = Literal["argument", "rule", "enclosing module", "scope", "global", "none"]
+ProvenanceKind = Literal["argument", "rule", "enclosing module", "scope", "global", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Source:
       dtypes: dtype arguments that override the policy, as ``dtype=float32``.
     """
 
-    kind: Kind = dataclasses.field(compare=False)
+    kind: ProvenanceKind = dataclasses.field(compare=False)
     detail: str = dataclasses.field(default="", compare=False)
     own: bool = False
     dtypes: str = dataclasses.field(default="", compare=False)

@@ -15,7 +15,7 @@ from policy.casting import require_available
 from policy.scope import current_policy
 
 
-def reduction_dtype(*arrays: ArrayLike) -> np.dtype:
+def reduction_dtype_of(*arrays: ArrayLike) -> np.dtype:
     """Returns the dtype for a reduction of `arrays`, never narrower than they are.
 
     It is the policy's reduction_dtype, or float32 without a policy.

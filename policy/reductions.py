@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from policy.accumulators import einsum as einsum
 from policy.casting import is_floating
 from policy.checkpointing import keeping_inputs
-from policy.reduction_dtype import reduction_dtype as reduction_dtype
+from policy.reduction_dtype import reduction_dtype_of as reduction_dtype_of
 from policy.reduction_dtype import widest
 
 Axis = int | Sequence[int] | None
@@ -43,7 +43,7 @@ def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None =
         integers.
     """
     given = [x for x in arrays if x is not None]
-    wide = reduction_dtype(*given)
+    wide = reduction_dtype_of(*given)
     floating = [
         jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     ]
@@ -420,7 +420,7 @@ def global_norm(tree: Any) -> jax.Array:
       () in reduction_dtype: float32, or wider if the tree is. 0 for an empty tree.
     """
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    wide = reduction_dtype(*leaves)
+    wide = reduction_dtype_of(*leaves)
     real = jnp.finfo(wide).dtype
 
     def sum_of_squares(x: jax.Array) -> jax.Array:

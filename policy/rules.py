@@ -26,7 +26,7 @@ def layer_class(cls: type) -> type:
     return cls.__dict__.get("_upstream_class", cls)
 
 
-def name_of(pattern: Pattern) -> str:
+def pattern_text(pattern: Pattern) -> str:
     """Returns the text of a rule's pattern, for messages and summaries."""
     return f"'{pattern}'" if isinstance(pattern, str) else pattern.__name__
 
@@ -87,7 +87,7 @@ class PolicyRules:
         for pattern, _ in checked:
             if pattern in seen:
                 raise ValueError(
-                    f"Rule {name_of(pattern)} stands twice; only the first could ever match."
+                    f"Rule {pattern_text(pattern)} stands twice; only the first could ever match."
                 )
             seen.add(pattern)
         object.__setattr__(self, "rules", checked)
@@ -134,7 +134,9 @@ class PolicyRules:
         return self._hash
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"({name_of(pattern)}, '{policy}')" for pattern, policy in self.rules)
+        pairs = ", ".join(
+            f"({pattern_text(pattern)}, '{policy}')" for pattern, policy in self.rules
+        )
         return f"PolicyRules([{pairs}]{'' if self.strict else ', strict=False'})"
 
     def __reduce__(self):
@@ -222,7 +224,7 @@ class PolicyRules:
             listed = ", ".join(folded(modules) if len(modules) > _MOST_LISTED else modules)
             listed = listed or "only the root, whose path is empty"
             plural = "s" if len(unmatched) > 1 else ""
-            names = ", ".join(map(name_of, unmatched))
+            names = ", ".join(map(pattern_text, unmatched))
             hint = _without_class(unmatched, places)
             raise ValueError(
                 f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}"
@@ -331,4 +333,4 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
     try:
         return pattern, get_policy(policy)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"Rule {name_of(pattern)}: {error}") from None
+        raise type(error)(f"Rule {pattern_text(pattern)}: {error}") from None

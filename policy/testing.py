@@ -17,7 +17,7 @@ from policy._jaxpr.graph import Graph, Node, is_joint
 from policy._jaxpr.operations import (
     HALVES,
     accumulation_of,
-    is_inexact,
+    is_inexact_name,
     kind_of,
     operands_of,
     result_of,
@@ -31,7 +31,7 @@ from policy.audit.checks.sums import terms_of
 from policy.audit.finding_kinds import MIXED, PROMOTION
 from policy.audit.findings import findings_of
 from policy.audit.report import Finding
-from policy.parameters import Params
+from policy.parameters import ParamsArgument
 from policy.policy import dtype_to_names, parse_dtype
 from policy.rules import PolicyRules, matches
 from policy.traced.gradients import traced_call
@@ -49,7 +49,7 @@ def assert_reductions_in(
     *,
     kwargs: Mapping[str, Any] | None = None,
     backward: bool = False,
-    params: Params = None,
+    params: ParamsArgument = None,
     allow: Collection[str] = (),
 ) -> None:
     """Asserts that every sum of floating numbers runs in `dtype`.
@@ -93,7 +93,7 @@ def assert_dots_in(
     accumulation: DTypes | None = None,
     kwargs: Mapping[str, Any] | None = None,
     backward: bool = False,
-    params: Params = None,
+    params: ParamsArgument = None,
     allow: Collection[str] = (),
 ) -> None:
     """Asserts that every floating matmul and convolution multiplies numbers of `dtype`.
@@ -131,7 +131,7 @@ def assert_no_silent_promotion(
     *,
     kwargs: Mapping[str, Any] | None = None,
     backward: bool = False,
-    params: Params = None,
+    params: ParamsArgument = None,
     allow: Collection[str] = (),
 ) -> None:
     """Asserts that no bfloat16 or float16 meets float32 without an explicit cast.
@@ -207,7 +207,7 @@ def assert_params_keep_dtype(
     before, after, jaxpr = parameters_of(
         fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None
     )
-    if not any(is_inexact(str(dtype)) for dtype in before.values()):
+    if not any(is_inexact_name(str(dtype)) for dtype in before.values()):
         raise AssertionError(
             "assert_params_keep_dtype found no floating parameter: nothing would be asserted."
         )
@@ -217,7 +217,7 @@ def assert_params_keep_dtype(
             told.append(f"  {name}: {was} does not come back")
             continue
         place, now = after[name]
-        if is_inexact(was) and now not in (accepted or {was}):
+        if is_inexact_name(was) and now not in (accepted or {was}):
             should = _listed(accepted) if accepted else was
             told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
     if told:
@@ -312,7 +312,11 @@ def assert_close_in_ulps(
 
 
 def _jaxpr(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, backward: bool, params: Params
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    backward: bool,
+    params: ParamsArgument,
 ) -> Any:
     if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(
         args, Sequence
@@ -331,12 +335,14 @@ def _nodes(jaxpr: Any) -> list[Node]:
 def _rounds(node: Node) -> bool:
     """Returns whether a node sums more than one floating number, as an audit checks."""
     equation = node.site.equation
-    return sums(equation) and any(map(is_inexact, operands_of(equation))) and bool(terms_of(node))
+    return (
+        sums(equation) and any(map(is_inexact_name, operands_of(equation))) and bool(terms_of(node))
+    )
 
 
 def _multiplies(site: Site) -> bool:
     return kind_of(site.name) in ("dot", "convolution") and any(
-        map(is_inexact, operands_of(site.equation))
+        map(is_inexact_name, operands_of(site.equation))
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from policy._jaxpr.operations import dtype_of
+from policy._jaxpr.operations import dtype_name_of
 from policy._jaxpr.walk import Site, walk
 
 
@@ -51,7 +51,7 @@ def operations_of(jaxpr: Any) -> list[Operation]:
 def _operation(site: Site) -> Operation:
     equation = site.equation
     inputs, outputs = (
-        tuple(map(dtype_of, variables)) for variables in (equation.invars, equation.outvars)
+        tuple(map(dtype_name_of, variables)) for variables in (equation.invars, equation.outvars)
     )
     path = "/".join(site.path)
     return Operation(

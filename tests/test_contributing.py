@@ -72,7 +72,7 @@ def test_every_path_of_the_page_is_in_the_tree():
     ("file", "names"),
     [
         ("policy/_jaxpr/primitives.py", "_TABLE"),
-        ("policy/audit/finding_kinds.py", "KINDS"),
+        ("policy/audit/finding_kinds.py", "FINDING_KINDS"),
         ("policy/audit/findings.py", "_CHECKS"),
         ("policy/audit/flow.py", "Flow"),
         ("policy/optim/storage_modes.py", "STORAGE_MODES StorageMode MasterWeights"),
@@ -233,7 +233,7 @@ def sines(flow):
             yield finding("sine", node, "A sine.")
 '''
 NEW_LOSS = """def absolute_error(predictions, targets):
-    out = reduction_dtype(predictions, targets)
+    out = reduction_dtype_of(predictions, targets)
     return widely(lambda x, y: abs(x - y), predictions, targets, dtype=out)
 
 
@@ -264,7 +264,11 @@ seen = str(erf.invars[0].aval.dtype)
         "A new finding",
         (
             ("policy/audit/checks/sines.py", "", NEW_CHECK),
-            ("policy/audit/finding_kinds.py", "KINDS = {\n", 'KINDS = {\n    "sine": "A sine.",\n'),
+            (
+                "policy/audit/finding_kinds.py",
+                "FINDING_KINDS = {\n",
+                'FINDING_KINDS = {\n    "sine": "A sine.",\n',
+            ),
             (
                 "policy/audit/findings.py",
                 "from policy.audit.checks.states",

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.packages.cases import Case, Way
 from policy._jaxpr.costs import flops_of
-from policy._jaxpr.operations import dtype_of, kind_of
+from policy._jaxpr.operations import dtype_name_of, kind_of
 from policy._jaxpr.walk import walk
 
 SEEDS = range(64)
@@ -53,7 +53,7 @@ def float32_share(fn: Callable[..., Any], *args: Any) -> float:
     """
     total = wide = 0
     for site in walk(jax.make_jaxpr(fn)(*args)):
-        operands = set(map(dtype_of, site.equation.invars))
+        operands = set(map(dtype_name_of, site.equation.invars))
         if kind_of(site.name) in ("dot", "convolution") and not operands & _COMPLEX:
             flops = flops_of(site.equation) * site.count * site.devices
             total += flops

@@ -17,7 +17,7 @@ from policy.islands import as_in_force
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, with_explicit_dtypes
 from policy.provenance import NO_SOURCE, Source, source_in_force
-from policy.rules import name_of
+from policy.rules import pattern_text
 from policy.scope import Scope
 
 
@@ -54,7 +54,7 @@ def _carried(
         if (
             rule is not None
         ):  # one for the whole model, too, whose policy is what `apply_policy` was given
-            return rule[1], Source("rule", name_of(rule[0]), own=True)
+            return rule[1], Source("rule", pattern_text(rule[0]), own=True)
     return None if own is None else (get_policy(own), Source("argument", "apply_policy", own=True))
 
 
@@ -86,7 +86,7 @@ def _inherited(
             else None
         )
         if rule is not None:
-            return rule[1], Source("rule", name_of(rule[0]))
+            return rule[1], Source("rule", pattern_text(rule[0]))
         ancestor = None if ancestor is None else ancestor.parent
     return in_force
 

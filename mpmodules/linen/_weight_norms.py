@@ -19,7 +19,7 @@ from mpmodules.linen._resolution import dtype_fields, fields_set, plain_fields
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective
-from policy.reductions import reduction_dtype
+from policy.reductions import reduction_dtype_of
 
 
 class ReparameterizedWeights(Module):
@@ -73,7 +73,7 @@ class ReparameterizedWeights(Module):
         weights = jnp.asarray(weights)
         if not jnp.issubdtype(weights.dtype, jnp.inexact):
             return normalise(weights)
-        wide = reduction_dtype(weights)
+        wide = reduction_dtype_of(weights)
         widened = functional.widen(weights, wide)
         with fields_set(self, {"dtype": wide, "_reads_in": wide, **fields}):
             normalised = normalise(widened)
@@ -134,5 +134,5 @@ class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
         def normalise(weights: jax.Array) -> jax.Array:
             return flax_nn.SpectralNorm._spectral_normalize(self, path, weights, update_stats)
 
-        statistics = reduction_dtype(jnp.asarray(vs), jnp.zeros((), self.param_dtype))
+        statistics = reduction_dtype_of(jnp.asarray(vs), jnp.zeros((), self.param_dtype))
         return self._normalised(normalise, vs, param_dtype=statistics)

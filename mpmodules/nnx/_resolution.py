@@ -20,7 +20,7 @@ from policy.islands import as_in_force
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, warn_once, with_explicit_dtypes
 from policy.provenance import NO_SOURCE, Source, source_in_force
-from policy.rules import Pattern, PolicyRules, name_of
+from policy.rules import Pattern, PolicyRules, pattern_text
 from policy.scope import Scope, require_usable
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ def carried(
 
 def of_rule(rule: tuple[Pattern, Policy]) -> tuple[Policy, Source]:
     """Returns the policy of a rule, and its source."""
-    return rule[1], Source("rule", name_of(rule[0]), own=True)
+    return rule[1], Source("rule", pattern_text(rule[0]), own=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._resolution import viewed
 from policy.casting import cast_array
 from policy.precedence import Effective
-from policy.reductions import reduction_dtype
+from policy.reductions import reduction_dtype_of
 
 
 class RoPE(Layer, flax_nnx.RoPE):
@@ -48,7 +48,7 @@ class RoPE(Layer, flax_nnx.RoPE):
         policy = effective.policy
         if method.__name__ != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return method(self, *args, **kwargs)
-        wide = reduction_dtype(x) if policy is None else policy.reduction_dtype
+        wide = reduction_dtype_of(x) if policy is None else policy.reduction_dtype
         positions = arguments.get("input_positions")
         if positions is not None:
             arguments["input_positions"] = jnp.asarray(positions, wide)

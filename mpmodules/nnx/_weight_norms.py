@@ -19,7 +19,7 @@ from mpmodules.nnx._resolution import viewed
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.provenance import Source
-from policy.reductions import reduction_dtype
+from policy.reductions import reduction_dtype_of
 
 
 class ReparameterizedWeights(BuiltWithDtypes):
@@ -65,7 +65,7 @@ class ReparameterizedWeights(BuiltWithDtypes):
 
     def _reduces(self, *arrays: Any) -> Any:
         """Returns the dtype in which the norm of `arrays` is taken."""
-        wide = reduction_dtype(*arrays)
+        wide = reduction_dtype_of(*arrays)
         policy = self.dtype_policy
         return (
             wide

@@ -257,14 +257,14 @@ def shard_map(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
         in_specs=tuple(in_specs),
         out_specs=(out_specs, PartitionSpec()),
         check_vma=params["check_vma"],
-        axis_names=frozenset(mapped_axes(equation)),
+        axis_names=frozenset(manual_axes(equation)),
     )
     arrays, notes = mapped(*run.flat(values))
     run.notes.update(notes)
     return run.refilled(body.outputs, arrays)
 
 
-def mapped_axes(equation: Any) -> tuple[str, ...]:
+def manual_axes(equation: Any) -> tuple[str, ...]:
     """Returns the mesh axes along which the devices run a `shard_map`'s program each on its own."""
     params = equation.params
     return tuple(params.get("newly_manual_axes", params.get("manual_axes")))

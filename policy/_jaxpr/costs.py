@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from policy._jaxpr.operations import dtype_of, is_inexact, kind_of
+from policy._jaxpr.operations import dtype_name_of, is_inexact_name, kind_of
 from policy._jaxpr.primitives import FREE, WINDOWED
 
 
@@ -39,7 +39,7 @@ def flops_of(equation: Any) -> int:
     """
     name = equation.primitive.name
     kind = kind_of(name)
-    numbers = [atom.aval for atom in equation.invars if is_inexact(dtype_of(atom))]
+    numbers = [atom.aval for atom in equation.invars if is_inexact_name(dtype_name_of(atom))]
     if not numbers or kind in ("opaque", "cast") or name in FREE or not equation.outvars:
         return 0
     result = size(getattr(equation.outvars[0].aval, "shape", ()))

@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+F32 = np.dtype(np.float32)
+
 
 @functools.cache
 def is_floating_dtype(dtype: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.paths import Path, path_of
-from policy._jaxpr.placed_interpreter import Chain, module_path
+from policy._jaxpr.placed_interpreter import EnclosingEquations, module_path
 from policy._jaxpr.primitives import INLINED, LOOPS_AND_BRANCHES, REMATS, VIEWS
 from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.upcast import dtype_of
@@ -73,7 +73,7 @@ class FlatOperation:
     path: Path
     is_backward: bool
     is_again: bool
-    at: tuple[Chain, int]
+    at: tuple[EnclosingEquations, int]
     around: FlatOperation | None = None
     bodies: list[list[Operand]] = dataclasses.field(default_factory=list)
     carried: int = 0
@@ -106,8 +106,8 @@ class Flattened:
 
     operations: list[FlatOperation]
     outputs: list[Operand]
-    made: dict[tuple[Chain, int], FlatOperation]
-    inputs: dict[tuple[Chain, int], list[Any]]
+    made: dict[tuple[EnclosingEquations, int], FlatOperation]
+    inputs: dict[tuple[EnclosingEquations, int], list[Any]]
     consts: dict[int, Any]
 
 
@@ -129,7 +129,7 @@ class _Around(NamedTuple):
     path: Path = ()
     is_backward: bool = False
     is_again: bool = False
-    chain: Chain = ()
+    chain: EnclosingEquations = ()
     loop: FlatOperation | None = None
 
     def place_of(self, equation: Any) -> _Around:
@@ -145,8 +145,8 @@ class _Builder:
     def __init__(self) -> None:
         self.operations: list[FlatOperation] = []
         self.first: dict[Token, FlatOperation] = {}
-        self.made: dict[tuple[Chain, int], FlatOperation] = {}
-        self.inputs: dict[tuple[Chain, int], list[Any]] = {}
+        self.made: dict[tuple[EnclosingEquations, int], FlatOperation] = {}
+        self.inputs: dict[tuple[EnclosingEquations, int], list[Any]] = {}
         self.consts: dict[int, Any] = {}
 
     def run(

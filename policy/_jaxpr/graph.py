@@ -8,11 +8,13 @@ from typing import Any
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy._jaxpr.operations import name_of
+from policy._jaxpr.operations import dtype_name
 from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.walk import Site, entered, site_of
 
-Branch = tuple[tuple[int, int], ...]  # the conditionals around a node, and which branch of each
+BranchesTaken = tuple[
+    tuple[int, int], ...
+]  # the conditionals around a node, and which branch of each
 
 
 class Value:
@@ -31,7 +33,7 @@ class Value:
 
     def __init__(self, aval: Any, maker: Node | None = None, array: Any = None):
         self.aval, self.maker, self.array, self.is_output = aval, maker, array, False
-        self.dtype = name_of(getattr(aval, "dtype", None))
+        self.dtype = dtype_name(getattr(aval, "dtype", None))
         self.readers: list[Node] = []
 
     @property
@@ -59,7 +61,7 @@ class Node:
 
     __slots__ = ("branch", "inputs", "is_live", "name", "outputs", "site")
 
-    def __init__(self, site: Site, name: str, inputs: Sequence[Value], branch: Branch):
+    def __init__(self, site: Site, name: str, inputs: Sequence[Value], branch: BranchesTaken):
         self.site, self.name, self.inputs, self.branch = site, name, list(inputs), branch
         self.outputs: list[Value] = []
         self.is_live = False
@@ -102,7 +104,7 @@ class Graph:
         self._drop_dead_code()
 
     def _run(
-        self, body: Any, args: Sequence[Value], around: Site | None, branch: Branch
+        self, body: Any, args: Sequence[Value], around: Site | None, branch: BranchesTaken
     ) -> list[Value]:
         values: dict[Any, Value] = dict(zip((*body.constvars, *body.invars), args, strict=True))
 
@@ -119,7 +121,7 @@ class Graph:
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in body.outvars]
 
-    def _equation(self, site: Site, inputs: list[Value], branch: Branch) -> list[Value]:
+    def _equation(self, site: Site, inputs: list[Value], branch: BranchesTaken) -> list[Value]:
         inner = [one for one in subprograms(site.equation) if one.is_run]
         match inner[0].role if inner else None:
             case None:
@@ -133,7 +135,7 @@ class Graph:
                 return self._unknown(site, inner, inputs, branch)
         return self._call(site, inner[0], inputs, branch)
 
-    def _node(self, site: Site, name: str, inputs: Sequence[Value], branch: Branch) -> Node:
+    def _node(self, site: Site, name: str, inputs: Sequence[Value], branch: BranchesTaken) -> Node:
         node = Node(site, name, inputs, branch)
         self.nodes.append(node)
         if site.equation.effects and name not in _JOINTS:
@@ -141,7 +143,7 @@ class Graph:
         return node
 
     def _call(
-        self, site: Site, one: Subprogram, arguments: Sequence[Value], branch: Branch
+        self, site: Site, one: Subprogram, arguments: Sequence[Value], branch: BranchesTaken
     ) -> list[Value]:
         known = [
             Value(variable.aval, array=const)
@@ -150,7 +152,7 @@ class Graph:
         return self._run(one.body, (*known, *arguments), entered(site, one), branch)
 
     def _loop(
-        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
     ) -> list[Value]:
         loop = next(one for one in inner if one.role == "loop")
         arguments, variables = loop.given(inputs), loop.body.invars
@@ -171,7 +173,7 @@ class Graph:
         return [*results[: loop.carried], *stacked]
 
     def _branches(
-        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
     ) -> list[Value]:
         each = [
             self._call(site, one, one.given(inputs), (*branch, (id(site.equation), i)))
@@ -183,7 +185,7 @@ class Graph:
         ]
 
     def _unknown(
-        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: Branch
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
     ) -> list[Value]:
         """Reads programs whose operands only their primitive knows, each by itself."""
         for one in inner:

@@ -17,7 +17,7 @@ V_co = TypeVar("V_co", covariant=True)
 Notes = dict[int, Any]
 
 
-class Traced(Protocol[V_co]):
+class TracedBody(Protocol[V_co]):
     """A subprogram that was traced: `policy._jaxpr.control_flow.Body`.
 
     Attributes:
@@ -79,7 +79,7 @@ class Interpreter(abc.ABC, Generic[V]):
         """Returns the outputs of an equation on some operands."""
 
     def merge(
-        self, equation: Any, values: Sequence[V], branches: Sequence[Traced[V]] = ()
+        self, equation: Any, values: Sequence[V], branches: Sequence[TracedBody[V]] = ()
     ) -> Sequence[V | None]:
         """Returns a value like each output of an equation; None leaves it to its program.
 
@@ -100,7 +100,7 @@ class Interpreter(abc.ABC, Generic[V]):
         """Returns the interpreter of the programs inside an equation, within the same trace."""
         return self
 
-    def tracing(self, program: Traced[V], role: str) -> Self:
+    def tracing(self, program: TracedBody[V], role: str) -> Self:
         """Returns the interpreter of a program that is traced by itself, with notes of its own."""
         inner = copy.copy(self)
         inner.notes = {}

@@ -22,7 +22,7 @@ from policy._jaxpr.primitives import (
 
 HALVES = frozenset(("bfloat16", "float16"))
 WIDES = frozenset(("float32", "float64"))
-KINDS = (
+OPERATION_KINDS = (
     "dot",
     "convolution",
     "reduction",
@@ -51,7 +51,7 @@ def _kinds() -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of a primitive by its name: one of `KINDS`."""
+    """Returns the kind of a primitive by its name: one of `OPERATION_KINDS`."""
     return _kinds().get(name, "other")
 
 
@@ -66,31 +66,31 @@ def sums(equation: Any) -> bool:
     return kind_of(name) in ("reduction", "scatter-add") or name in SUMMING_COLLECTIVES
 
 
-def dtype_of(atom: Any) -> str:
+def dtype_name_of(atom: Any) -> str:
     """Returns the name of the dtype of a variable or literal; "" if it has none."""
-    return name_of(getattr(getattr(atom, "aval", None), "dtype", None))
+    return dtype_name(getattr(getattr(atom, "aval", None), "dtype", None))
 
 
 @functools.lru_cache(maxsize=256)
-def name_of(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     """Returns the name of a dtype, also of one for random keys; "" for None."""
     return "" if dtype is None else str(dtype)
 
 
 def operands_of(equation: Any) -> tuple[str, ...]:
     """Returns the dtypes of the inexact operands of an equation, or of all if none is inexact."""
-    dtypes = [dtype for atom in equation.invars if (dtype := dtype_of(atom))]
-    numbers = [dtype for dtype in dtypes if is_inexact(dtype)]
+    dtypes = [dtype for atom in equation.invars if (dtype := dtype_name_of(atom))]
+    numbers = [dtype for dtype in dtypes if is_inexact_name(dtype)]
     return tuple(numbers or dtypes)
 
 
 def result_of(equation: Any) -> str:
     """Returns the dtype of the first result of an equation; "" if it has none."""
-    return dtype_of(equation.outvars[0]) if equation.outvars else ""
+    return dtype_name_of(equation.outvars[0]) if equation.outvars else ""
 
 
 @functools.cache
-def is_inexact(dtype: str) -> bool:
+def is_inexact_name(dtype: str) -> bool:
     """Returns whether the dtype of a name is floating or complex."""
     return dtype.startswith(("float", "bfloat", "complex"))
 

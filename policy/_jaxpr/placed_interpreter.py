@@ -7,23 +7,25 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from policy._jaxpr.control_flow import mapped_axes
+from policy._jaxpr.control_flow import manual_axes
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
-Chain = tuple[int, ...]  # the `id`s of the equations that a program stands in, outermost first
+EnclosingEquations = tuple[
+    int, ...
+]  # the `id`s of the equations that a program stands in, outermost first
 
 
-class Place(NamedTuple):
+class ModulePass(NamedTuple):
     """A module path and a pass; "again" is the recomputation of a checkpoint."""
 
     path: Path = ()
     direction: Literal["forward", "backward", "again"] = "forward"
 
 
-class Value:
+class PlacedValue:
     """A value of the traced program at run time.
 
     Attributes:
@@ -40,20 +42,22 @@ class Value:
 class Lane(Protocol):
     """The values of a float32 program beside this one: see `policy.compare.float32_values`."""
 
-    def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None: ...
-    def given(self, chain: Chain, equation: Any) -> Iterable[tuple[int, Any]]: ...
+    def enter(self, chain: EnclosingEquations, jaxpr: Any, args: Sequence[PlacedValue]) -> None: ...
+    def given(self, chain: EnclosingEquations, equation: Any) -> Iterable[tuple[int, Any]]: ...
     def made(
-        self, chain: Chain, equation: Any, outputs: Sequence[Value]
+        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
     ) -> Iterable[tuple[int, Any]]: ...
-    def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None: ...
-    def outputs(self, values: Sequence[Value]) -> Iterable[tuple[int, Any]]: ...
+    def keep(
+        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
+    ) -> None: ...
+    def outputs(self, values: Sequence[PlacedValue]) -> Iterable[tuple[int, Any]]: ...
     def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
 
 
 _READS: dict[str, Literal["checkpoint", "closed"]] = {"remat": "checkpoint", "shard": "closed"}
 
 
-class PlacedInterpreter(Interpreter[Value]):
+class PlacedInterpreter(Interpreter[PlacedValue]):
     """An interpreter of arrays that knows the place of each equation.
 
     Attributes:
@@ -66,44 +70,44 @@ class PlacedInterpreter(Interpreter[Value]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Place()
+        self.place = ModulePass()
         self.axes: tuple[str, ...] = ()
         self.bodies: tuple[object, ...] = ()
-        self.chain: Chain = ()
+        self.chain: EnclosingEquations = ()
         self.lane: Lane | None = None
 
     # Values ---------------------------------------------------------------------------------------
 
-    def constant(self, array: Any) -> Value:
-        return Value([array])
+    def constant(self, array: Any) -> PlacedValue:
+        return PlacedValue([array])
 
-    def arrays(self, value: Value) -> Sequence[Any]:
+    def arrays(self, value: PlacedValue) -> Sequence[Any]:
         return value.arrays
 
-    def filled(self, value: Value, arrays: Sequence[Any]) -> Value:
-        return Value(arrays, value.origin)
+    def filled(self, value: PlacedValue, arrays: Sequence[Any]) -> PlacedValue:
+        return PlacedValue(arrays, value.origin)
 
-    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
         """Returns a value, computed or read at a place, whose float32 array is `array`."""
         return value
 
     # Programs inside equations --------------------------------------------------------------------
 
     def merge(
-        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
-    ) -> list[Value]:
-        return [Value([None]) for _ in equation.outvars]
+        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+    ) -> list[PlacedValue]:
+        return [PlacedValue([None]) for _ in equation.outvars]
 
-    def entering(self, values: Sequence[Value]) -> list[Value]:
-        return [Value(value.arrays) for value in values]
+    def entering(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
+        return [PlacedValue(value.arrays) for value in values]
 
-    def place_of(self, equation: Any) -> Place:
+    def place_of(self, equation: Any) -> ModulePass:
         """Returns the position of an equation."""
         name_stack = str(equation.source_info.name_stack)
         is_again = "rematted_computation" in name_stack
         is_backward = "transpose(" in name_stack or self.place.direction == "backward"
         path = module_path(path_of(name_stack, self.place.path), is_backward)
-        return Place(
+        return ModulePass(
             path, "again" if is_again else "backward" if is_backward else self.place.direction
         )
 
@@ -111,7 +115,7 @@ class PlacedInterpreter(Interpreter[Value]):
         inner = copy.copy(self)
         inner.place, inner.chain = self.place_of(equation), (*self.chain, id(equation))
         if equation.primitive.name == "shard_map":
-            inner.axes = (*self.axes, *mapped_axes(equation))
+            inner.axes = (*self.axes, *manual_axes(equation))
         return inner
 
     def tracing(self, program: Any, role: str) -> Self:
@@ -128,21 +132,23 @@ class PlacedInterpreter(Interpreter[Value]):
 
     # The run, with replaced float32 values --------------------------------------------------------
 
-    def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+    def run(
+        self, jaxpr: Any, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
+    ) -> list[PlacedValue]:
         if self.lane is not None:
             self.lane.enter(self.chain, jaxpr, args)
         return super().run(jaxpr, consts, args)
 
-    def step(self, equation: Any, values: list[Value]) -> list[Value]:
+    def step(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         return self._made(equation, self.equation(equation, self.given(equation, values)))
 
-    def given(self, equation: Any, values: list[Value]) -> list[Value]:
+    def given(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         """Returns the operands of an equation, with their float32 values replaced."""
         for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
             values[k] = self.replaced(self.place_of(equation), values[k], array)
         return values
 
-    def _made(self, equation: Any, outputs: list[Value]) -> list[Value]:
+    def _made(self, equation: Any, outputs: list[PlacedValue]) -> list[PlacedValue]:
         if self.lane is None:
             return outputs
         for i, array in self.lane.made(self.chain, equation, outputs):
@@ -150,7 +156,7 @@ class PlacedInterpreter(Interpreter[Value]):
         self.lane.keep(self.chain, equation, outputs)
         return outputs
 
-    def ended(self, values: Sequence[Value]) -> list[Value]:
+    def ended(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         """Returns the outputs of the whole program, with their float32 values replaced."""
         values = list(values)
         for k, array in () if self.lane is None else self.lane.outputs(values):

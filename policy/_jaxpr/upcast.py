@@ -12,11 +12,10 @@ import numpy as np
 from jax import lax
 
 from policy._jaxpr.control_flow import handler_of
-from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
+from policy._jaxpr.dtypes import F32
+from policy._jaxpr.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
 from policy._jaxpr.primitives import HOST, MATMULS, READS_BITS
 from policy._jaxpr.subprograms import bind, is_jaxpr, opened, programs_of
-
-F32 = np.dtype(np.float32)
 
 
 @functools.cache
@@ -51,18 +50,18 @@ def narrowed(array: Any, dtype: Any) -> Any:
 class Upcast(PlacedInterpreter):
     """Runs a program with its half values in float32. Each value is one array."""
 
-    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         if equation.primitive.name in HOST and not equation.outvars:
             return []
         return [
-            Value([array])
+            PlacedValue([array])
             for array in bound_wide(equation, [widen(value.arrays[0]) for value in values])
         ]
 
-    def replaced(self, place: Place, value: Value, array: Any) -> Value:
-        return Value([array], value.origin)
+    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
+        return PlacedValue([array], value.origin)
 
 
 def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -143,7 +142,9 @@ def wide_program(program: Any) -> Any:
 
     def run(*arrays: Any) -> list[Any]:
         outputs = Upcast().run(
-            body, [Value([widen(const)]) for const in consts], [Value([array]) for array in arrays]
+            body,
+            [PlacedValue([widen(const)]) for const in consts],
+            [PlacedValue([array]) for array in arrays],
         )
         return [widen(output.arrays[0]) for output in outputs]
 

@@ -17,7 +17,7 @@ from policy.audit.report import Audit, Operation
 from policy.audit.states import states_of
 from policy.autocast.transform import autocast
 from policy.callables import require_function
-from policy.parameters import Params
+from policy.parameters import ParamsArgument
 from policy.policy import Policy
 from policy.precedence import DtypePolicyWarning
 from policy.requested_dtypes import Asked, collecting
@@ -33,7 +33,7 @@ def audit(
     policy: Policy | str | None = None,
     rules: RulesLike | None = None,
     backward: bool = False,
-    params: Params = None,
+    params: ParamsArgument = None,
     **kwargs: Any,
 ) -> Audit:
     """Reports the dtypes of a call, operation by operation, and the findings about them.
@@ -107,7 +107,7 @@ def _traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backward: bool,
-    params: Params,
+    params: ParamsArgument,
     policy: Policy | None,
     rules: PolicyRules | None,
 ) -> Traced:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy._jaxpr.graph import Node, Value
-from policy._jaxpr.operations import is_inexact
+from policy._jaxpr.operations import is_inexact_name
 from policy._jaxpr.paths import spelled
 from policy.audit.report import Finding
 
@@ -19,7 +19,7 @@ ROUND_TRIP = "cast-round-trip"
 REPEATED = "repeated-cast"
 RESIDUAL = "float32-residual"
 
-KINDS = {
+FINDING_KINDS = {
     REDUCTION: (
         "A sum, mean, cumulative or windowed sum, scatter-add or chain of additions in less than "
         "float32."
@@ -75,7 +75,7 @@ def finding(
         kind,
         spelled(site.path),
         primitive or site.name,
-        dtypes or dtypes_of(node),
+        dtypes or node_dtypes(node),
         message,
         site.source,
         site.is_backward,
@@ -83,11 +83,13 @@ def finding(
     )
 
 
-def dtypes_of(node: Node) -> tuple[str, ...]:
+def node_dtypes(node: Node) -> tuple[str, ...]:
     """Returns the dtypes of a node's floating operands, each once, and of its result."""
     return tuple(
         dict.fromkeys(
-            value.dtype for value in (*node.inputs, *node.outputs[:1]) if is_inexact(value.dtype)
+            value.dtype
+            for value in (*node.inputs, *node.outputs[:1])
+            if is_inexact_name(value.dtype)
         )
     )
 

@@ -15,7 +15,7 @@ from policy.audit.checks.promotions import float32_matmuls, mixed_matmuls, silen
 from policy.audit.checks.residuals import float32_residuals
 from policy.audit.checks.states import narrowed_states
 from policy.audit.checks.sums import low_precision_reductions
-from policy.audit.finding_kinds import KINDS as KINDS
+from policy.audit.finding_kinds import FINDING_KINDS as FINDING_KINDS
 from policy.audit.flow import Flow
 from policy.audit.lost_constants import Lost
 from policy.audit.report import Finding
@@ -51,7 +51,7 @@ def findings_of(
     """
     flow = Flow(graph, lost, states, asked)
     found = _merged(finding for check in _CHECKS for finding in check(flow))
-    gravity = {kind: i for i, kind in enumerate(KINDS)}
+    gravity = {kind: i for i, kind in enumerate(FINDING_KINDS)}
     return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))
 
 

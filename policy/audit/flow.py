@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy._jaxpr.graph import Graph, Node, Value, is_joint
-from policy._jaxpr.operations import is_inexact, kind_of
+from policy._jaxpr.operations import is_inexact_name, kind_of
 from policy._jaxpr.primitives import MOVES_DATA
 from policy.audit.lost_constants import Lost
 from policy.audit.states import State
@@ -18,7 +18,7 @@ _MATMULS = ("dot", "convolution")
 @functools.cache
 def bits(dtype: str) -> int:
     """Returns the width in bits of a real floating dtype, by its name; 0 for any other."""
-    if not is_inexact(dtype) or dtype.startswith("complex"):
+    if not is_inexact_name(dtype) or dtype.startswith("complex"):
         return 0
     digits = "".join(c if c.isdigit() else " " for c in dtype.split("_")[0]).split()
     return int(digits[0]) if digits else 0

@@ -65,7 +65,7 @@ class Finding:
     ['low-precision-function']
 
     Attributes:
-      kind: one of `policy.audit.findings.KINDS`.
+      kind: one of `policy.audit.findings.FINDING_KINDS`.
       path: the module path, as in rules; "" outside of any module.
       primitive: the name of the operation concerned.
       dtypes: the dtypes involved, in the order of the message.

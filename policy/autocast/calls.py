@@ -13,24 +13,24 @@ from policy._jaxpr.equations import runs_any
 from policy._jaxpr.primitives import CALLS, MATMULS, REMATS
 from policy._jaxpr.subprograms import bind, subprogram, subprograms, with_subprograms
 from policy.autocast.derivative_rules import custom_jvp, custom_vjp
-from policy.autocast.evaluator import Evaluator, Handler, as_traced, traced_kind
+from policy.autocast.evaluator import AutocastHandler, Evaluator, as_traced, traced_kind
 from policy.autocast.memoization import once_for_all_alike
-from policy.autocast.values import Value
+from policy.autocast.values import CastValue
 
 
-def _jit(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+def _jit(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
     """Inlines a jit, unless it has shardings, donated operands or compiler options."""
     if not control_flow.has_options(equation):
         return control_flow.call(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
     like = [
-        Value(array, value.yields, value.constant)
+        CastValue(array, value.yields, value.constant)
         for array, value in zip(arrays, values, strict=True)
     ]
     return control_flow.jit(evaluator, equation, like)
 
 
-def _scan(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+def _scan(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
     carry = subprogram(equation, "loop").carry
     values = _carrying_as_traced(equation, values, carry)
     before = evaluator.saved(equation, [*values[: carry.start], *values[carry.stop :]])
@@ -38,20 +38,22 @@ def _scan(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
     return control_flow.scan(evaluator, equation, values)
 
 
-def _while(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+def _while(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
     carry = slice(len(values) - len(equation.outvars), len(values))
     return control_flow.while_loop(
         evaluator, equation, _carrying_as_traced(equation, values, carry)
     )
 
 
-def _carrying_as_traced(equation: Any, values: Sequence[Value], carry: slice) -> list[Value]:
+def _carrying_as_traced(
+    equation: Any, values: Sequence[CastValue], carry: slice
+) -> list[CastValue]:
     """Returns the operands of a loop, the carry in the dtypes that it was traced with."""
-    init = map(Value, as_traced(equation.invars[carry], values[carry]))
+    init = map(CastValue, as_traced(equation.invars[carry], values[carry]))
     return [*values[: carry.start], *init, *values[carry.stop :]]
 
 
-def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+def _cond(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
     if control_flow.is_for_platforms(
         equation
     ):  # the branches of all platforms must return the same dtypes
@@ -59,16 +61,17 @@ def _cond(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Valu
     return control_flow.cond(evaluator, equation, values)
 
 
-def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Value]:
+def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[CastValue]:
     """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
     operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
     if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
-        return [Value(output) for output in bind(equation, arrays)]
-    inputs = list(map(Value, operands))
+        return [CastValue(output) for output in bind(equation, arrays)]
+    inputs = list(map(CastValue, operands))
     branches = [Body.of(inside, one, inputs, out) for one in subprograms(equation)]
     rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
     return [
-        Value(output) for output in bind(equation, arrays, with_subprograms(equation, rewritten))
+        CastValue(output)
+        for output in bind(equation, arrays, with_subprograms(equation, rewritten))
     ]
 
 
@@ -79,7 +82,7 @@ def _may_narrow(evaluator: Evaluator, program: Any) -> bool:
     return settings.strict or evaluator.report is not None or runs_any(program, names)
 
 
-HANDLERS: Mapping[str, Handler] = {
+HANDLERS: Mapping[str, AutocastHandler] = {
     "jit": _jit,
     **dict.fromkeys(CALLS, control_flow.call),
     **dict.fromkeys(REMATS, once_for_all_alike(control_flow.remat)),

@@ -13,7 +13,7 @@ from policy._jaxpr.dtypes import float_dtype
 from policy._jaxpr.subprograms import bind, subprogram
 from policy.autocast.evaluator import Evaluator, as_traced, opaque_kind
 from policy.autocast.settings import UnknownPrimitiveError
-from policy.autocast.values import Value, cast
+from policy.autocast.values import CastValue, cast
 
 
 def _dtypes(atoms: Sequence[Any]) -> list[Any]:
@@ -31,7 +31,7 @@ def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) 
     return filled
 
 
-def custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+def custom_jvp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
     """Rebuilds a function with a custom_jvp rule: both are rewritten."""
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
@@ -54,7 +54,7 @@ def custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
         before = _in(like_traced, primals)
         rule = jax.make_jaxpr(original)(before, [before[i] for i in floats])
         moved = [tangents[i] for i in floats]
-        run = Body(inside, rule, [*values, *[Value(t) for t in moved]])
+        run = Body(inside, rule, [*values, *[CastValue(t) for t in moved]])
         outputs = run.arrays(*primals, *moved)
         half = len(outputs) // 2
         if not body.outputs:  # an eager derivative asks for the rule alone
@@ -72,7 +72,7 @@ def custom_jvp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
     return evaluator.refilled(body.outputs, results)
 
 
-def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+def custom_vjp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
     """Rebuilds a function with custom_vjp rules, or leaves it as traced if that fails."""
     values = evaluator.saved(equation, values)
     try:
@@ -86,10 +86,10 @@ def custom_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list
             evaluator.report.note(
                 evaluator.path, "custom_vjp_call", opaque_kind(equation), evaluator.flat(values)
             )
-        return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+        return [CastValue(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
-def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
     """Rebuilds the rules only if the function is differentiated, as a rule may call it."""
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
@@ -148,7 +148,7 @@ def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[Value]) -> li
         ]
         if isinstance(saved, list):
             given = [*saved, *cotangents]
-            found = Body(inside, backward[0], list(map(Value, given))).arrays(*given)
+            found = Body(inside, backward[0], list(map(CastValue, given))).arrays(*given)
         else:
             found = saved(_in(_dtypes(equation.outvars), cotangents))
         gradients: list[Any] = [None] * len(arrays)

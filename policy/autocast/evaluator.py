@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from policy._jaxpr.broadcasting import repeated, sharding_of
-from policy._jaxpr.dtypes import float_dtype, is_floating_dtype
-from policy._jaxpr.interpreter import Interpreter, Traced, equations_of, readers_of
+from policy._jaxpr.dtypes import F32, float_dtype, is_floating_dtype
+from policy._jaxpr.interpreter import Interpreter, TracedBody, equations_of, readers_of
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.primitives import (
     FORWARD_ADDITIONS,
@@ -28,14 +28,13 @@ from policy._jaxpr.primitives import (
 from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
 from policy.autocast import marks
-from policy.autocast.broadcasting import REPEATS, is_repeated, product
+from policy.autocast.broadcast_operands import REPEATS, broadcast_product, broadcasts_half
 from policy.autocast.normalizations import NOWHERE, Regions, normalizations
 from policy.autocast.report import OPAQUE_MATMUL, Report
-from policy.autocast.scanned_layers import handed_on
+from policy.autocast.scanned_layers import carries_handed_on
 from policy.autocast.settings import Place, Places, Settings
 from policy.autocast.values import (
-    F32,
-    Value,
+    CastValue,
     as_dtype,
     cast,
     common_dtype,
@@ -45,10 +44,10 @@ from policy.autocast.values import (
     saturates,
 )
 
-Handler = Callable[["Evaluator", Any, list[Value]], list[Value]]
+AutocastHandler = Callable[["Evaluator", Any, list[CastValue]], list[CastValue]]
 
 
-class Evaluator(Interpreter[Value]):
+class Evaluator(Interpreter[CastValue]):
     """Runs the equations of a jaxpr on values that are half where the trace has float32.
 
     Attributes:
@@ -70,7 +69,7 @@ class Evaluator(Interpreter[Value]):
         self,
         settings: Settings,
         places: Places,
-        handlers: Mapping[str, Handler],
+        handlers: Mapping[str, AutocastHandler],
         report: Report | None = None,
     ):
         super().__init__()
@@ -84,29 +83,32 @@ class Evaluator(Interpreter[Value]):
 
     # Values ---------------------------------------------------------------------------------------
 
-    def constant(self, array: Any) -> Value:
-        return Value(array)
+    def constant(self, array: Any) -> CastValue:
+        return CastValue(array)
 
-    def literal(self, literal: jex_core.Literal) -> Value:
+    def literal(self, literal: jex_core.Literal) -> CastValue:
         dtype = getattr(literal.aval, "dtype", None)
         number = literal.val if dtype is None else np.asarray(literal.val, dtype)
         is_number = (
             isinstance(number, np.ndarray) and number.ndim == 0 and is_floating_dtype(number.dtype)
         )
-        return Value(number, yields=True, constant=number[()] if is_number else None)
+        return CastValue(number, yields=True, constant=number[()] if is_number else None)
 
-    def arrays(self, value: Value) -> tuple[Any]:
+    def arrays(self, value: CastValue) -> tuple[Any]:
         return (value.array,)
 
-    def filled(self, value: Value, arrays: Sequence[Any]) -> Value:
+    def filled(self, value: CastValue, arrays: Sequence[Any]) -> CastValue:
         (array,) = arrays
-        return Value(array, value.yields, value.constant, value.narrows)
+        return CastValue(array, value.yields, value.constant, value.narrows)
 
     # Programs inside equations --------------------------------------------------------------------
 
     def merge(
-        self, equation: Any, values: Sequence[Value], branches: Sequence[Traced[Value]] = ()
-    ) -> Sequence[Value | None]:
+        self,
+        equation: Any,
+        values: Sequence[CastValue],
+        branches: Sequence[TracedBody[CastValue]] = (),
+    ) -> Sequence[CastValue | None]:
         """Returns the dtypes of the outputs of a loop, of branches, or of a jit with shardings.
 
         They are the traced dtypes, with two exceptions. Scanned layers carry half precision if a
@@ -115,7 +117,7 @@ class Evaluator(Interpreter[Value]):
         """
         name = equation.primitive.name
         if name == "scan":
-            carried = handed_on(self, equation, values)
+            carried = carries_handed_on(self, equation, values)
             return [*carried, *([None] * (len(equation.outvars) - len(carried)))]
         if name == "cond":
             outputs = zip(equation.outvars, *(branch.outputs for branch in branches), strict=True)
@@ -126,9 +128,9 @@ class Evaluator(Interpreter[Value]):
             else super().merge(equation, values)
         )
 
-    def settled(self, value: Value, like: Value) -> Value:
+    def settled(self, value: CastValue, like: CastValue) -> CastValue:
         dtype = float_dtype(like.array)
-        return Value(
+        return CastValue(
             value.array if dtype is None else cast(value.array, dtype), narrows=like.narrows
         )
 
@@ -161,7 +163,7 @@ class Evaluator(Interpreter[Value]):
             region = "measures"
         return place.within(region)
 
-    def saved(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+    def saved(self, equation: Any, values: Sequence[CastValue]) -> list[CastValue]:
         """Returns operands to save as residuals: half precision if the body would narrow them."""
         place = self.place_of(equation)
         return (
@@ -172,7 +174,9 @@ class Evaluator(Interpreter[Value]):
 
     # The run --------------------------------------------------------------------------------------
 
-    def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+    def run(
+        self, jaxpr: Any, consts: Sequence[CastValue], args: Sequence[CastValue]
+    ) -> list[CastValue]:
         regions = None if self.held is None else self.held.get(id(jaxpr))
         if regions is None:
             is_param = [value.yields for value in args]
@@ -188,7 +192,7 @@ class Evaluator(Interpreter[Value]):
         }
         return super(Evaluator, inner).run(jaxpr, consts, args)
 
-    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+    def equation(self, equation: Any, values: list[CastValue]) -> list[CastValue]:
         category = self._category(equation)
         if category == "passthrough" and equation.primitive.name == "reduce_max":
             category = "fp32" if equation.invars[0] in self.widened else category
@@ -216,7 +220,7 @@ class Evaluator(Interpreter[Value]):
         # like its logarithm.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
 
-    def _equation(self, equation: Any, category: str, values: list[Value]) -> list[Value]:
+    def _equation(self, equation: Any, category: str, values: list[CastValue]) -> list[CastValue]:
         name, place = equation.primitive.name, self.place_of(equation)
         if place.is_layer:
             return _of_layer(equation, values)
@@ -259,30 +263,32 @@ class Evaluator(Interpreter[Value]):
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
         return outputs
 
-    def _narrowed(self, value: Value, category: str, place: Place) -> Value:
+    def _narrowed(self, value: CastValue, category: str, place: Place) -> CastValue:
         """Casts the result of a normalisation for readers in other modules."""
         if not value.narrows or category == "fp32" or place.compute == F32:
             return value
         if value.narrowed is None or value.narrowed.dtype != place.compute:
             # One cast for all readers, as an author writes it: queries, keys and values would each
             # save a copy.
-            value.narrowed = Value(cast(value.array, place.compute))
+            value.narrowed = CastValue(cast(value.array, place.compute))
         return value.narrowed
 
-    def _wide(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+    def _wide(
+        self, equation: Any, values: list[CastValue], place: Place
+    ) -> tuple[str, list[CastValue]]:
         outputs = _as_traced(equation, values)
         floats = [value for value in values if is_floating_dtype(value.dtype)]
         if floats and all(value.yields for value in floats):
-            return "float32", [Value(output.array, yields=True) for output in outputs]
+            return "float32", [CastValue(output.array, yields=True) for output in outputs]
         if place.region == "applies":
             return "float32, handed on in half", [
-                Value(output.array, narrows=True) for output in outputs
+                CastValue(output.array, narrows=True) for output in outputs
             ]
         return "float32", outputs
 
     def _accumulated(
-        self, equation: Any, values: list[Value], place: Place
-    ) -> tuple[str, list[Value]]:
+        self, equation: Any, values: list[CastValue], place: Place
+    ) -> tuple[str, list[CastValue]]:
         """Returns the sum of two cotangents in float32.
 
         Further sums read it in float32. Other operations read it narrowed, if both operands are
@@ -292,17 +298,19 @@ class Evaluator(Interpreter[Value]):
             value.narrows or value.dtype == place.compute != F32 for value in values
         )
         return "float32", [
-            Value(output.array, narrows=is_half) for output in _as_traced(equation, values)
+            CastValue(output.array, narrows=is_half) for output in _as_traced(equation, values)
         ]
 
-    def _passed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+    def _passed(
+        self, equation: Any, values: list[CastValue], place: Place
+    ) -> tuple[str, list[CastValue]]:
         if _holds_program(equation):
             return "as traced", _as_traced(equation, values)
         is_param = values[0].yields and values[0].constant is None and values[0].array.ndim
         if equation.primitive.name == "gather" and is_param and self.settings.narrows:
             looked_up = bind(equation, [value.array for value in values])
             return "looked up, then cast", [
-                Value(cast(output, place.compute)) for output in looked_up
+                CastValue(cast(output, place.compute)) for output in looked_up
             ]
         if equation.primitive.name == "gather" and values[0].dtype == place.compute != F32:
             # The operand is widened, so that its cotangents are summed in float32, including those
@@ -311,15 +319,17 @@ class Evaluator(Interpreter[Value]):
                 equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
             )
             return "looked up, then cast", [
-                Value(cast(output, place.compute)) for output in looked_up
+                CastValue(cast(output, place.compute)) for output in looked_up
             ]
-        if equation.primitive.name in REPEATS and is_repeated(
+        if equation.primitive.name in REPEATS and broadcasts_half(
             values[0], _extent(equation), place.compute
         ):
             wide = bind(
                 equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
             )
-            return "broadcast, then cast", [Value(cast(output, place.compute)) for output in wide]
+            return "broadcast, then cast", [
+                CastValue(cast(output, place.compute)) for output in wide
+            ]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
         if (
             equation.primitive.name == "transpose"
@@ -328,7 +338,7 @@ class Evaluator(Interpreter[Value]):
         ):
             axes = tuple(equation.params["permutation"])
             return "as it comes", [
-                Value(outputs[0].array, yields=True, transposed=(values[0], axes))
+                CastValue(outputs[0].array, yields=True, transposed=(values[0], axes))
             ]
         if (
             len(values) == len(outputs)
@@ -339,14 +349,16 @@ class Evaluator(Interpreter[Value]):
             )
             keeps = equation.primitive.name in KEEPS_CONSTANTS
             outputs = [
-                Value(output.array, source.yields, source.constant)
+                CastValue(output.array, source.yields, source.constant)
                 if keeps
-                else Value(output.array, source.yields and _fits(source, place.compute))
+                else CastValue(output.array, source.yields and _fits(source, place.compute))
                 for output, source in zip(outputs, sources, strict=True)
             ]
         return "as it comes", outputs
 
-    def _mixed(self, equation: Any, values: list[Value], place: Place) -> tuple[str, list[Value]]:
+    def _mixed(
+        self, equation: Any, values: list[CastValue], place: Place
+    ) -> tuple[str, list[CastValue]]:
         floats = [value for value in values if is_floating_dtype(value.dtype)]
         if _holds_program(equation) or not floats:
             return "as traced", _as_traced(equation, values)
@@ -355,14 +367,14 @@ class Evaluator(Interpreter[Value]):
         if all(value.yields for value in floats):
             big = not all(_fits(value, place.compute) for value in floats)
             outputs = _as_traced(equation, values)
-            return "float32", [Value(output.array, yields=not big) for output in outputs]
+            return "float32", [CastValue(output.array, yields=not big) for output in outputs]
         shape = equation.outvars[0].aval.shape if equation.primitive.name in NARY else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
         if equation.primitive.name in PRODUCTS and any(
-            is_repeated(value, shape, dtype) for value in values
+            broadcasts_half(value, shape, dtype) for value in values
         ):
-            return done, product(equation, values, arrays, dtype)
+            return done, broadcast_product(equation, values, arrays, dtype)
         return done, _bound_or_traced(equation, values, arrays)
 
 
@@ -372,12 +384,12 @@ def _extent(equation: Any) -> tuple[Any, ...] | None:
     return None if operand.size == result.size else result.shape
 
 
-def traced_kind(variable: Any) -> Value:
+def traced_kind(variable: Any) -> CastValue:
     """Returns a value of the dtype that a variable was traced with."""
-    return Value(variable.aval)
+    return CastValue(variable.aval)
 
 
-def _merged(variable: Any, outputs: Sequence[Value]) -> Value:
+def _merged(variable: Any, outputs: Sequence[CastValue]) -> CastValue:
     """Returns a value like an output of a conditional.
 
     It is half precision if every branch returns half precision, otherwise as traced.
@@ -385,20 +397,20 @@ def _merged(variable: Any, outputs: Sequence[Value]) -> Value:
     dtype, found = float_dtype(variable.aval), {output.dtype for output in outputs}
     narrows = any(output.narrows for output in outputs)
     if dtype is None:
-        return Value(variable.aval, narrows=narrows)
+        return CastValue(variable.aval, narrows=narrows)
     dtype = next(iter(found)) if len(found) == 1 else dtype
-    return Value(jax.ShapeDtypeStruct(variable.aval.shape, dtype), narrows=narrows)
+    return CastValue(jax.ShapeDtypeStruct(variable.aval.shape, dtype), narrows=narrows)
 
 
-def _fits(value: Value, dtype: Any) -> bool:
+def _fits(value: CastValue, dtype: Any) -> bool:
     return value.constant is None or fits(value.constant, dtype)
 
 
-def _only_float(values: Sequence[Value]) -> Value:
+def _only_float(values: Sequence[CastValue]) -> CastValue:
     return next(value for value in values if is_floating_dtype(value.dtype))
 
 
-def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
+def _operand(value: CastValue, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
     """Returns the array of a value in `dtype`.
 
     It is broadcast before the cast, so that its cotangent is summed in float32.
@@ -406,7 +418,7 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
     array = value.array
     if (
         is_floating_dtype(array.dtype)
-        and is_repeated(value, shape, dtype)
+        and broadcasts_half(value, shape, dtype)
         and equation.primitive.name not in PRODUCTS
     ):
         array = as_dtype(value, F32)
@@ -419,7 +431,7 @@ def _operand(value: Value, dtype: Any, shape: tuple[int, ...] | None, equation: 
     return as_dtype(value, dtype)
 
 
-def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+def as_traced(atoms: Sequence[Any], values: Sequence[CastValue]) -> list[Any]:
     """Returns the arrays of values in the dtypes that they were traced with."""
     return [
         as_dtype(value, dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
@@ -427,8 +439,8 @@ def as_traced(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
     ]
 
 
-def _as_traced(equation: Any, values: Sequence[Value]) -> list[Value]:
-    return [Value(output) for output in bind(equation, as_traced(equation.invars, values))]
+def _as_traced(equation: Any, values: Sequence[CastValue]) -> list[CastValue]:
+    return [CastValue(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
 def _is_complex(equation: Any) -> bool:
@@ -439,7 +451,7 @@ def _is_complex(equation: Any) -> bool:
     )
 
 
-def _of_layer(equation: Any, values: Sequence[Value]) -> list[Value]:
+def _of_layer(equation: Any, values: Sequence[CastValue]) -> list[CastValue]:
     """Evaluates an equation of a layer that obeys a policy itself, in its traced dtypes.
 
     The casts at its boundary are dropped if the code around it already computes in the layer's
@@ -449,13 +461,15 @@ def _of_layer(equation: Any, values: Sequence[Value]) -> list[Value]:
         target = np.dtype(equation.params["new_dtype"])
         is_handed_on = marks.HANDED_ON in str(equation.source_info.name_stack) and target == F32
         if is_handed_on or values[0].dtype == target:
-            return [Value(values[0].array)]
+            return [CastValue(values[0].array)]
     return _as_traced(equation, values)
 
 
-def _bound_or_traced(equation: Any, values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+def _bound_or_traced(
+    equation: Any, values: Sequence[CastValue], arrays: Sequence[Any]
+) -> list[CastValue]:
     try:
-        return [Value(output) for output in bind(equation, arrays)]
+        return [CastValue(output) for output in bind(equation, arrays)]
     except (TypeError, NotImplementedError):  # the primitive takes no half precision
         return _as_traced(equation, values)
 
@@ -492,7 +506,9 @@ def _follows(equation: Any, place: Place) -> bool:
     return power is not None and power > 2 and has_range_of_float32(place.compute)
 
 
-def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str, list[Value]]:
+def _computed(
+    equation: Any, values: Sequence[CastValue], place: Place
+) -> tuple[str, list[CastValue]]:
     """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
     params, dtype = dict(equation.params), place.compute
     precision = params.get("precision")
@@ -505,19 +521,19 @@ def _computed(equation: Any, values: Sequence[Value], place: Place) -> tuple[str
         as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
         for value in values
     ]
-    return str(dtype), [Value(output) for output in bind(equation, arrays, params)]
+    return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
 
 
-def _converted(equation: Any, value: Value) -> Value:
+def _converted(equation: Any, value: CastValue) -> CastValue:
     """Evaluates the author's own cast."""
     source, target = float_dtype(equation.invars[0].aval), np.dtype(equation.params["new_dtype"])
     if source == target == F32:
         return value
     output = cast(value.array, target)
     if source is not None or not is_floating_dtype(target):
-        return Value(output)
+        return CastValue(output)
     # A mask of zeros and ones is exact in any dtype; positions and counts are not.
     constant = None if value.constant is None else np.asarray(value.constant).astype(target)[()]
-    return Value(
+    return CastValue(
         output, yields=value.dtype == np.bool_ or value.constant is not None, constant=constant
     )

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.dtypes import is_floating_dtype
+from policy._jaxpr.dtypes import F32, is_floating_dtype
 from policy._jaxpr.paths import Path
 from policy._jaxpr.scope_names import REGION
-from policy.autocast.values import F32, cast
+from policy.autocast.values import cast
 
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 HANDED_ON = f"{REGION}handed_on"  # the cast of its result, for the code around it
@@ -34,7 +34,7 @@ def computes_in(dtype: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(f"{_COMPUTE}{np.dtype(dtype).name}")
 
 
-def compute_dtype(path: Path) -> np.dtype | None:
+def marked_dtype(path: Path) -> np.dtype | None:
     """Returns the dtype that the innermost mark of a path names, or None."""
     for name in reversed(path):
         if name.startswith(_COMPUTE):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from policy._jaxpr.equations import held_program
-from policy.autocast.evaluator import Evaluator, Handler
-from policy.autocast.values import Value
+from policy.autocast.evaluator import AutocastHandler, Evaluator
+from policy.autocast.values import CastValue
 
 
 @dataclasses.dataclass
@@ -29,10 +29,10 @@ class _Shared:
 
     equation: Any
     call: Any = None
-    known: list[Value] = dataclasses.field(default_factory=list)
+    known: list[CastValue] = dataclasses.field(default_factory=list)
 
 
-def once_for_all_alike(handler: Handler) -> Handler:
+def once_for_all_alike(handler: AutocastHandler) -> AutocastHandler:
     """Returns a handler that traces and differentiates equal equations once.
 
     The normalisations of a model are an example: their equations hold the same program. The handler
@@ -41,7 +41,7 @@ def once_for_all_alike(handler: Handler) -> Handler:
     """
 
     @functools.wraps(handler)
-    def shared(evaluator: Evaluator, equation: Any, values: list[Value]) -> list[Value]:
+    def shared(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
         values = evaluator.saved(equation, values)
         if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
@@ -60,7 +60,9 @@ def once_for_all_alike(handler: Handler) -> Handler:
     return shared
 
 
-def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequence[Value]) -> Any:
+def _call(
+    handler: AutocastHandler, evaluator: Evaluator, found: _Shared, inputs: Sequence[CastValue]
+) -> Any:
     def rewritten(*arrays: Any) -> list[Any]:
         values = [_with_array(array, known) for array, known in zip(arrays, inputs, strict=True)]
         with (
@@ -74,7 +76,7 @@ def _call(handler: Handler, evaluator: Evaluator, found: _Shared, inputs: Sequen
     return jax.jit(rewritten, inline=True)
 
 
-def _key(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> Hashable:
+def _key(evaluator: Evaluator, equation: Any, values: Sequence[CastValue]) -> Hashable:
     """Returns a key that is equal for equations with the same rewritten program.
 
     Without rules, the place of an equation decides for the equations inside it. Their relative
@@ -91,9 +93,9 @@ def _exactly(constant: Any) -> Hashable:
     return None if constant is None else (jnp.result_type(constant), str(constant))
 
 
-def _without_array(value: Value) -> Value:
-    return Value(None, value.yields, value.constant, value.narrows)
+def _without_array(value: CastValue) -> CastValue:
+    return CastValue(None, value.yields, value.constant, value.narrows)
 
 
-def _with_array(array: Any, known: Value) -> Value:
-    return Value(array, known.yields, known.constant, known.narrows)
+def _with_array(array: Any, known: CastValue) -> CastValue:
+    return CastValue(array, known.yields, known.constant, known.narrows)

@@ -23,7 +23,7 @@ from policy._jaxpr.primitives import FORWARD_ADDITIONS, JOINS_ROOTS, MATMULS, PR
 from policy.autocast.normalization_backward import backward_of
 from policy.autocast.second_moments import (
     SUMS,
-    Chain,
+    DefinitionChain,
     Moment,
     chain_of,
     is_stored,
@@ -166,7 +166,7 @@ def _is_inverse(root: FrameOperation) -> bool | None:
 
 
 def _is_centred(
-    numerator: Chain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]
+    numerator: DefinitionChain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]
 ) -> bool:
     """Returns whether a stored mean is subtracted.
 
@@ -187,7 +187,7 @@ def _is_centred(
     return any(True for _ in before) or any(True for _ in after)
 
 
-def _centring(numerator: Chain, moments: Iterable[Moment]) -> list[FrameOperation]:
+def _centring(numerator: DefinitionChain, moments: Iterable[Moment]) -> list[FrameOperation]:
     """Returns the operations of a numerator up to the last subtraction of a mean."""
     squares = {data for moment in moments for data in chain_of(moment.of).data}
     shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)

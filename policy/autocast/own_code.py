@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from policy._jaxpr.costs import flops_of
-from policy._jaxpr.dtypes import float_dtype
+from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import CONVOLUTIONS, MATMULS, NEEDS_FLOAT32
@@ -22,7 +22,7 @@ from policy.autocast import marks
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.settings import Places, Settings
-from policy.autocast.values import F32, Value, cast
+from policy.autocast.values import CastValue, cast
 from policy.policy import Policy
 
 
@@ -85,11 +85,11 @@ class Ported:
         places = Places(settings, repeated_programs(body))
         arrays = self.call.arrays
         values = [
-            Value(_narrow(a, v), p)
+            CastValue(_narrow(a, v), p)
             for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)
         ]
         outputs = Evaluator(settings, places, HANDLERS).run(
-            body, [Value(const) for const in consts], values
+            body, [CastValue(const) for const in consts], values
         )
         dtypes = [float_dtype(atom.aval) for atom in body.outvars]
         results = [
@@ -143,7 +143,7 @@ def _narrow(array: Any, variable: Any) -> Any:
 def _is_own(site: Site) -> bool:
     """Returns whether an equation belongs to the model's own code and may run in half."""
     names = _marks(site)
-    dtype = marks.compute_dtype(names)
+    dtype = marks.marked_dtype(names)
     return marks.LAYER not in names and not site.in_island and dtype is not None and dtype != F32
 
 

@@ -10,18 +10,20 @@ import numpy as np
 from jax import lax
 
 from policy._jaxpr.control_flow import Body
-from policy._jaxpr.dtypes import float_dtype
+from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.paths import scanned_path
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import subprogram
 from policy._jaxpr.walk import walk
-from policy.autocast.values import F32, Value, cast
+from policy.autocast.values import CastValue, cast
 
 if TYPE_CHECKING:
     from policy.autocast.evaluator import Evaluator
 
 
-def handed_on(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> list[Value]:
+def carries_handed_on(
+    evaluator: Evaluator, equation: Any, values: Sequence[CastValue]
+) -> list[CastValue]:
     """Returns a value like each carry of a scan.
 
     It is half precision if a rule requires it and a step given half precision also returns it.
@@ -35,12 +37,12 @@ def handed_on(evaluator: Evaluator, equation: Any, values: Sequence[Value]) -> l
     if half is not None and equation.params["length"]:
         out = _stable(evaluator, equation, given, traced, half)
     return [
-        Value(aval if dtype is None else jax.ShapeDtypeStruct(aval.shape, dtype))
+        CastValue(aval if dtype is None else jax.ShapeDtypeStruct(aval.shape, dtype))
         for aval, dtype in zip(carried, out, strict=True)
     ]
 
 
-def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[Value]) -> Any:
+def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[CastValue]) -> Any:
     """Returns the half dtype of the carry between layers, or None."""
     body, above = subprogram(equation, "loop").body, evaluator.path_of(equation)
     layer = scanned_path(body, above)
@@ -52,7 +54,11 @@ def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[Value]) -> A
 
 
 def _stable(
-    evaluator: Evaluator, equation: Any, given: Sequence[Value], traced: Sequence[Any], half: Any
+    evaluator: Evaluator,
+    equation: Any,
+    given: Sequence[CastValue],
+    traced: Sequence[Any],
+    half: Any,
 ) -> list[Any]:
     """Returns the dtypes of a carry that a step preserves, found by fixpoint iteration."""
     program, inside = subprogram(equation, "loop"), evaluator.inside(equation, reports=False)
@@ -68,8 +74,8 @@ def _stable(
         rows = [lax.index_in_dim(array, 0, keepdims=False) for array in xs_arrays]
         like = [
             *fixed,
-            *map(Value, carry),
-            *(Value(row, x.yields) for row, x in zip(rows, xs, strict=True)),
+            *map(CastValue, carry),
+            *(CastValue(row, x.yields) for row, x in zip(rows, xs, strict=True)),
         ]
         return Body.of(inside, program, like).arrays(*fixed_arrays, *carry, *rows)[
             : program.carried
@@ -85,7 +91,7 @@ def _stable(
         out = stable
 
 
-def _has_layers(body: Any, xs: Sequence[Value]) -> bool:
+def _has_layers(body: Any, xs: Sequence[CastValue]) -> bool:
     """Returns whether each step has weights of its own and a matmul."""
     has_weights = any(x.yields and np.ndim(x.array) > 2 for x in xs)
     return has_weights and any(site.name in MATMULS for site in walk(body))

@@ -116,7 +116,7 @@ def _unconverted(data: Data) -> Data:
 
 
 @dataclasses.dataclass
-class Chain:
+class DefinitionChain:
     """A value and its predecessors.
 
     Attributes:
@@ -128,8 +128,8 @@ class Chain:
     operations: list[FrameOperation]
 
 
-def chain_of(data: Data) -> Chain:
-    chain = Chain([data], [])
+def chain_of(data: Data) -> DefinitionChain:
+    chain = DefinitionChain([data], [])
     while (operation := data.made_by) is not None:
         following = _through(operation)
         if following is None:
@@ -185,7 +185,7 @@ def repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
     return bool(floats) and all(repeats(operand, shape, depth - 1) for operand in floats)
 
 
-def meeting(chain: Chain, other: Chain) -> Data | None:
+def meeting(chain: DefinitionChain, other: DefinitionChain) -> Data | None:
     """Returns the first value of a chain that is also in the other, or None.
 
     Values made of parameters alone are skipped.

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from policy._jaxpr.dtypes import F32
 from policy._jaxpr.paths import Path, divided, once
 from policy._jaxpr.primitives import MATMULS, category_of
 from policy._jaxpr.scope_names import ISLAND
 from policy.autocast import marks
-from policy.autocast.values import F32
 from policy.policy import Policy
 from policy.requested_dtypes import note_obeyed
 from policy.rules import PolicyRules
@@ -119,7 +119,7 @@ class Places:
         if marks.LAYER in path:
             return Place(F32, is_layer=True)
         policy = _rule_policy(settings.rules, without_marks(path))
-        compute = marks.compute_dtype(path) or (policy or settings.policy).compute_dtype
+        compute = marks.marked_dtype(path) or (policy or settings.policy).compute_dtype
         if ISLAND in path:
             compute = F32
         may_be_named = settings.narrows and policy is None and compute != F32

@@ -23,10 +23,10 @@ from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.report import Report
 from policy.autocast.settings import Places, Settings
-from policy.autocast.values import Value, cast
+from policy.autocast.values import CastValue, cast
 from policy.callables import require_function
 from policy.parameters import (
-    Params,
+    ParamsArgument,
     parameters,
     require_params,
     warn_of_nnx_optimizer,
@@ -34,7 +34,7 @@ from policy.parameters import (
 )
 from policy.policy import Policy, get_policy
 from policy.precedence import warn_once
-from policy.rules import PolicyRules, name_of
+from policy.rules import PolicyRules, pattern_text
 from policy.scope import RulesLike, current_scope, require_usable
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
@@ -61,7 +61,7 @@ def autocast(
     fn: Any = None,
     policy: Policy | str | None = None,
     *,
-    params: Params = None,
+    params: ParamsArgument = None,
     rules: RulesLike | None = None,
     preset: Literal["memory", "conservative"] = "memory",
     allow: Collection[str] = (),
@@ -150,7 +150,7 @@ def _checked(
     rules = (
         None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
     )
-    classes = [name_of(pattern) for pattern, _ in rules or () if isinstance(pattern, type)]
+    classes = [pattern_text(pattern) for pattern, _ in rules or () if isinstance(pattern, type)]
     if classes:
         raise TypeError(
             "autocast's rules go by module path, and know no classes, but got "
@@ -305,7 +305,7 @@ class _Autocast:
             if report is not None:
                 report.note_parameters(arguments.names(), params)
             values = [
-                Value(
+                CastValue(
                     array if _is_key(array) else jnp.asarray(array), is_param and settings.narrows
                 )
                 for array, is_param in zip(arrays, params, strict=True)
@@ -316,7 +316,7 @@ class _Autocast:
             shares = report is None and settings.rules is None and settings.normalises is None
             places = Places(settings, repeated_programs(body) if shares else frozenset())
             evaluator = Evaluator(settings, places, HANDLERS, report)
-            outputs = evaluator.run(body, [Value(c) for c in consts], values)
+            outputs = evaluator.run(body, [CastValue(c) for c in consts], values)
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code
             places.check(settings.normalises)

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policy._jaxpr.dtypes import F32
 from policy._jaxpr.scope_names import AUTOCAST
-
-F32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Value:
+class CastValue:
     """A value of the traced program, as autocast computes it.
 
     Attributes:
@@ -37,9 +36,9 @@ class Value:
     yields: bool = False
     constant: Any = None
     narrows: bool = False
-    narrowed: Value | None = None
+    narrowed: CastValue | None = None
     widened: Any = None
-    transposed: tuple[Value, tuple[int, ...]] | None = None
+    transposed: tuple[CastValue, tuple[int, ...]] | None = None
 
     @property
     def dtype(self) -> Any:
@@ -54,7 +53,7 @@ def cast(array: Any, dtype: Any) -> Any:
         return lax.convert_element_type(array, dtype)
 
 
-def as_dtype(value: Value, dtype: Any) -> Any:
+def as_dtype(value: CastValue, dtype: Any) -> Any:
     """Returns `value` in `dtype`.
 
     A half-precision value is widened once for all readers, so that its cotangents are summed in
@@ -103,7 +102,7 @@ def has_range_of_float32(dtype: Any) -> bool:
     return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(F32).maxexp)
 
 
-def common_dtype(values: Sequence[Value], half: Any, *, selects: bool = False) -> np.dtype:
+def common_dtype(values: Sequence[CastValue], half: Any, *, selects: bool = False) -> np.dtype:
     """Returns the dtype for mixing float32 values of the trace: `half` or float32.
 
     It is `half` if one value is half already and every other yields: params and constants always,

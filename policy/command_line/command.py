@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.audit.audit import audit
-from policy.audit.finding_kinds import KINDS
+from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.text import show
 from policy.audit.report import Audit, named
 from policy.command_line.target import (
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="kinds of findings:\n"
-        + "\n".join(f"  {kind:25}{what}" for kind, what in KINDS.items()),
+        + "\n".join(f"  {kind:25}{what}" for kind, what in FINDING_KINDS.items()),
     )
     command.add_argument(
         "target", metavar="module:function", help="a module's name or a .py file, and a name in it"
@@ -115,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _audit(options: argparse.Namespace) -> int:
     for kind in options.ignore:
-        if kind not in KINDS:
-            near = difflib.get_close_matches(kind, KINDS, 1)
+        if kind not in FINDING_KINDS:
+            near = difflib.get_close_matches(kind, FINDING_KINDS, 1)
             raise CommandError(
                 f"--ignore {kind!r} is no kind of finding.{did_you_mean(near)} See --help for all."
             )

@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.placed_interpreter import Value
+from policy._jaxpr.placed_interpreter import PlacedValue
 from policy._jaxpr.subprograms import opened
 from policy.compare.comparison import Comparison
 from policy.compare.dual_interpreter import Log, Paired, reference
 from policy.compare.float32_values import lane_of
 from policy.compare.rows import comparison_of
-from policy.parameters import Params
+from policy.parameters import ParamsArgument
 from policy.policy import Policy
 from policy.scope import RulesLike
 from policy.traced.call import Call, Program, checked_policy, checked_rules, program_of, short_text
 
 # Without this option XLA may leave out roundings.
-EXACT: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
 def compare(
@@ -29,7 +29,7 @@ def compare(
     policy: Policy | str | None = None,
     rules: RulesLike | None = None,
     backward: bool = False,
-    params: Params = None,
+    params: ParamsArgument = None,
     loss_scale: float = 1.0,
     **kwargs: Any,
 ) -> Comparison:
@@ -86,7 +86,7 @@ def compare(
     compiled = (
         jax.jit(paired(program, log))
         .lower(*program.arguments.arrays)
-        .compile(compiler_options=EXACT)
+        .compile(compiler_options=COMPILER_OPTIONS)
     )
     numbers, undefined = jax.device_get(compiled(*program.arguments.arrays))
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -118,7 +118,9 @@ def paired(program: Program, log: Log) -> Any:
         )
         both.lane = lane_of(pairing, reference, log.unpaired)
         outputs = both.run(
-            body, [Value([const]) for const in consts], [Value([array]) for array in arrays]
+            body,
+            [PlacedValue([const]) for const in consts],
+            [PlacedValue([array]) for array in arrays],
         )
         outputs = both.ended(outputs)
         both.returned(outputs, body.outvars)

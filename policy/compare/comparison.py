@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["activation", "gradient", "parameter", "output"]
+RowKind = Literal["activation", "gradient", "parameter", "output"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Row:
     """
 
     path: str
-    kind: Kind
+    kind: RowKind
     error: float
     cosine: float
     underflow: float
@@ -110,7 +110,7 @@ class Comparison:
     route: str = "as written"
     unpaired: tuple[str, ...] = ()
 
-    def _of(self, kind: Kind) -> tuple[Row, ...]:
+    def _of(self, kind: RowKind) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.kind == kind)
 
     @functools.cached_property
@@ -181,9 +181,9 @@ class Comparison:
         plot(self, file)
 
     def __str__(self) -> str:
-        from policy.compare.render.text import table
+        from policy.compare.render.text import comparison_table
 
-        return table(self)
+        return comparison_table(self)
 
 
 def _plain(value: Any) -> Any:

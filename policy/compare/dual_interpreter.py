@@ -12,15 +12,16 @@ import numpy as np
 from jax import lax
 
 from policy._jaxpr.control_flow import CONTROL_FLOW
+from policy._jaxpr.dtypes import F32
 from policy._jaxpr.half_dependence import depends, is_apart
 from policy._jaxpr.origins import is_by_layers
 from policy._jaxpr.paths import Path
-from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
+from policy._jaxpr.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
 from policy._jaxpr.primitives import INLINED, MATMULS, category_of
 from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import bind, scan_arity
-from policy._jaxpr.upcast import F32, Upcast, dtype_of, is_half, widen
+from policy._jaxpr.upcast import Upcast, dtype_of, is_half, widen
 from policy.compare.statistics import is_discrete, is_measurable, largest_alone, measured
 
 _LARGE = 1024  # elements
@@ -48,12 +49,12 @@ class Measurement:
     primitive: str
     source: str
     dtype: Any
-    made: Place
+    made: ModulePass
     bodies: tuple[Any, ...] = ()
-    left: dict[Place, None] = dataclasses.field(default_factory=dict)
-    entered: dict[Place, None] = dataclasses.field(default_factory=dict)
+    left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+    entered: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     output: int | None = None
-    returned: dict[Place, None] = dataclasses.field(default_factory=dict)
+    returned: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,11 +65,11 @@ class Origin:
     `coded` is the dtype of the first array, if that is stored encoded: see `_coded`.
     """
 
-    place: Place
+    place: ModulePass
     primitive: str = ""
     source: str = ""
     measurement: Measurement | None = None
-    made: tuple[Any, list[Value], int] | None = None
+    made: tuple[Any, list[PlacedValue], int] | None = None
     coded: Any = None
 
 
@@ -80,7 +81,7 @@ class Log:
     widened.
     """
 
-    places: dict[Place, None] = dataclasses.field(default_factory=dict)
+    places: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
     unpaired: dict[Path, None] = dataclasses.field(default_factory=dict)
 
@@ -95,7 +96,7 @@ class Paired(PlacedInterpreter):
     def __init__(self, log: Log, has_gradients: bool = False, apart: Collection[int] = ()):
         super().__init__()
         self.log, self.has_gradients, self.apart = log, has_gradients, apart
-        self.again: dict[int, tuple[Value, Any]] = {}
+        self.again: dict[int, tuple[PlacedValue, Any]] = {}
         self._line_around = ""  # the source line of the enclosing equation
 
     def inside(self, equation: Any) -> Self:
@@ -110,7 +111,7 @@ class Paired(PlacedInterpreter):
 
     # Equations ------------------------------------------------------------------------------------
 
-    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         place = self.place_of(equation)
         self._met(place)
         if equation.primitive.name not in INLINED:
@@ -133,18 +134,22 @@ class Paired(PlacedInterpreter):
             lanes = [[output] for output in outputs]
         else:
             wide = Upcast().standing_in(self)
-            references = wide.equation(equation, [Value([reference(value)]) for value in values])
+            references = wide.equation(
+                equation, [PlacedValue([reference(value)]) for value in values]
+            )
             lanes = [
                 [output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)
             ]
         name, source = self._made_by(equation, place, values)
         made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
         return [
-            Value(lane, Origin(place, name, source, made=m))
+            PlacedValue(lane, Origin(place, name, source, made=m))
             for lane, m in zip(lanes, made, strict=True)
         ]
 
-    def _made_by(self, equation: Any, place: Place, values: Sequence[Value]) -> tuple[str, str]:
+    def _made_by(
+        self, equation: Any, place: ModulePass, values: Sequence[PlacedValue]
+    ) -> tuple[str, str]:
         """Returns the user's operation that made a result, and its source line.
 
         The result of a cast of this library was made by the operation before.
@@ -162,21 +167,21 @@ class Paired(PlacedInterpreter):
         source = source_of(equation) or self._line_around
         return equation.primitive.name, source or layer_of(equation, place.path)
 
-    def replaced(self, place: Place, value: Value, array: Any) -> Value:
-        return Value(
+    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
+        return PlacedValue(
             [_decoded(value).arrays[0], array],
             value.origin and dataclasses.replace(value.origin, coded=None),
         )
 
-    def _met(self, place: Place) -> None:
+    def _met(self, place: ModulePass) -> None:
         if place in self.log.places or place.direction == "again":
             return
         for length in range(1 if place.path else 0, len(place.path) + 1):
-            self.log.places.setdefault(Place(place.path[:length], place.direction))
+            self.log.places.setdefault(ModulePass(place.path[:length], place.direction))
 
     # Measurements ---------------------------------------------------------------------------------
 
-    def _read(self, value: Value, reader: Place, dtype: Any) -> None:
+    def _read(self, value: PlacedValue, reader: ModulePass, dtype: Any) -> None:
         """Measures a value when it is first read outside of the path that computed it."""
         origin = value.origin
         if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
@@ -187,10 +192,10 @@ class Paired(PlacedInterpreter):
             return  # saved for the backward pass, where it is read in its own module
         left, entered = _crossed(origin.place.path, reader.path)
         measurement = origin.measurement or self._measured(value, origin, dtype)
-        measurement.left.update((Place(path, reader.direction), None) for path in left)
-        measurement.entered.update((Place(path, reader.direction), None) for path in entered)
+        measurement.left.update((ModulePass(path, reader.direction), None) for path in left)
+        measurement.entered.update((ModulePass(path, reader.direction), None) for path in entered)
 
-    def _measured(self, value: Value, origin: Origin, dtype: Any) -> Measurement:
+    def _measured(self, value: PlacedValue, origin: Origin, dtype: Any) -> Measurement:
         measurement = Measurement(
             len(self.log.measurements),
             origin.primitive,
@@ -224,7 +229,7 @@ class Paired(PlacedInterpreter):
 
     # The backward pass ----------------------------------------------------------------------------
 
-    def _saved(self, value: Value) -> Value:
+    def _saved(self, value: PlacedValue) -> PlacedValue:
         """Returns a value of the forward pass to be read by the backward pass.
 
         Two programs would save twice as many residuals. Saves only half-precision values and the
@@ -235,14 +240,14 @@ class Paired(PlacedInterpreter):
             return value
         if value.arrays[0].size < _LARGE or origin.coded is not None:
             return value
-        return Value([self._once_more(value), *value.arrays[1:]], origin)
+        return PlacedValue([self._once_more(value), *value.arrays[1:]], origin)
 
-    def _once_more(self, value: Value) -> Any:
+    def _once_more(self, value: PlacedValue) -> Any:
         if id(value) not in self.again:
             self.again[id(value)] = value, self._recomputed(value)
         return self.again[id(value)][1]
 
-    def _recomputed(self, value: Value) -> Any:
+    def _recomputed(self, value: PlacedValue) -> Any:
         origin, array = value.origin, value.arrays[0]
         if array.size < _LARGE:
             return array
@@ -255,32 +260,34 @@ class Paired(PlacedInterpreter):
         equation, operands, i = origin.made
         return bind(equation, [self._once_more(operand) for operand in operands])[i]
 
-    def returned(self, values: Sequence[Value], atoms: Sequence[Any]) -> None:
+    def returned(self, values: Sequence[PlacedValue], atoms: Sequence[Any]) -> None:
         """Measures the outputs of the program, which leave every path."""
         for i, (value, atom) in enumerate(zip(map(_decoded, values), atoms, strict=True)):
             dtype = dtype_of(atom)
             if not is_measurable(dtype):
                 continue
-            origin = value.origin or Origin(Place())
+            origin = value.origin or Origin(ModulePass())
             if origin.measurement is None or origin.measurement.output is not None:
                 self._measured(value, origin, dtype)
             assert origin.measurement is not None
             origin.measurement.output = i
             left, _ = _crossed(origin.place.path, ())
             if value.origin is not None:
-                places = [Place(path, origin.place.direction) for path in left or [Place().path]]
+                places = [
+                    ModulePass(path, origin.place.direction) for path in left or [ModulePass().path]
+                ]
                 origin.measurement.returned.update(dict.fromkeys(places))
 
     # Bodies ---------------------------------------------------------------------------------------
 
     def merge(
-        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
-    ) -> list[Value]:
+        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+    ) -> list[PlacedValue]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
         place = self.place_of(equation)
         origin = Origin(place, *self._made_by(equation, place, values))
         stacked = sum(scan_arity(equation)[1:]) if equation.primitive.name == "scan" else len(pairs)
-        kinds = [Value([None] * (1 + pair), dataclasses.replace(origin)) for pair in pairs]
+        kinds = [PlacedValue([None] * (1 + pair), dataclasses.replace(origin)) for pair in pairs]
         for kind, variable in zip(kinds[stacked:], equation.outvars[stacked:], strict=True):
             is_saved = self.has_gradients and variable.aval.size >= _LARGE
             dtype = dtype_of(variable)
@@ -288,35 +295,38 @@ class Paired(PlacedInterpreter):
                 kind.origin.coded = dtype
         return kinds
 
-    def entering(self, values: Sequence[Value]) -> list[Value]:
+    def entering(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         places = [value.origin.place if value.origin else self.place for value in values]
         return [
-            Value(
+            PlacedValue(
                 value.arrays,
                 Origin(
-                    Place(self.place.path, place.direction),
+                    ModulePass(self.place.path, place.direction),
                     coded=value.origin and value.origin.coded,
                 ),
             )
             for value, place in zip(values, places, strict=True)
         ]
 
-    def body(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+    def body(
+        self, jaxpr: Any, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
+    ) -> list[PlacedValue]:
         """Runs a body, whose measurements are known only inside it."""
         args = [
-            Value(v.arrays, v.origin and dataclasses.replace(v.origin, made=None)) for v in args
+            PlacedValue(v.arrays, v.origin and dataclasses.replace(v.origin, made=None))
+            for v in args
         ]
         outputs = super().body(jaxpr, consts, args)
         for value, atom in zip(map(_decoded, outputs), jaxpr.outvars, strict=True):
             self._read(value, self.place, dtype_of(atom))
         return outputs
 
-    def settled(self, value: Value, like: Value) -> Value:
+    def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
         value = _decoded(value)
         if len(value.arrays) != len(like.arrays):
-            value = Value([value.arrays[0], reference(value)], value.origin)
+            value = PlacedValue([value.arrays[0], reference(value)], value.origin)
         return (
-            Value([_coded(*value.arrays), value.arrays[1]], like.origin)
+            PlacedValue([_coded(*value.arrays), value.arrays[1]], like.origin)
             if _is_coded(like)
             else value
         )
@@ -355,7 +365,7 @@ def _coded(array: Any, wide: Any) -> Any:
     return jnp.where((array == 0) & (wide != 0), _IS_ZERO, bits)
 
 
-def _decoded(value: Value) -> Value:
+def _decoded(value: PlacedValue) -> PlacedValue:
     if not _is_coded(value):
         return value
     (bits, wide), dtype = value.arrays, value.origin.coded
@@ -363,14 +373,14 @@ def _decoded(value: Value) -> Value:
     if not is_half(dtype):
         array = jnp.where(array == 0, wide, wide + array.astype(wide.dtype))
         array = jnp.where(bits == _IS_ZERO, jnp.zeros((), wide.dtype), array)
-    return Value([array, wide], dataclasses.replace(value.origin, coded=None))
+    return PlacedValue([array, wide], dataclasses.replace(value.origin, coded=None))
 
 
-def _is_coded(value: Value) -> bool:
+def _is_coded(value: PlacedValue) -> bool:
     return value.origin is not None and value.origin.coded is not None
 
 
-def reference(value: Value) -> Any:
+def reference(value: PlacedValue) -> Any:
     """Returns the array of a value in float32."""
     wide = value.arrays[1:]
     return wide[0] if wide else widen(value.arrays[0])

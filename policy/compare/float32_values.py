@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from policy._jaxpr.flattened import FlatOperation, Known, Operand, Token
 from policy._jaxpr.paths import Path
-from policy._jaxpr.placed_interpreter import Chain, Value
+from policy._jaxpr.placed_interpreter import EnclosingEquations, PlacedValue
 from policy._jaxpr.primitives import HOST
 from policy._jaxpr.upcast import bound_wide, widen
 from policy.traced.pairing import Reference
@@ -23,7 +23,7 @@ class _Unavailable(Exception):
 
 def lane_of(
     reference: Reference | None,
-    wide: Callable[[Value], Any],
+    wide: Callable[[PlacedValue], Any],
     missed: dict[Path, None] | None = None,
 ) -> ReferenceLane | None:
     """Returns the lane of a whole program; None if it has no float32 trace."""
@@ -34,7 +34,7 @@ def lane_of(
     )
 
 
-def first_array(value: Value) -> Any:
+def first_array(value: PlacedValue) -> Any:
     """Returns the float32 operand of an interpreter whose values are one array each."""
     return widen(value.arrays[0])
 
@@ -51,7 +51,7 @@ class ReferenceLane:
     def __init__(
         self,
         reference: Reference,
-        wide: Callable[[Value], Any],
+        wide: Callable[[PlacedValue], Any],
         missed: dict[Path, None],
         around: ReferenceLane | None = None,
         saves: bool = False,
@@ -68,14 +68,16 @@ class ReferenceLane:
     # Values given by the run
     # ----------------------------------------------------------------------------------------------
 
-    def enter(self, chain: Chain, jaxpr: Any, args: Sequence[Value]) -> None:
+    def enter(self, chain: EnclosingEquations, jaxpr: Any, args: Sequence[PlacedValue]) -> None:
         """Records the arguments of a body."""
         for root, value in zip(
             self.reference.inputs.get((chain, id(jaxpr)), ()), args, strict=False
         ):
             self._know(root, value)
 
-    def keep(self, chain: Chain, equation: Any, outputs: Sequence[Value]) -> None:
+    def keep(
+        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
+    ) -> None:
         """Records the results of an equation."""
         operation = self.reference.made.get((chain, id(equation)))
         if operation is None:
@@ -86,7 +88,7 @@ class ReferenceLane:
         for root, value in zip(stacked, outputs[len(outputs) - len(stacked) :], strict=True):
             self._know(root, value)
 
-    def _know(self, root: Any, value: Value) -> None:
+    def _know(self, root: Any, value: PlacedValue) -> None:
         found = None if root is None else self.reference.resolved(root)
         if found is not None:
             self.values[found] = value
@@ -94,7 +96,7 @@ class ReferenceLane:
     # Values computed in float32
     # --------------------------------------------------------------------------------------------
 
-    def given(self, chain: Chain, equation: Any) -> Iterator[tuple[int, Any]]:
+    def given(self, chain: EnclosingEquations, equation: Any) -> Iterator[tuple[int, Any]]:
         """Yields the operands that float32 reads in place of those of an equation."""
         operation = self.reference.made.get((chain, id(equation)))
         if operation is None:
@@ -105,7 +107,7 @@ class ReferenceLane:
                 yield k, array
 
     def made(
-        self, chain: Chain, equation: Any, outputs: Sequence[Value]
+        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
     ) -> Iterator[tuple[int, Any]]:
         """Yields the results of an equation that float32 computes in another way."""
         operation = self.reference.made.get((chain, id(equation)))
@@ -120,7 +122,7 @@ class ReferenceLane:
                 if array is not None:
                     yield i, array
 
-    def outputs(self, values: Sequence[Value]) -> Iterator[tuple[int, Any]]:
+    def outputs(self, values: Sequence[PlacedValue]) -> Iterator[tuple[int, Any]]:
         """Yields the float32 outputs that are not values of the program."""
         for k, operand in self.reference.outputs.items():
             array = self._shaped(operand, values[k].arrays[0].shape, ())
@@ -162,7 +164,7 @@ class ReferenceLane:
             return widen(root.value)
         found = self._found(root)
         if found is not None:
-            return self.wide(found) if isinstance(found, Value) else found
+            return self.wide(found) if isinstance(found, PlacedValue) else found
         if root[0] in ("const", "inner"):
             return widen(self.reference.consts[root[0] == "inner"][root[1]])
         if root[0] != "result":

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.paths import naming, spelled
-from policy._jaxpr.placed_interpreter import Place, lost_prefixes
+from policy._jaxpr.placed_interpreter import ModulePass, lost_prefixes
 from policy._jaxpr.subprograms import opened
 from policy._jaxpr.upcast import dtypes_of, is_half
-from policy.compare.comparison import Comparison, Kind, Row
+from policy.compare.comparison import Comparison, Row, RowKind
 from policy.compare.dual_interpreter import Log, Measurement
 from policy.compare.statistics import NAMES, is_discrete, limit_of
 from policy.traced.call import Program
@@ -28,7 +28,7 @@ _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class RowNumbers:
     """Measurements of one value: (..., len(NAMES)), with an axis for each enclosing scan."""
 
     of: Measurement
@@ -53,7 +53,7 @@ class Findings:
     def __init__(self, log: Log, notes: dict[int, Any], program: Program):
         self.log = _with_whole_paths(log)
         self.numbers = [
-            Numbers(m, np.asarray(notes[m.key], np.float64))
+            RowNumbers(m, np.asarray(notes[m.key], np.float64))
             for m in log.measurements
             if m.key in notes
         ]
@@ -65,16 +65,16 @@ class Findings:
         )
 
     @functools.cached_property
-    def _entered(self) -> dict[Place, list[Numbers]]:
+    def _entered(self) -> dict[ModulePass, list[RowNumbers]]:
         return {
             place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places
         }
 
-    def places(self) -> Iterable[Place]:
+    def places(self) -> Iterable[ModulePass]:
         """Returns all places, in program order."""
         return self.log.places
 
-    def leaving(self, place: Place) -> list[Numbers]:
+    def leaving(self, place: ModulePass) -> list[RowNumbers]:
         """Returns the values that leave a place, and gradients of parameters only if there are
         none.
         """
@@ -84,7 +84,7 @@ class Findings:
             n for n in self.numbers if is_all and place in n.of.returned and n not in found
         ]
 
-    def entering(self, place: Place, numbers: Numbers, what: int = _ERROR) -> np.ndarray:
+    def entering(self, place: ModulePass, numbers: RowNumbers, what: int = _ERROR) -> np.ndarray:
         """Returns the worst error that entered a place before a value, in each step of a scan."""
         worst = np.zeros(numbers.errors.shape)
         for other in self._entered.get(place, ()):
@@ -95,15 +95,15 @@ class Findings:
                 )
         return worst
 
-    def _enters(self, numbers: Numbers, place: Place) -> bool:
+    def _enters(self, numbers: RowNumbers, place: ModulePass) -> bool:
         """Returns whether a value enters a place; backward reads the module's activations, too."""
-        forward = Place(place.path, "forward")
+        forward = ModulePass(place.path, "forward")
         return place in numbers.of.entered or (
             place.direction == "backward"
             and (forward in numbers.of.entered or forward in numbers.of.left)
         )
 
-    def jumps(self, place: Place, numbers: Numbers) -> np.ndarray:
+    def jumps(self, place: ModulePass, numbers: RowNumbers) -> np.ndarray:
         """Returns the steps in which a value's error is made at the place itself.
 
         A gradient that is zero except for rounding, such as that of a bias before a normalisation,
@@ -118,7 +118,7 @@ class Findings:
             )
         return jumps
 
-    def first_error(self, place: Place) -> Numbers | None:
+    def first_error(self, place: ModulePass) -> RowNumbers | None:
         """Returns the first value in a place whose error is made there, or None."""
         depth = len(place.path)
         inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
@@ -131,9 +131,9 @@ class Findings:
             None,
         )
 
-    def first_jump(self) -> tuple[Place, int | None] | None:
+    def first_jump(self) -> tuple[ModulePass, int | None] | None:
         """Returns the first place with a jump, the innermost if nested, and its scan's step."""
-        found: list[tuple[int, Numbers, Place, int | None]] = []
+        found: list[tuple[int, RowNumbers, ModulePass, int | None]] = []
         for numbers in self.numbers:
             if found and not _is_same_loop(found[0][1], numbers):
                 break
@@ -175,15 +175,17 @@ def _with_whole_paths(log: Log) -> Log:
         )
         for m in log.measurements
     ]
-    places = {Place(p.path[:n], p.direction): None for p in whole(log.places) for n in _lengths(p)}
+    places = {
+        ModulePass(p.path[:n], p.direction): None for p in whole(log.places) for n in _lengths(p)
+    }
     return Log(places, measurements)
 
 
-def _lengths(place: Place) -> range:
+def _lengths(place: ModulePass) -> range:
     return range(1 if place.path else 0, len(place.path) + 1)
 
 
-def _first(jumps: np.ndarray, place: Place) -> int:
+def _first(jumps: np.ndarray, place: ModulePass) -> int:
     """Returns the first step of the outermost scan with a jump.
 
     A backward pass runs through the steps in reverse.
@@ -194,11 +196,11 @@ def _first(jumps: np.ndarray, place: Place) -> int:
     return int(steps[-1] if place.direction == "backward" else steps[0])
 
 
-def _turn(step: int, place: Place) -> int:
+def _turn(step: int, place: ModulePass) -> int:
     return -step if place.direction == "backward" else step
 
 
-def _is_same_loop(one: Numbers, other: Numbers) -> bool:
+def _is_same_loop(one: RowNumbers, other: RowNumbers) -> bool:
     """Returns whether two values share a loop: then the later may go wrong in an earlier step."""
     return one.errors.ndim > 0 and one.of.bodies[:1] == other.of.bodies[:1]
 
@@ -261,7 +263,11 @@ def _returned(program: Program, findings: Findings) -> Iterable[Row]:
 
 
 def _row(
-    path: str, kind: Kind, leaving: list[Numbers], findings: Findings, place: Place | None = None
+    path: str,
+    kind: RowKind,
+    leaving: list[RowNumbers],
+    findings: Findings,
+    place: ModulePass | None = None,
 ) -> Row:
     worst = np.max([numbers.worst for numbers in leaving], axis=0)
     of = dict(zip(NAMES, map(float, worst), strict=True))

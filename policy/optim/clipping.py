@@ -22,7 +22,7 @@ def mapped_axes(tree: optax.Updates, axis_name: Sequence[Hashable]) -> list[froz
     return [varying_axes(leaf) | untyped for leaf in jax.tree.leaves(tree)]
 
 
-def global_norm(gradients: optax.Updates, axis_name: Sequence[Hashable] = ()) -> jax.Array:
+def gradient_norm(gradients: optax.Updates, axis_name: Sequence[Hashable] = ()) -> jax.Array:
     """Returns the norm of all leaves, () float32, the same on every device.
 
     Args:
@@ -45,7 +45,7 @@ def clip_to_norm(gradients: optax.Updates, norm: jax.Array, largest: float) -> o
 
     Args:
       gradients: a tree of unscaled gradients; dtypes stay.
-      norm: their `global_norm`, () float32.
+      norm: their `gradient_norm`, () float32.
       largest: the largest norm that is let through.
     """
     factor = jnp.float32(largest) / jnp.maximum(norm, jnp.float32(largest))

@@ -76,7 +76,7 @@ def make_masters(params: optax.Params, master_weights: MasterWeights) -> optax.P
     return jax.tree.map(lambda p: storage_mode(p.dtype, master_weights).init(p), params)
 
 
-def widen(
+def inner_params(
     params: optax.Params, masters: optax.Params, master_weights: MasterWeights
 ) -> optax.Params:
     """Returns the params that the inner transform sees: float32, or wider."""

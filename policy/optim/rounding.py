@@ -30,7 +30,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def pack(x: jax.Array) -> jax.Array:
     """Packs float32 into uint32: `round_to(x, bfloat16)` in the high half, the rest in the low one.
 
-    `split` takes the halves apart, and `join` makes the float32 of them.
+    `split` takes the halves apart, and `join_master` makes the float32 of them.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     quiet_nan = (bits & jnp.uint32(0xFFFF0000)) | jnp.uint32(0x400000 | _HALF)
@@ -77,7 +77,7 @@ def packed(param: jax.Array, low: jax.Array) -> jax.Array:
     return (high << jnp.uint32(16)) | (low ^ jnp.uint16(_HALF)).astype(jnp.uint32)
 
 
-def join(param: jax.Array, low: jax.Array) -> jax.Array:
+def join_master(param: jax.Array, low: jax.Array) -> jax.Array:
     """Joins a bfloat16 param and its low 16 bits into the float32 master.
 
     A param that was written to since is honoured to within one ulp of bfloat16. Two stale low

@@ -24,7 +24,7 @@ from policy.grads.scaled_losses import warn_if_scaled
 from policy.grads.value_and_grad import ScaledGradients
 from policy.mapped_axes import varying_axes
 from policy.optim.checks import check_initial_params, warn_of_wide_params
-from policy.optim.clipping import clip_to_norm, global_norm
+from policy.optim.clipping import clip_to_norm, gradient_norm
 from policy.optim.conditional_step import ConditionalStep, Operands, Results, selected
 from policy.optim.finiteness import agreed, gradients_finite, stays_finite, true_gradients
 from policy.optim.gradient_checks import (
@@ -33,7 +33,7 @@ from policy.optim.gradient_checks import (
     differentiated,
     per_example,
 )
-from policy.optim.master_weights import layout_of, make_masters, widen, without_overwritten
+from policy.optim.master_weights import inner_params, layout_of, make_masters, without_overwritten
 from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
 from policy.optim.nesting import require_outermost
 from policy.optim.param_update import ParamUpdate
@@ -87,7 +87,7 @@ class Stepper:
 
     def make_state(self, params: optax.Params, masters: optax.Params) -> MixedPrecisionState:
         """Returns a state for params without their overwritten leaves, and their stored arrays."""
-        wide = widen(params, masters, self.master_weights)
+        wide = inner_params(params, masters, self.master_weights)
         inner = _run_optax(self.inner.init, wide)
         if states_in(inner):
             raise ValueError(
@@ -242,7 +242,7 @@ class Stepper:
         # them, and a skipped step pays for the flag only.
         def apply_step(operands: Operands) -> Results:
             params, gradients, inner, masters = operands
-            wide = widen(params, masters, self.master_weights)
+            wide = inner_params(params, masters, self.master_weights)
             true = true_gradients(gradients, scale, params)
             if norm is not None and self.clip_global_norm is not None:
                 true = clip_to_norm(true, norm, self.clip_global_norm)
@@ -303,7 +303,7 @@ class Stepper:
                 "clip_global_norm clips one gradient, but gradients are per example, and what "
                 "takes them clips each: leave it out."
             )
-        return global_norm(true_gradients(gradients, scale, params), self.axis_name)
+        return gradient_norm(true_gradients(gradients, scale, params), self.axis_name)
 
     def _sound(
         self,

@@ -23,7 +23,15 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.optim.rounding import halves, join, pack, packed, round_stochastically, round_to, split
+from policy.optim.rounding import (
+    halves,
+    join_master,
+    pack,
+    packed,
+    round_stochastically,
+    round_to,
+    split,
+)
 from policy.trees import working_dtype
 
 MasterWeights: TypeAlias = Literal["auto", "full", "remainder", "kahan", "stochastic", "none"]
@@ -132,7 +140,7 @@ REMAINDER = StorageMode(
     "remainder",
     2,
     init=lambda param: jnp.zeros_like(param, jnp.uint16),
-    join=join,
+    join=join_master,
     encode=lambda value, dtype, key: pack(value),
     encode_same=packed,
     decode=lambda encoded, dtype: split(encoded),

@@ -17,7 +17,7 @@ def escaped(text: object) -> Markup:
     return text if isinstance(text, Markup) else Markup(html.escape(str(text)))
 
 
-def join(parts: Iterable[object]) -> Markup:
+def join_markup(parts: Iterable[object]) -> Markup:
     """Joins parts, escaping each unless it is `Markup`."""
     return Markup("".join(map(escaped, parts)))
 
@@ -34,4 +34,4 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None and value is not False
     ]
-    return Markup(f"<{name}{''.join(given)}>{join(children)}</{name}>")
+    return Markup(f"<{name}{''.join(given)}>{join_markup(children)}</{name}>")

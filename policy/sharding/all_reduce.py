@@ -27,10 +27,10 @@ from policy.policy import parse_dtype
 from policy.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
 
 T = TypeVar("T")
-Axis: TypeAlias = Hashable | Sequence[Hashable]
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
 
 
-def vary(params: T, axis: Axis, all_reduce_dtype: DTypeLike | None = None) -> T:
+def vary(params: T, axis: AxisName, all_reduce_dtype: DTypeLike | None = None) -> T:
     """Makes `params` device-varying; decides where and how their gradients are summed.
 
     ``vary(params, "data")``, before `value_and_grad`: gradients stay on their device. Reduce them
@@ -121,7 +121,7 @@ def _reducing_vary(
     return jax.jit(vary)
 
 
-def all_reduce(grads: T, axis: Axis, dtype: DTypeLike) -> T:
+def all_reduce(grads: T, axis: AxisName, dtype: DTypeLike) -> T:
     """Returns the mean of each device's own gradients over a mapped axis, summed in `dtype`.
 
     ``mean = sum over devices of cast(g / devices)``: the division, in float32, precedes the cast
@@ -191,7 +191,7 @@ def _require_varying(tree: Any, axes: tuple[Any, ...]) -> None:
         )
 
 
-def _as_axes(axis: Axis) -> tuple[Any, ...]:
+def _as_axes(axis: AxisName) -> tuple[Any, ...]:
     return tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from policy._jaxpr.paths import Path, spelled
 
-Pattern = tuple[str, bool]  # a pattern, and whether the paths that it matches run in float32
+PathPattern = tuple[str, bool]  # a pattern, and whether the paths that it matches run in float32
 
 
-def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[Pattern]:
+def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[PathPattern]:
     """Returns the rules that leave exactly `wide` of the candidates in float32.
 
     A rule applies to everything below the path that it matches, until another rule matches there.
@@ -50,7 +50,7 @@ def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[
     return said
 
 
-def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[Pattern]:
+def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[PathPattern]:
     """Joins paths that differ only in numbers into one pattern, if it matches no other path."""
     groups: dict[tuple[str, bool], list[str]] = {}
     for name, state in said.items():
@@ -66,7 +66,7 @@ def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[Pattern]:
             yield from _alternatives(names, state)
 
 
-def _alternatives(names: list[str], state: bool) -> Iterable[Pattern]:
+def _alternatives(names: list[str], state: bool) -> Iterable[PathPattern]:
     """Yields a pattern for three or more paths that differ in one number.
 
     An example is ``layer_(?:3|7|9)/Dense_0``. Other paths each have their own pattern.

@@ -14,7 +14,7 @@ from jax import lax
 
 from policy._jaxpr.control_flow import handler_of
 from policy._jaxpr.paths import Path
-from policy._jaxpr.placed_interpreter import Place, PlacedInterpreter, Value
+from policy._jaxpr.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
 from policy._jaxpr.primitives import ACCUMULATES, EXACT, HOST, MATMULS, category_of
 from policy._jaxpr.subprograms import bind
 from policy._jaxpr.upcast import Upcast, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
@@ -37,7 +37,7 @@ class Emulated(Upcast):
         super().__init__()
         self.flags, self.candidates = flags, candidates
 
-    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         if equation.primitive.name in HOST and not equation.outvars:
@@ -45,12 +45,12 @@ class Emulated(Upcast):
         atoms = (*equation.invars, *equation.outvars)
         if not any(is_half(dtype) for dtype in map(dtype_of, atoms) if dtype is not None):
             return [
-                Value([output])
+                PlacedValue([output])
                 for output in bound_wide(equation, [value.arrays[0] for value in values])
             ]
         return self._half(equation, values)
 
-    def _half(self, equation: Any, values: list[Value]) -> list[Value]:
+    def _half(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         """Evaluates an equation with half operands or results.
 
         Operands mixed with float32 are promoted, as in JAX. Matmuls and casts follow the rules.
@@ -82,10 +82,11 @@ class Emulated(Upcast):
             ]
         halves = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.outvars)]
         return [
-            Value([o, is_wide] if half else [o]) for o, half in zip(outputs, halves, strict=True)
+            PlacedValue([o, is_wide] if half else [o])
+            for o, half in zip(outputs, halves, strict=True)
         ]
 
-    def given(self, equation: Any, values: list[Value]) -> list[Value]:
+    def given(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         """Returns the operands, with unrounded constants if the other operands are in float32."""
         wide = {} if self.lane is None else dict(self.lane.given(self.chain, equation))
         if not wide:
@@ -96,29 +97,29 @@ class Emulated(Upcast):
                 is_wide = is_wide | (flag & self.flags[-1])
         for k, array in wide.items():
             own, *flag = values[k].arrays
-            values[k] = Value([jnp.where(is_wide, array, widen(own)), *flag])
+            values[k] = PlacedValue([jnp.where(is_wide, array, widen(own)), *flag])
         return values
 
-    def replaced(self, place: Place, value: Value, array: Any) -> Value:
+    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
         own, *flag = value.arrays
-        return Value([jnp.where(flag[0] if flag else self.flag(place), array, own), *flag])
+        return PlacedValue([jnp.where(flag[0] if flag else self.flag(place), array, own), *flag])
 
-    def flag(self, place: Place) -> Any:
+    def flag(self, place: ModulePass) -> Any:
         """Returns whether a place runs in float32."""
         return self.flags[candidate_of(place.path, self.candidates)]
 
     # Loops and branches return the dtypes of their variables --------------------------------------
 
     def merge(
-        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
-    ) -> list[Value]:
+        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+    ) -> list[PlacedValue]:
         flag = self.flag(self.place_of(equation))
-        return [Value([None], (dtype_of(variable), flag)) for variable in equation.outvars]
+        return [PlacedValue([None], (dtype_of(variable), flag)) for variable in equation.outvars]
 
-    def settled(self, value: Value, like: Value) -> Value:
+    def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
         dtype, flag = like.origin
         array = widen(value.arrays[0])
-        return Value([array if len(value.arrays) == 1 else rounded(array, dtype, flag)])
+        return PlacedValue([array if len(value.arrays) == 1 else rounded(array, dtype, flag)])
 
 
 def rounded(array: Any, dtype: Any, unless: Any) -> Any:
@@ -159,28 +160,30 @@ class Ruled(PlacedInterpreter):
         self.wide, self.candidates = wide, candidates
         self._places = {index: path for path, index in candidates.items()}
 
-    def is_wide(self, place: Place) -> bool:
+    def is_wide(self, place: ModulePass) -> bool:
         """Returns whether a place runs in float32."""
         return self._places.get(candidate_of(place.path, self.candidates)) in self.wide
 
-    def replaced(self, place: Place, value: Value, array: Any) -> Value:
-        return Value([array]) if self.is_wide(place) else value
+    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
+        return PlacedValue([array]) if self.is_wide(place) else value
 
-    def equation(self, equation: Any, values: list[Value]) -> list[Value]:
+    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         arrays = [value.arrays[0] for value in values]
         if self.is_wide(self.place_of(equation)):
-            return [Value([output]) for output in bound_wide(equation, list(map(widen, arrays)))]
+            return [
+                PlacedValue([output]) for output in bound_wide(equation, list(map(widen, arrays)))
+            ]
         operands = [
             narrowed(a, dtype_of(atom)) for a, atom in zip(arrays, equation.invars, strict=True)
         ]
-        return [Value([output]) for output in bind(equation, operands)]
+        return [PlacedValue([output]) for output in bind(equation, operands)]
 
     def merge(
-        self, equation: Any, values: Sequence[Value], branches: Sequence[Any] = ()
-    ) -> list[Value]:
-        return [Value([None], dtype_of(variable)) for variable in equation.outvars]
+        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+    ) -> list[PlacedValue]:
+        return [PlacedValue([None], dtype_of(variable)) for variable in equation.outvars]
 
-    def settled(self, value: Value, like: Value) -> Value:
-        return Value([narrowed(value.arrays[0], like.origin)])
+    def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
+        return PlacedValue([narrowed(value.arrays[0], like.origin)])

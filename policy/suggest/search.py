@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 
-Wide = frozenset[int]
+WideModules = frozenset[int]
 FEW = 8  # the largest number of candidates of which all sets are measured
 # A set that meets the budget may have a predicted error this many times larger.
 NEAR = 1.25
@@ -28,18 +28,18 @@ class Search:
       refused: the sets that missed the budget when their rules were applied.
     """
 
-    measure: Callable[[Wide], float]
+    measure: Callable[[WideModules], float]
     measure_alone: Callable[[int], float]
     costs: Sequence[float]
     runs: int
     alone: list[float] = dataclasses.field(default_factory=list)
-    known: dict[Wide, float] = dataclasses.field(default_factory=dict)
-    refused: set[Wide] = dataclasses.field(default_factory=set)
+    known: dict[WideModules, float] = dataclasses.field(default_factory=dict)
+    refused: set[WideModules] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.every = frozenset(range(len(self.costs)))
 
-    def error(self, wide: Wide) -> float | None:
+    def error(self, wide: WideModules) -> float | None:
         """Returns the error of a set; None if it was not measured and no runs are left."""
         if wide not in self.known:
             if self.runs <= 0:
@@ -48,7 +48,7 @@ class Search:
             self.known[wide] = self.measure(wide)
         return self.known[wide]
 
-    def meets(self, wide: Wide, budget: float) -> bool:
+    def meets(self, wide: WideModules, budget: float) -> bool:
         """Returns whether the error of a set is within the budget, measuring it if needed."""
         error = self.error(wide)
         return error is not None and error <= budget and wide not in self.refused
@@ -68,7 +68,7 @@ class Search:
             self.every, key=lambda i: (not math.isinf(self.alone[i]), -gain(i), self.costs[i])
         )
 
-    def least(self, budget: float) -> Wide | None:
+    def least(self, budget: float) -> WideModules | None:
         """Returns a set that meets the budget, without superfluous candidates, or None.
 
         For few candidates it is the cheapest set. For many, removing any one of its candidates
@@ -81,7 +81,7 @@ class Search:
             self._cheapest(wide, budget) if len(self.costs) <= FEW else self._pruned(wide, budget)
         )
 
-    def _sufficient(self, budget: float) -> Wide | None:
+    def _sufficient(self, budget: float) -> WideModules | None:
         """Returns a set that meets the budget, or None: a prefix of `order`, found by bisection."""
         if self.meets(frozenset(), budget):
             return frozenset()
@@ -107,7 +107,7 @@ class Search:
             return None
         return wide
 
-    def _of_two(self, budget: float) -> Wide | None:
+    def _of_two(self, budget: float) -> WideModules | None:
         """Returns a set of one or two candidates, or None.
 
         All of their sets take as few runs as a survey.
@@ -133,7 +133,7 @@ class Search:
     def _rest(self, order: Sequence[int]) -> float:
         return sum(self.alone[i] ** 2 for i in order)
 
-    def _pruned(self, wide: Wide, budget: float) -> Wide:
+    def _pruned(self, wide: WideModules, budget: float) -> WideModules:
         """Returns a set without its superfluous candidates, removing the most expensive first.
 
         It has its own budget of runs: at most one for each candidate.
@@ -148,7 +148,7 @@ class Search:
         """Returns the cost of a set."""
         return sum(self.costs[i] for i in wide)
 
-    def _cheapest(self, wide: Wide, budget: float) -> Wide:
+    def _cheapest(self, wide: WideModules, budget: float) -> WideModules:
         """Returns the cheapest set that meets the budget, measuring the sets that cost less.
 
         Sets are skipped if they lack a candidate whose error alone in half precision is too large
@@ -166,7 +166,7 @@ class Search:
         cheaper.sort(key=lambda s: (self.cost(s), sorted(s)))
         return next((s for s in cheaper if self.meets(s, budget)), wide)
 
-    def nearly(self, wide: Wide | None, budget: float) -> list[Wide]:
+    def nearly(self, wide: WideModules | None, budget: float) -> list[WideModules]:
         """Returns at most two cheaper sets that were measured to miss the budget by little.
 
         The cheapest comes first. For many candidates there are none.

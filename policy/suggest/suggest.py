@@ -11,15 +11,15 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from policy._jaxpr.paths import naming, spelled
-from policy._jaxpr.placed_interpreter import Value
+from policy._jaxpr.placed_interpreter import PlacedValue
 from policy._jaxpr.subprograms import opened
 from policy.compare.float32_values import first_array, lane_of
-from policy.parameters import Params
+from policy.parameters import ParamsArgument
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
 from policy.suggest.patterns import code_of, patterns_of
 from policy.suggest.rounding_emulator import Ruled
-from policy.suggest.search import FEW, Search, Wide
+from policy.suggest.search import FEW, Search, WideModules
 from policy.suggest.trial import Trial, compiled, floats_of
 from policy.traced.call import Call, Program, checked_policy, program_of, short_text
 
@@ -128,7 +128,7 @@ def suggest(
     error: float,
     policy: Policy | str | None = None,
     backward: bool = False,
-    params: Params = None,
+    params: ParamsArgument = None,
     **kwargs: Any,
 ) -> Suggestion:
     """Finds the cheapest rules that keep a call under `policy` within `error` of float32.
@@ -233,7 +233,7 @@ def _confirmed(
 
 
 def _applied(
-    call: Call, policy: Policy | None, program: Program, trial: Trial, wide: Wide
+    call: Call, policy: Policy | None, program: Program, trial: Trial, wide: WideModules
 ) -> tuple[PolicyRules, list[np.ndarray]]:
     """Returns rules for a set of candidates, and the function's outputs under them.
 
@@ -252,7 +252,7 @@ def _applied(
 
 
 def _rules(
-    program: Program, trial: Trial, wide: Wide, policy: Policy | None, full: Policy
+    program: Program, trial: Trial, wide: WideModules, policy: Policy | None, full: Policy
 ) -> PolicyRules:
     kept = frozenset(trial.paths[i] for i in wide)
     named = patterns_of(kept, trial.paths)
@@ -265,7 +265,7 @@ def _real(
     policy: Policy | None,
     program: Program,
     trial: Trial,
-    wide: Wide,
+    wide: WideModules,
     rules: PolicyRules,
 ) -> list[np.ndarray]:
     """Returns the measured outputs of the program that the rules give."""
@@ -273,7 +273,7 @@ def _real(
         kept = frozenset(trial.paths[i] for i in wide)
         body, consts = opened(program.jaxpr)
 
-        def run(*arrays: Any) -> list[Value]:
+        def run(*arrays: Any) -> list[PlacedValue]:
             ruled = Ruled(kept, trial.candidates)
             ruled.lane = lane_of(program.reference, first_array)
             return ruled.ended(
@@ -284,13 +284,13 @@ def _real(
         ruled = jex_core.jaxpr_as_fun(
             call.traced(policy, rules if rules else None, program.route).jaxpr
         )
-        run = lambda *arrays: [Value([output]) for output in ruled(*arrays)]  # noqa: E731
+        run = lambda *arrays: [PlacedValue([output]) for output in ruled(*arrays)]  # noqa: E731
     ready = compiled(program, lambda *arrays: floats_of(program, run(*arrays)))
     return jax.device_get(ready(*program.arguments.arrays))
 
 
-def _value(array: Any) -> Value:
-    return Value([array])
+def _value(array: Any) -> PlacedValue:
+    return PlacedValue([array])
 
 
 def _suggestion(
@@ -299,7 +299,7 @@ def _suggestion(
     program: Program,
     trial: Trial,
     search: Search,
-    wide: Wide,
+    wide: WideModules,
     budget: float,
     found: float,
     confirmations: int,

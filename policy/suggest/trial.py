@@ -12,14 +12,14 @@ import numpy as np
 
 from policy._jaxpr.costs import bytes_of, flops_of
 from policy._jaxpr.paths import Path, divided, once
-from policy._jaxpr.placed_interpreter import Value, lost_prefixes, module_path
+from policy._jaxpr.placed_interpreter import PlacedValue, lost_prefixes, module_path
 from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.upcast import dtype_of, is_half, widen
 from policy._jaxpr.walk import walk
-from policy.compare.compare import EXACT
+from policy.compare.compare import COMPILER_OPTIONS
 from policy.compare.float32_values import first_array, lane_of
 from policy.suggest.rounding_emulator import Emulated
-from policy.suggest.search import Wide
+from policy.suggest.search import WideModules
 from policy.traced.call import Program
 
 
@@ -53,21 +53,21 @@ class Trial:
         body, consts = opened(self.program.jaxpr)
         emulated = Emulated(flags, self.candidates)
         emulated.lane = lane_of(self.program.reference, first_array)
-        given = [Value([widen(array)]) for array in arrays]
-        outputs = emulated.run(body, [Value([widen(const)]) for const in consts], given)
+        given = [PlacedValue([widen(array)]) for array in arrays]
+        outputs = emulated.run(body, [PlacedValue([widen(const)]) for const in consts], given)
         return floats_of(self.program, emulated.ended(outputs))
 
     def _outputs(self, flags: np.ndarray) -> list[np.ndarray]:
         self.runs += 1
         return jax.device_get(self.compiled(flags, *self.program.arguments.arrays))
 
-    def _flags(self, wide: Wide, promotes: bool = True) -> np.ndarray:
+    def _flags(self, wide: WideModules, promotes: bool = True) -> np.ndarray:
         flags = np.zeros(len(self.paths) + 2, bool)
         flags[[i + 1 for i in wide]] = True
         flags[-1] = promotes
         return flags
 
-    def measure(self, wide: Wide) -> float:
+    def measure(self, wide: WideModules) -> float:
         """Returns the error with these candidates in float32."""
         return self.error(self._outputs(self._flags(wide)))
 
@@ -110,10 +110,14 @@ def compiled(program: Program, run: Any, *before: Any) -> Any:
       run: a function of `before` and of these arrays.
       *before: the first arguments of `run`.
     """
-    return jax.jit(run).lower(*before, *program.arguments.arrays).compile(compiler_options=EXACT)
+    return (
+        jax.jit(run)
+        .lower(*before, *program.arguments.arrays)
+        .compile(compiler_options=COMPILER_OPTIONS)
+    )
 
 
-def floats_of(program: Program, outputs: Sequence[Value]) -> list[Any]:
+def floats_of(program: Program, outputs: Sequence[PlacedValue]) -> list[Any]:
     """Returns the measured arrays in float32: gradients, or else the inexact outputs."""
     kept = outputs[len(program.outputs) :] if program.gradients else outputs
     arrays = [output.arrays[0] for output in kept]

@@ -19,7 +19,7 @@ from policy._jaxpr.upcast import dtype_of, dtypes_of, is_half
 from policy._jaxpr.walk import walk
 from policy.autocast.transform import autocast
 from policy.callables import require_function
-from policy.parameters import Params
+from policy.parameters import ParamsArgument
 from policy.policy import Policy, get_policy
 from policy.precedence import DtypePolicyWarning
 from policy.rules import PolicyRules
@@ -71,13 +71,19 @@ class Call:
 
     fn: Callable[..., Any]
     arguments: Arguments
-    params: Params
+    params: ParamsArgument
     is_lowered: bool
     loss_scale: float | None
 
     @classmethod
     def of(
-        cls, what: str, fn: Any, args: Any, kwargs: Any, params: Params, loss_scale: float | None
+        cls,
+        what: str,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        params: ParamsArgument,
+        loss_scale: float | None,
     ) -> Call:
         """Returns the call of any function or module.
 
@@ -122,7 +128,7 @@ class Call:
                 jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
         else:
             jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
-        names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
+        names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
         taken = self.differentiated() if shape[1] else []
         inputs = input_paths(self.arguments, self.is_lowered)
         gradients = [inputs[i] for i in taken]
@@ -194,7 +200,9 @@ def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
     """
     tree = jax.tree.unflatten(arguments.treedef, list(arguments.is_array))
     keys = [path for path, dynamic in jax.tree_util.tree_leaves_with_path(tree) if dynamic]
-    paths = [name_of(path[2:]) or name for path, name in zip(keys, arguments.names(), strict=True)]
+    paths = [
+        leaf_path(path[2:]) or name for path, name in zip(keys, arguments.names(), strict=True)
+    ]
     matches = [_OF_STATE.fullmatch(path) if is_lowered else None for path in paths]
     short = [
         path if match is None else match[1] for path, match in zip(paths, matches, strict=True)
@@ -202,7 +210,7 @@ def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
     return short if len(set(short)) == len(set(paths)) else paths
 
 
-def name_of(path: Any) -> str:
+def leaf_path(path: Any) -> str:
     """Returns the path of a leaf, its keys joined by ``/``; "" for the tree itself."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core.primitives import convert_element_type_p
 
+from policy._jaxpr.dtypes import F32
 from policy._jaxpr.primitives import HOST, READS_BITS
-from policy._jaxpr.upcast import F32, is_half
+from policy._jaxpr.upcast import is_half
 from policy.scope import Scope, current_scope, enter
 
 source_info_util.register_exclusion(__file__)  # equations get the caller's source line

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.trace import Arguments, Lowered, Traced, is_array, lowered, traced_around
-from policy.parameters import Params, parameters, require_params
+from policy.parameters import ParamsArgument, parameters, require_params
 
 # Predicates of libraries for tree nodes whose array is no parameter, such as nnx's BatchStat.
 NO_PARAMETERS: list[Callable[[Any], bool]] = []
 
 
-def require_differentiable_by(params: Params) -> None:
+def require_differentiable_by(params: ParamsArgument) -> None:
     """Checks the argument `params` of an inspection tool.
 
     Raises:
@@ -35,7 +35,11 @@ def require_differentiable_by(params: Params) -> None:
 
 
 def places_of_parameters(
-    fn: Any, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+    fn: Any,
+    params: ParamsArgument,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: Arguments,
 ) -> list[int]:
     """Returns the positions, among the arrays of a call, of the arrays to differentiate by.
 
@@ -68,7 +72,7 @@ def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
     return [excludes(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
 
 
-def explicit_or_lowered(params: Params, call: Lowered | None) -> Params:
+def explicit_or_lowered(params: ParamsArgument, call: Lowered | None) -> ParamsArgument:
     """Returns which arguments of a call, or of its lowered form, are parameters.
 
     Raises:
@@ -88,7 +92,7 @@ def explicit_or_lowered(params: Params, call: Lowered | None) -> Params:
     return 0
 
 
-Around = Callable[[Callable[..., Any], Params], Callable[..., Any]]
+Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
 
 
 def traced_call(
@@ -96,7 +100,7 @@ def traced_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backward: bool,
-    params: Params,
+    params: ParamsArgument,
     around: Around = lambda fn, params: fn,
 ) -> Traced:
     """Traces a call, and with `backward` its gradients too.
@@ -124,7 +128,7 @@ def traced_call(
 
 
 def _with_gradients(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: Params, around: Around
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument, around: Around
 ) -> Traced:
     call = lowered(fn, args, kwargs)
     params = explicit_or_lowered(params, call)

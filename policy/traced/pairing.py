@@ -14,7 +14,7 @@ import numpy as np
 
 from policy._jaxpr.flattened import FlatOperation, Flattened, Known, Operand, Token, flattened
 from policy._jaxpr.paths import Path
-from policy._jaxpr.placed_interpreter import Chain
+from policy._jaxpr.placed_interpreter import EnclosingEquations
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.walk import written_at
@@ -35,7 +35,7 @@ _OF_DTYPES = frozenset(
         *("accuracy", "index_dtype", "exponent_bits", "mantissa_bits", "is_async"),
     )
 )
-At = tuple[Chain, int]
+At = tuple[EnclosingEquations, int]
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import pathlib
 from collections.abc import Iterator
@@ -198,3 +199,32 @@ def test_no_module_is_imported_for_its_side_effects():
             if binds_module and bound not in read and not is_package:
                 unread.add((name, bound))
     assert unread == set()
+
+
+# --------------------------------------------------------------------------------------------------
+# One name, one meaning
+# --------------------------------------------------------------------------------------------------
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Returns the public names that a module defines itself, but for its type variables."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            made_by = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if made_by not in ("TypeVar", "ParamSpec"):
+                found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_no_two_modules_of_policy_define_the_same_public_name():
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for name, tree in modules().items():
+        if is_in(name, "policy"):
+            for defined in defined_in(tree):
+                places[defined].append(name)
+    assert {"autocast", "Policy", "F32", "Axis"} <= set(places)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

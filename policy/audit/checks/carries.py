@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policy._jaxpr.graph import Node, Value
-from policy._jaxpr.operations import is_inexact, kind_of
+from policy._jaxpr.operations import is_inexact_name, kind_of
 from policy._jaxpr.primitives import ADDITIONS, MINMAX, MOVES_DATA, SCALINGS
 from policy.audit.accumulations import Share, Shares
 from policy.audit.finding_kinds import CARRY, finding, shape_of
@@ -118,7 +118,7 @@ def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
     return {
         id(carry)
         for carry, result in carried
-        if is_inexact(carry.dtype) and not _is_extreme(carry, result)
+        if is_inexact_name(carry.dtype) and not _is_extreme(carry, result)
     }
 
 

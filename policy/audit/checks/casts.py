@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator
 
-from policy._jaxpr.graph import Branch, Node, Value
+from policy._jaxpr.graph import BranchesTaken, Node, Value
 from policy._jaxpr.operations import HALVES
 from policy._jaxpr.origins import author_of, authors_of, is_by_layers, is_ours, is_written
 from policy._jaxpr.primitives import ANNOTATES, REARRANGES
@@ -148,7 +148,7 @@ def _stored(value: Value) -> Value | None:
     return value if value.shape and (value.maker is None or is_row) else None
 
 
-def _may_both_run(one: Branch, other: Branch) -> bool:
+def _may_both_run(one: BranchesTaken, other: BranchesTaken) -> bool:
     """Returns whether two nodes may run in one call.
 
     Nodes in different branches of one conditional do not.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from policy.audit.finding_kinds import KINDS
-from policy.audit.render.tree import Node, tree_of
-from policy.render.markup import Markup, join, tag
+from policy.audit.finding_kinds import FINDING_KINDS
+from policy.audit.render.tree import ModuleNode, tree_of
+from policy.render.markup import Markup, join_markup, tag
 from policy.render.parts import (
     OUTSIDE,
     Cell,
@@ -46,7 +46,7 @@ def page(audit: Audit, comparison: Comparison | None = None) -> str:
     """
     tree = tree_of(audit)
     name = audit.name or "A function"
-    head = join(
+    head = join_markup(
         (
             Markup('<meta charset="utf-8">'),
             Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -55,7 +55,7 @@ def page(audit: Audit, comparison: Comparison | None = None) -> str:
             tag("style", Markup(_resource("page.css"))),
         )
     )
-    body = join(
+    body = join_markup(
         (
             tag("header", tag("h1", name), _summary(audit), _search()),
             tag("main", *_sections(audit, tree, comparison)),
@@ -70,13 +70,13 @@ def _resource(name: str) -> str:
     return resources.files("policy.audit.render").joinpath(name).read_text(encoding="utf-8")
 
 
-def _sections(audit: Audit, tree: Node, comparison: Comparison | None) -> Iterable[Markup]:
+def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> Iterable[Markup]:
     yield _section(
         "findings",
         f"Findings ({len(audit.findings)})",
         _findings(audit.findings, tree, audit.policy),
     )
-    shares = join(
+    shares = join_markup(
         (
             bar("FLOPs", audit.flops_by_dtype, count_text),
             bar("Bytes", audit.bytes_by_dtype, bytes_text),
@@ -150,13 +150,15 @@ def _search() -> Markup:
 # --------------------------------------------------------------------------------------------------
 
 
-def _findings(findings: Sequence[Finding], tree: Node, policy: str) -> Markup:
+def _findings(findings: Sequence[Finding], tree: ModuleNode, policy: str) -> Markup:
     if not findings:
         return tag("p", "None." if policy else "None, and no policy was in force.", class_="clean")
     ids = tree.ids()
     # the gravest first, as the audit has them
     kinds = dict.fromkeys(finding.kind for finding in findings)
-    return join(_findings_of(kind, [f for f in findings if f.kind == kind], ids) for kind in kinds)
+    return join_markup(
+        _findings_of(kind, [f for f in findings if f.kind == kind], ids) for kind in kinds
+    )
 
 
 def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
@@ -175,7 +177,7 @@ def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str])
         )
         said.setdefault(key, []).append(finding)
     title = tag("summary", tag("strong", kind), f" ({len(findings)})")
-    meaning = tag("p", KINDS[kind], class_="meaning") if kind in KINDS else ""
+    meaning = tag("p", FINDING_KINDS[kind], class_="meaning") if kind in FINDING_KINDS else ""
     items = [_finding(alike, ids) for alike in said.values()]
     return tag("details", title, meaning, tag("ul", *items), class_="kind", open=True)
 
@@ -183,7 +185,7 @@ def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str])
 def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
     finding = alike[0]
     direction = tag("span", "backward", class_="mark") if finding.is_backward else ""
-    what = join((tag("code", finding.primitive), " ", *chips(finding.dtypes), direction))
+    what = join_markup((tag("code", finding.primitive), " ", *chips(finding.dtypes), direction))
     places = [tag("li", _place(one, ids)) for one in alike]
     return tag(
         "li",
@@ -203,7 +205,7 @@ def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
 
 def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
     times = f" {finding.count:,} times" if finding.count != 1 else ""
-    return join(
+    return join_markup(
         (tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path"), times)
     )
 
@@ -213,7 +215,7 @@ def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
 # --------------------------------------------------------------------------------------------------
 
 
-def _node(node: Node, total: int, *, depth: int) -> Markup:
+def _node(node: ModuleNode, total: int, *, depth: int) -> Markup:
     """Renders a module with those below it, as `details` that fold without scripts too."""
     summary = tag("summary", *_of_node(node, total), class_=colour(node.dtype))
     children = [_node(child, total, depth=depth + 1) for child in node.children.values()]
@@ -236,10 +238,10 @@ def _node(node: Node, total: int, *, depth: int) -> Markup:
     )
 
 
-def _of_node(node: Node, total: int) -> Iterable[Markup]:
+def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
     flops = sum(node.flops.values())
     yield tag("span", node.name or "all", class_="name")
-    yield join(chip(dtype) for dtype in node.dtypes)
+    yield join_markup(chip(dtype) for dtype in node.dtypes)
     if flops:
         yield tag("span", f"{flops / total:.1%} of FLOPs", class_="amount")
         yield tag(
@@ -259,7 +261,7 @@ def _of_node(node: Node, total: int) -> Iterable[Markup]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _operations(operations: Sequence[Operation], tree: Node) -> Markup:
+def _operations(operations: Sequence[Operation], tree: ModuleNode) -> Markup:
     columns = (
         "path",
         "kind",
@@ -281,7 +283,7 @@ def _operation(op: Operation, ids: Mapping[str, str]) -> Sequence[Cell]:
         (link(op.path, ids), None),
         (op.kind, None),
         (tag("code", op.primitive), None),
-        (join(chips(op.operands)), None),
+        (join_markup(chips(op.operands)), None),
         (chip(op.accumulation), None),
         (chip(op.result), None),
         ("backward" if op.is_backward else "forward", None),
@@ -292,14 +294,14 @@ def _operation(op: Operation, ids: Mapping[str, str]) -> Sequence[Cell]:
     )
 
 
-def _comparison(comparison: Comparison, tree: Node) -> Iterable[Markup]:
+def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
     ids = tree.ids()
     policy = f", under {comparison.policy}" if comparison.policy else ""
     jump = comparison.first_jump
     told = (
         "The error jumps nowhere."
         if jump is None
-        else join(("The error jumps first at ", link(jump, ids), "."))
+        else join_markup(("The error jumps first at ", link(jump, ids), "."))
     )
     step = f" In step {comparison.jump_step} of a scan." if comparison.jump_step is not None else ""
     yield tag(
@@ -331,7 +333,7 @@ def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
     of_module = row.kind in ("activation", "gradient")
     where = link(row.path, ids) if of_module else tag("code", row.path or "the result")
     return (
-        (join((where, " ", mark)), None),
+        (join_markup((where, " ", mark)), None),
         (row.kind, None),
         (chip(row.dtype), None),
         (figure(row.error, ".2e"), row.error),

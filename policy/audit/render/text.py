@@ -112,7 +112,7 @@ class _Place:
         return cls(tuple(_NUMBER.split(path)), tuple(map(int, _NUMBER.findall(path))))
 
 
-def folded(paths: Iterable[str], among: Iterable[str] = ()) -> str:
+def folded_pattern(paths: Iterable[str], among: Iterable[str] = ()) -> str:
     r"""Returns paths that differ in numbers only as one pattern for rules, or as several if one
     would match other paths.
 
@@ -180,7 +180,7 @@ def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
         yield paint("bold", "findings")
     for found in groups.values():
         first, times = found[0], sum(finding.count for finding in found)
-        where = folded((finding.path for finding in found), audit.paths) or "(top level)"
+        where = folded_pattern((finding.path for finding in found), audit.paths) or "(top level)"
         dtypes = ", ".join(map(short, first.dtypes))
         marks = " backward" * first.is_backward + (f" x{times}" if times > 1 else "")
         yield (
@@ -268,7 +268,7 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
     for names, child in _alike(module):
         flops = child.flops() * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
-        shown = paint("bold", folded(names, module.below))
+        shown = paint("bold", folded_pattern(names, module.below))
         yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
         yield from _lines(child, depth + 1, total, paint)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Node:
+class ModuleNode:
     """A module, or the root above all modules.
 
     Attributes:
@@ -32,7 +32,7 @@ class Node:
     name: str
     id: str = ""
     operations: list[Operation] = dataclasses.field(default_factory=list)
-    children: dict[str, Node] = dataclasses.field(default_factory=dict)
+    children: dict[str, ModuleNode] = dataclasses.field(default_factory=dict)
     flops: Counter[str] = dataclasses.field(default_factory=Counter)
     bytes: Counter[str] = dataclasses.field(default_factory=Counter)
     findings: int = 0
@@ -48,16 +48,16 @@ class Node:
         """The dtype with the largest share; "" if nothing runs."""
         return next(iter(self.dtypes), "")
 
-    def at(self, path: str) -> Node:
+    def at(self, path: str) -> ModuleNode:
         """Returns the node at a path below, creating it if needed."""
         node = self
         for name in parts_of(path):
             between = "" if node.path.endswith(":") or not node.path else "/"
             above = f"{node.path}{between}{name}"
-            node = node.children.setdefault(name, Node(above, name))
+            node = node.children.setdefault(name, ModuleNode(above, name))
         return node
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[ModuleNode]:
         """Yields this node and all below it, each before its children."""
         yield self
         for child in self.children.values():
@@ -68,9 +68,9 @@ class Node:
         return {node.path: node.id for node in self.walk()}
 
 
-def tree_of(audit: Audit) -> Node:
+def tree_of(audit: Audit) -> ModuleNode:
     """Returns the tree of all paths of operations and findings."""
-    root = Node("", "")
+    root = ModuleNode("", "")
     for operation in models_first(audit.operations):
         root.at(operation.path).operations.append(operation)
     for finding in audit.findings:
@@ -86,7 +86,7 @@ def models_first(operations: Iterable[Operation]) -> list[Operation]:
     return sorted(operations, key=lambda operation: not operation.path.endswith(":"))
 
 
-def _add_up(node: Node) -> None:
+def _add_up(node: ModuleNode) -> None:
     own = Audit(tuple(node.operations), ())
     node.flops, node.bytes = Counter(own.flops_by_dtype), Counter(own.bytes_by_dtype)
     for child in node.children.values():

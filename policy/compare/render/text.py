@@ -19,7 +19,7 @@ _TITLES = {
 _HEADS = ("error", "cosine", "underflow", "subnormal", "overflow", "largest", "of limit")
 
 
-def table(comparison: Comparison) -> str:
+def comparison_table(comparison: Comparison) -> str:
     """Returns the rows in columns, with the first jump and the notes above them."""
     rows = comparison.rows
     width = max((len(_name(row)) for row in rows), default=0)

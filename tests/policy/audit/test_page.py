@@ -16,7 +16,7 @@ from policy.audit.render.html import page
 from policy.audit.render.tree import tree_of
 from policy.audit.report import Audit, Finding, Operation
 from policy.compare.comparison import Comparison, Row
-from policy.render.markup import Markup, escaped, join, tag
+from policy.render.markup import Markup, escaped, join_markup, tag
 from tests.policy.audit.browser import BROWSER, look
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -105,7 +105,7 @@ def test_markup_is_escaped_unless_it_is_markup_already():
     assert tag("p", "<b>", tag("i", "&"), class_='a"b', data_x=None, hidden=True) == (
         '<p class="a&quot;b" hidden>&lt;b&gt;<i>&amp;</i></p>'
     )
-    assert escaped(Markup("<b>")) == "<b>" and join(("<", 1)) == "&lt;1"
+    assert escaped(Markup("<b>")) == "<b>" and join_markup(("<", 1)) == "&lt;1"
 
 
 def test_hostile_names_are_text_and_nothing_else():

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mpmodules
 from policy import audit
-from policy.audit.finding_kinds import KINDS, MATMUL, RESIDUAL
+from policy.audit.finding_kinds import FINDING_KINDS, MATMUL, RESIDUAL
 from tests.policy.audit import flax_faults, range_faults, sum_faults
 from tests.policy.audit.faults import FAULTS, PLACES, Fault, scoped
 from tests.policy.audit.state_faults import STATE_FAULTS
@@ -50,7 +50,7 @@ def test_found_by_kind_path_and_operation(fault, place):
 
 def test_the_kinds_that_are_planted_here_are_all_but_two():
     """The others depend on the rest of the program: test_matmuls.py and test_residuals.py."""
-    assert set(KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, RESIDUAL}
+    assert set(FINDING_KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, RESIDUAL}
 
 
 @pytest.mark.parametrize("place", ("the top level", "jit", "scan", "remat", "custom_vjp"))

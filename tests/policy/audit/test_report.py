@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 from policy import PolicyRules, audit
-from policy.audit.finding_kinds import KINDS
-from policy.audit.render.text import folded, show, text
+from policy.audit.finding_kinds import FINDING_KINDS
+from policy.audit.render.text import folded_pattern, show, text
 from policy.audit.report import Audit, Finding, Operation, named
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -98,7 +98,7 @@ def test_equal_operations_on_one_line_are_one_row(report):
 def test_findings_come_the_gravest_first(report):
     kinds = [finding.kind for finding in report.findings]
     assert set(kinds) == {"low-precision-function", "float32-matmul"}
-    assert kinds == sorted(kinds, key=list(KINDS).index)
+    assert kinds == sorted(kinds, key=list(FINDING_KINDS).index)
     share = 1024 / (1024 + 13 * 64)
     assert f"with {share:.1%} of the FLOPs of all matmuls" in report.findings[-1].message
 
@@ -175,7 +175,7 @@ def test_paths_that_differ_in_numbers_are_folded_to_patterns_that_match_them_and
     paths, expected
 ):
     every = list(map(below, [*paths, *(f"a_{i}" for i in range(12)), "a_1/b_0", "layers/1/up"]))
-    assert folded(paths, every) == expected
+    assert folded_pattern(paths, every) == expected
     patterns = PolicyRules(dict.fromkeys(expected.split(", "), "f32"))
     assert {path for path in every if patterns.match(path, model="Net") is not None} == set(
         map(below, paths)

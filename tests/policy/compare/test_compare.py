@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import policy
 from mpmodules import linen as nn
-from policy._jaxpr.placed_interpreter import Place, Value
+from policy._jaxpr.placed_interpreter import ModulePass, PlacedValue
 from policy.compare import statistics
 from policy.compare.compare import compare
 from policy.compare.dual_interpreter import Origin, _coded, _decoded
@@ -455,7 +455,7 @@ def test_an_array_stacked_in_16_bits_is_exact_to_one_part_in_256_of_its_differen
         .set(jnp.asarray([1e-9, 2.0, -jnp.inf, 3.0, 4.0, 0.0]))
     )
     array = (wide * F32(1.01)).at[:6].set(jnp.asarray([0.0, jnp.inf, -jnp.inf, jnp.nan, 4.0, 0.0]))
-    value = Value([_coded(array, wide), wide], Origin(Place(), coded=np.dtype(F32)))
+    value = PlacedValue([_coded(array, wide), wide], Origin(ModulePass(), coded=np.dtype(F32)))
     found = np.asarray(_decoded(value).arrays[0])
     np.testing.assert_array_equal(found[:6], np.asarray(array)[:6])
     assert value.arrays[0].dtype == jnp.uint16

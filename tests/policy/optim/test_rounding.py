@@ -11,7 +11,7 @@ import pytest
 
 from policy.grads.loss_scale import NoOpLossScale
 from policy.optim import apply_gradients, master_params, mixed_precision
-from policy.optim.rounding import join, pack, packed, round_stochastically, round_to, split
+from policy.optim.rounding import join_master, pack, packed, round_stochastically, round_to, split
 from policy.optim.storage_modes import FULL, KAHAN, REMAINDER
 from policy.testing import assert_close_in_ulps
 from policy.ulps import spacing
@@ -72,7 +72,7 @@ def test_a_float32_is_the_same_after_it_was_taken_apart():
     param, low = split(pack(jnp.asarray(FLOATS)))
     rounded = round_to(jnp.asarray(FLOATS), jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(param, np.float32), np.asarray(rounded, np.float32))
-    joined = np.asarray(join(param, low))
+    joined = np.asarray(join_master(param, low))
     np.testing.assert_array_equal(np.isnan(joined), np.isnan(FLOATS))
     numbers = ~np.isnan(FLOATS)
     np.testing.assert_array_equal(joined.view(np.uint32)[numbers], FLOATS.view(np.uint32)[numbers])
@@ -82,7 +82,7 @@ def test_a_float32_is_the_same_after_it_was_taken_apart():
 def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(low):
     param = jnp.asarray(EVERY_16_BITS.view(ml_dtypes.bfloat16))
     stale = jnp.full(param.shape, low, jnp.uint16)
-    joined = np.asarray(jax.jit(join)(param, stale)).astype(np.float64)
+    joined = np.asarray(jax.jit(join_master)(param, stale)).astype(np.float64)
     exact = np.asarray(param).astype(np.float64)
     np.testing.assert_array_equal(np.isnan(joined), np.isnan(exact))
     finite = np.isfinite(exact)

@@ -14,7 +14,7 @@ from jax import lax
 
 from mpmodules import linen as nn
 from policy import PolicyRules, autocast, use_policy
-from policy._jaxpr.placed_interpreter import Value
+from policy._jaxpr.placed_interpreter import PlacedValue
 from policy.suggest.rounding_emulator import Emulated
 from policy.suggest.suggest import suggest
 from tests.programs import apply
@@ -348,7 +348,7 @@ def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
 
     def emulated(is_wide: bool) -> Any:
         flags = np.array([is_wide, is_wide, True])
-        values = [Value([array.astype(F32)]) for array in (w, x)]
+        values = [PlacedValue([array.astype(F32)]) for array in (w, x)]
         return Emulated(flags, {("Net",): 1}).run(program.jaxpr, [], values)[0].arrays[0]
 
     np.testing.assert_array_equal(emulated(False), decayed(w, x).astype(F32))

@@ -8,21 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from policy._jaxpr import broadcasting as repeats
+from policy._jaxpr.dtypes import F32
 from policy._jaxpr.primitives import BROADCASTS
-from policy.autocast.values import F32, Value, as_dtype
+from policy.autocast.values import CastValue, as_dtype
 
 # Primitives that repeat elements of their operand: the transpose sums over the copies.
 REPEATS = BROADCASTS | {"tile"}
 
 
-def is_repeated(value: Value, shape: tuple[Any, ...] | None, half: Any) -> bool:
+def broadcasts_half(value: CastValue, shape: tuple[Any, ...] | None, half: Any) -> bool:
     """Returns whether an elementwise operation in `half` broadcasts a half-precision activation."""
     if shape is None or value.dtype != half or half == F32 or value.constant is not None:
         return False
     return bool(value.array.ndim) and value.array.shape != shape
 
 
-def product(equation: Any, values: list[Value], arrays: list[Any], dtype: Any) -> list[Value]:
+def broadcast_product(
+    equation: Any, values: list[CastValue], arrays: list[Any], dtype: Any
+) -> list[CastValue]:
     """Returns the product or quotient of half values, of which at least one is broadcast.
 
     Args:
@@ -33,7 +36,7 @@ def product(equation: Any, values: list[Value], arrays: list[Any], dtype: Any) -
     """
     shape = equation.outvars[0].aval.shape
     a, b = (
-        as_dtype(value, F32) if is_repeated(value, shape, dtype) else array
+        as_dtype(value, F32) if broadcasts_half(value, shape, dtype) else array
         for value, array in zip(values, arrays, strict=True)
     )
-    return [Value(repeats.product(equation, a, b, dtype))]
+    return [CastValue(repeats.product(equation, a, b, dtype))]
