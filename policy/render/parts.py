@@ -99,24 +99,3 @@ def figure(number: float, form: str) -> str:
     if math.isnan(number):
         return "NaN"
     return format(number, form) if math.isfinite(number) else "∞" if number > 0 else "-∞"
-
-
-_THOUSANDS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
-_BINARY = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
-
-
-def count_text(number: int) -> str:
-    return _in_units(number, _THOUSANDS, "").strip()
-
-
-def bytes_text(number: int) -> str:
-    return _in_units(number, _BINARY, "B")
-
-
-def _in_units(number: int, units: Mapping[str, float], below: str) -> str:
-    """Returns three digits of a number, in the largest unit that it reaches."""
-    unit, size = next(
-        ((unit, size) for unit, size in units.items() if number >= size), (below, 1.0)
-    )
-    digits = number / size
-    return f"{digits:.0f} {unit}" if digits >= 100 else f"{digits:.3g} {unit}"

@@ -14,16 +14,15 @@ from policy.render.parts import (
     OUTSIDE,
     Cell,
     bar,
-    bytes_text,
     chip,
     chips,
     colour,
-    count_text,
     figure,
     link,
     pieces,
     table,
 )
+from policy.render.units import amount
 
 if TYPE_CHECKING:
     from policy.audit.report import Audit, Finding, Operation
@@ -44,7 +43,7 @@ def page(audit: Audit, comparison: Comparison | None = None) -> str:
       audit: the result of `policy.audit`.
       comparison: the result of `policy.compare` for the same function.
     """
-    tree = tree_of(audit)
+    tree = tree_of(audit.operations, audit.findings)
     name = audit.name or "A function"
     head = join_markup(
         (
@@ -78,8 +77,8 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
     )
     shares = join_markup(
         (
-            bar("FLOPs", audit.flops_by_dtype, count_text),
-            bar("Bytes", audit.bytes_by_dtype, bytes_text),
+            bar("FLOPs", audit.flops_by_dtype, amount),
+            bar("Bytes", audit.bytes_by_dtype, _memory),
         )
     )
     yield _section("shares", "Shares by dtype", shares)
@@ -121,7 +120,7 @@ def _summary(audit: Audit) -> Markup:
     found = len(audit.findings)
     parts = (
         f"{found} finding{'' if found == 1 else 's'}",
-        f"{count_text(sum(audit.flops_by_dtype.values()))} FLOPs",
+        f"{amount(sum(audit.flops_by_dtype.values()))} FLOPs",
         share,
     )
     return tag("p", " · ".join(parts), class_="summary")
@@ -288,8 +287,8 @@ def _operation(op: Operation, ids: Mapping[str, str]) -> Sequence[Cell]:
         (chip(op.result), None),
         ("backward" if op.is_backward else "forward", None),
         (f"{op.count:,}", op.count),
-        (count_text(op.flops), op.flops),
-        (bytes_text(op.bytes), op.bytes),
+        (amount(op.flops), op.flops),
+        (_memory(op.bytes), op.bytes),
         (tag("span", op.source, class_="source"), None),
     )
 
@@ -343,3 +342,7 @@ def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
         (figure(row.overflow, ".2%"), row.overflow),
         (figure(row.headroom, ".2%"), row.headroom),
     )
+
+
+def _memory(number: float) -> str:
+    return amount(number, "B", binary=True)

@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from policy._jaxpr.paths import parts_of
-from policy.audit.render.tree import models_first
+from policy.audit.render.tree import ModuleNode, tree_of
 from policy.audit.report import Audit, Finding, Operation
+from policy.render.units import amount
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool"}
 _STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
@@ -64,14 +64,6 @@ class _Paint:
 def short(dtype: str) -> str:
     """Returns a dtype's name in `Policy`'s short form: ``bf16``."""
     return _SHORT.get(dtype, dtype.replace("uint", "u").replace("int", "i"))
-
-
-def amount(number: float, unit: str = "") -> str:
-    """Returns a number with a unit prefix: ``1.3 G``."""
-    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {prefix}{unit}"
-    return f"{number:.0f} {unit}".rstrip()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,52 +188,9 @@ def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Module:
-    """The operations at a path, and the modules below it."""
-
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
-        self.below: dict[str, _Module] = {}
-
-    def at(self, path: str) -> _Module:
-        module = self
-        for name in parts_of(path):
-            module = module.below.setdefault(name, _Module())
-        return module
-
-    def rows(self) -> dict[tuple[Any, ...], tuple[int, int, int]]:
-        """Returns runs, FLOPs and bytes by kind and dtypes of the module's operations."""
-        totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
-        for op in self.operations:
-            if op.kind in _LISTED:
-                key = (
-                    _LISTED.index(op.kind),
-                    op.is_backward,
-                    op.primitive,
-                    op.operands,
-                    op.accumulation,
-                    op.result,
-                )
-                count, flops, moved = totals.get(key, (0, 0, 0))
-                totals[key] = (count + op.count, flops + op.flops, moved + op.bytes)
-        return dict(sorted(totals.items()))
-
-    def signature(self) -> Any:
-        rows = tuple(self.rows().items())
-        return rows, tuple((name, module.signature()) for name, module in self.below.items())
-
-    def flops(self) -> int:
-        return sum(op.flops for op in self.operations) + sum(
-            module.flops() for module in self.below.values()
-        )
-
-
 def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
-    root = _Module()
-    for operation in models_first(operations):
-        root.at(operation.path).operations.append(operation)
-    total = root.flops()
-    lines = list(_lines(root, 0, total, paint))
+    root = tree_of(operations)
+    lines = list(_lines(root, 0, sum(root.flops.values()), paint))
     if lines:
         header = (
             f"  {'operations':<46}{'operands':<16}{'sums in':<9}{'result':<8}{'runs':>9}"
@@ -251,12 +200,36 @@ def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
         yield from lines
 
 
-def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[str]:
+def _rows(module: ModuleNode) -> dict[tuple[Any, ...], tuple[int, int, int]]:
+    """Returns runs, FLOPs and bytes by kind and dtypes of the operations in a module itself."""
+    totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+    for op in module.operations:
+        if op.kind in _LISTED:
+            key = (
+                _LISTED.index(op.kind),
+                op.is_backward,
+                op.primitive,
+                op.operands,
+                op.accumulation,
+                op.result,
+            )
+            count, flops, moved = totals.get(key, (0, 0, 0))
+            totals[key] = (count + op.count, flops + op.flops, moved + op.bytes)
+    return dict(sorted(totals.items()))
+
+
+def _contents(module: ModuleNode) -> Any:
+    """Returns a key that is equal for modules with the same lines."""
+    rows = tuple(_rows(module).items())
+    return rows, tuple((name, _contents(child)) for name, child in module.children.items())
+
+
+def _lines(module: ModuleNode, depth: int, total: int, paint: _Paint) -> Iterator[str]:
     for (_, backward, primitive, operands, accumulation, result), (
         count,
         flops,
         moved,
-    ) in module.rows().items():
+    ) in _rows(module).items():
         name = f"{'  ' * (depth + 1)}{primitive}{' backward' * backward}"
         dtypes = " ".join(map(short, operands[:2])) + ("" if len(operands) < 3 else " ..")
         style = "warn" if accumulation in ("bfloat16", "float16") else "dim"
@@ -266,17 +239,17 @@ def _lines(module: _Module, depth: int, total: int, paint: _Paint) -> Iterator[s
         )
         yield f"{name:<48}{paint(style, columns)}"
     for names, child in _alike(module):
-        flops = child.flops() * len(names)
+        flops = sum(child.flops.values()) * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
-        shown = paint("bold", folded_pattern(names, module.below))
+        shown = paint("bold", folded_pattern(names, module.children))
         yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
         yield from _lines(child, depth + 1, total, paint)
 
 
-def _alike(module: _Module) -> Iterator[tuple[list[str], _Module]]:
+def _alike(module: ModuleNode) -> Iterator[tuple[list[str], ModuleNode]]:
     """Yields the modules below one, grouped by equal content and names that differ in a number."""
-    groups: dict[Any, tuple[list[str], _Module]] = {}
-    for name, child in module.below.items():
-        key = (_Place.of(name).between, child.signature())
+    groups: dict[Any, tuple[list[str], ModuleNode]] = {}
+    for name, child in module.children.items():
+        key = (_Place.of(name).between, _contents(child))
         groups.setdefault(key, ([], child))[0].append(name)
     yield from groups.values()

@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from policy._jaxpr.paths import parts_of
-from policy.audit.report import Audit
-
-if TYPE_CHECKING:
-    from policy.audit.report import Operation
+from policy.audit.report import Audit, Finding, Operation
 
 
 @dataclasses.dataclass
@@ -68,12 +64,12 @@ class ModuleNode:
         return {node.path: node.id for node in self.walk()}
 
 
-def tree_of(audit: Audit) -> ModuleNode:
+def tree_of(operations: Iterable[Operation], findings: Iterable[Finding] = ()) -> ModuleNode:
     """Returns the tree of all paths of operations and findings."""
     root = ModuleNode("", "")
-    for operation in models_first(audit.operations):
+    for operation in _models_first(operations):
         root.at(operation.path).operations.append(operation)
-    for finding in audit.findings:
+    for finding in findings:
         root.at(finding.path).findings += 1
     for i, node in enumerate(root.walk()):
         node.id = f"m{i}"
@@ -81,7 +77,7 @@ def tree_of(audit: Audit) -> ModuleNode:
     return root
 
 
-def models_first(operations: Iterable[Operation]) -> list[Operation]:
+def _models_first(operations: Iterable[Operation]) -> list[Operation]:
     """Returns operations with those of a model's own code before those of its modules."""
     return sorted(operations, key=lambda operation: not operation.path.endswith(":"))
 

@@ -144,7 +144,7 @@ def test_every_link_leads_to_a_place_on_the_page_and_ids_stand_once():
 
 
 def test_the_tree_adds_up_what_is_below():
-    tree = tree_of(AUDIT)
+    tree = tree_of(AUDIT.operations, AUDIT.findings)
     assert [node.path for node in tree.walk()][:4] == ["", "Net", "Net/layer_0", "Net/layer_0/attn"]
     layer = tree.children["Net"].children["layer_1"]
     assert layer.flops == {"bfloat16": 2_000_000}
@@ -323,7 +323,10 @@ def test_the_page_is_alive_in_a_browser_at_phone_width():
     seen, console = look(page(AUDIT), VISIT, width=500)
     assert console == [] and seen["fetched"] == []
     assert (seen["ready"], seen["error"], seen["title"]) == ("true", None, f"Audit of {HOSTILE}")
-    assert (seen["findings"], seen["nodes"]) == (3, len(list(tree_of(AUDIT).walk())))
+    assert (seen["findings"], seen["nodes"]) == (
+        3,
+        len(list(tree_of(AUDIT.operations, AUDIT.findings).walk())),
+    )
     assert seen["fits"] and seen["width"] <= 500
     assert seen["opaque"] != "rgba(0, 0, 0, 0)"
     assert seen["falling"] == ["Net/head", "descending"]

@@ -1,0 +1,25 @@
+"""Numbers with the prefix of a unit."""
+
+from __future__ import annotations
+
+_DECIMAL = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+_BINARY = {"Ti": 2.0**40, "Gi": 2.0**30, "Mi": 2.0**20, "Ki": 2.0**10}
+
+
+def amount(number: float, unit: str = "", *, binary: bool = False) -> str:
+    """Returns three digits of a number, in the largest prefix that it reaches: ``1.3 GB``.
+
+    >>> amount(1_300_000_000, "B"), amount(2048, "B", binary=True), amount(12)
+    ('1.3 GB', '2 KiB', '12')
+
+    Args:
+      number: not negative.
+      unit: follows the prefix.
+      binary: counts in powers of 1024, as memory is sold, instead of 1000.
+    """
+    prefixes = _BINARY if binary else _DECIMAL
+    reached = ((prefix, size) for prefix, size in prefixes.items() if number >= size)
+    prefix, size = next(reached, ("", 1.0))
+    digits = number / size
+    text = f"{digits:.0f}" if digits >= 100 else f"{digits:.3g}"
+    return f"{text} {prefix}{unit}".rstrip()
