@@ -22,7 +22,7 @@ def reduction_dtype_of(*arrays: ArrayLike) -> np.dtype:
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
-    >>> reductions.reduction_dtype(jnp.ones(2, jnp.bfloat16))
+    >>> reductions.reduction_dtype_of(jnp.ones(2, jnp.bfloat16))
     dtype('float32')
     """
     policy = current_policy()

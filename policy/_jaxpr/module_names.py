@@ -20,7 +20,7 @@ _noted: set[str] = set()
 # Names of whole models on name stacks: those of their classes, or those that they were given.
 _roots: set[str] = set()
 _repeated: set[str] = set()  # names of modules that stand directly in one of the same name
-_number = 0  # of all of these
+_version = 0  # of all of these
 
 # Contexts in which frameworks note the names of the modules that are called.
 NOTING: list[Callable[[], AbstractContextManager[Any]]] = []
@@ -47,9 +47,18 @@ def note_repeated(name: str) -> None:
 
 
 def _add(name: str, names: set[str]) -> None:
-    global _number
-    names.add(name)
-    _number = len(_noted) + len(_roots) + len(_repeated)
+    global _version
+    if name not in names:
+        names.add(name)
+        _version += 1
+
+
+def forget() -> None:
+    """Forgets every name, as where a process starts: for tests, which share one."""
+    global _version
+    for names in (_noted, _roots, _repeated):
+        names.clear()
+    _version += 1
 
 
 def is_root(name: str) -> bool:
@@ -68,11 +77,11 @@ def is_noted(name: str) -> bool:
 
 
 def noted() -> int:
-    """Returns the number of noted names.
+    """Returns a number that changes where another name is noted.
 
-    Readings of name stacks may change when it does.
+    Readings of name stacks may change then.
     """
-    return _number
+    return _version
 
 
 def note_keys(treedef: Any) -> None:

@@ -108,7 +108,7 @@ def folded_pattern(paths: Iterable[str], among: Iterable[str] = ()) -> str:
     r"""Returns paths that differ in numbers only as one pattern for rules, or as several if one
     would match other paths.
 
-    >>> folded(["block_0/Dense_0", "block_1/Dense_0"])
+    >>> folded_pattern(["block_0/Dense_0", "block_1/Dense_0"])
     'block_[0-1]/Dense_0'
 
     Args:
