@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.attention import dot_product_attention_weights as _flax_attention_weights
 from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
+from jax.typing import DTypeLike
 
 from mpmodules import attention
 from mpmodules._attention_calls import (
@@ -33,7 +34,7 @@ def dot_product_attention_weights(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     precision: Any = None,
     module: flax_nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
@@ -84,7 +85,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     precision: Any = None,
     module: flax_nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
