@@ -10,6 +10,7 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from flax.typing import PrecisionLike
 from jax.typing import DTypeLike
 
 from mpmodules import attention
@@ -28,7 +29,7 @@ def dot_product_attention_weights(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     module: flax_nn.Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., jax.Array] | None = None,
@@ -100,7 +101,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     module: flax_nn.Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., jax.Array] | None = None,

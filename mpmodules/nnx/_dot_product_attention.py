@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.attention import dot_product_attention_weights as _flax_attention_weights
 from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
+from flax.typing import PrecisionLike
 from jax.typing import DTypeLike
 
 from mpmodules import attention
@@ -35,7 +36,7 @@ def dot_product_attention_weights(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     module: flax_nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
     is_causal: bool = False,
@@ -86,7 +87,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     module: flax_nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
     is_causal: bool = False,
